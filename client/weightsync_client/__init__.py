@@ -1,0 +1,1 @@
+"""The WeightSync client: pushes versions, applies them and reads them back."""
