@@ -1,0 +1,55 @@
+"""Digests that identify tensors, layouts and versions: xxh3-128 in its canonical byte order.
+
+The canonical forms stand at the top of `weightsync.proto`. xxh3 guards against faults, not against
+forgery (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from typing_extensions import Buffer
+
+__all__ = ["DIGEST_BYTES", "TensorDigester", "content_digest", "lines_digest", "tensor_digest"]
+
+#: Length of every digest in bytes.
+DIGEST_BYTES = 16
+
+#: Digests a tensor that comes in pieces: `update(buffer)`, `digest()`.
+TensorDigester = xxhash.xxh3_128
+
+
+def tensor_digest(data: Buffer) -> bytes:
+    """Return the 16-byte xxh3-128 of a contiguous buffer of any length.
+
+    The GIL is released while large buffers are read.
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+def lines_digest(lines: Iterable[str]) -> str:
+    """Return the hexadecimal xxh3-128 of `lines`, each ended by one line feed."""
+    state = xxhash.xxh3_128()
+    for line in lines:
+        state.update(line.encode("ascii") + b"\n")
+    return state.hexdigest()
+
+
+def content_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
+    """Return the identity of a version, the same for every encoding of the same tensors.
+
+    Args:
+        tensors: Name, safetensors dtype, shape in elements and 16-byte digest of each tensor, in
+            any order.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor[0].encode())
+    return lines_digest(
+        f"{json.dumps(name)} {dtype} {','.join(map(str, shape))} {digest.hex()}"
+        for name, dtype, shape, digest in ordered
+    )

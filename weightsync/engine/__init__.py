@@ -1,0 +1,159 @@
+"""The engine as the server sees it, wherever it runs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Engine",
+    "EngineHealth",
+    "EngineInfo",
+    "EngineState",
+    "Lease",
+    "PauseSpec",
+]
+
+#: Version of `engine.proto`; server and bridge must agree.
+PROTOCOL_VERSION = 1
+
+
+class EngineState(enum.StrEnum):
+    """What the engine does, as its adapter knows it."""
+
+    UNRECONCILED = enum.auto()
+    """Started and paused; its weights are not yet proved to be a version."""
+    SERVING = enum.auto()
+    """Generating."""
+    PAUSED = enum.auto()
+    """Paused under a lease."""
+    FENCED = enum.auto()
+    """Paused for a reason; requests are refused."""
+    DEAD = enum.auto()
+    """The engine process is gone."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is.
+
+    Attributes:
+        engine_id: New with every start of the engine.
+        vllm_version: Release of vLLM.
+        ranks: `dp/pp/tp` in the order of worker replies.
+        capabilities: What it can do, such as `weight_version`.
+        refusals: Why it is not supported, one sentence each; empty when it is.
+        state: What it does now.
+        reason: Why it is fenced or dead.
+        model: Name or path of the model, for people.
+        kind: `bridge` or `embedded`.
+    """
+
+    engine_id: str
+    vllm_version: str
+    ranks: tuple[str, ...]
+    capabilities: frozenset[str]
+    refusals: tuple[str, ...]
+    state: EngineState
+    reason: str
+    model: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class PauseSpec:
+    """How to pause.
+
+    Attributes:
+        mode: `keep`, `wait` or `abort`.
+        clear_cache: Whether key-value, prefix and multimodal caches are cleared.
+        wait_timeout_s: For `wait`: seconds until `after_wait` is done instead.
+        after_wait: `keep` or `abort`.
+    """
+
+    mode: str = "keep"
+    clear_cache: bool = True
+    wait_timeout_s: float = 30.0
+    after_wait: str = "keep"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A pause that ends by itself.
+
+    Attributes:
+        lease_id: Names it in later calls.
+        mode: The mode that was used in the end.
+    """
+
+    lease_id: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """How the engine is.
+
+    Attributes:
+        state: What it does now.
+        reason: Why it is fenced or dead.
+        engine_id: New with every start of the engine.
+        requests: Requests running or waiting.
+        sleeping: Whether vLLM's sleep mode holds it.
+    """
+
+    state: EngineState
+    reason: str = ""
+    engine_id: str = ""
+    requests: int = 0
+    sleeping: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """One vLLM engine. Every method raises `WeightSyncError` ENGINE_AWAY when it cannot be reached."""
+
+    async def hello(self) -> EngineInfo:
+        """Compare protocol versions and tell what the engine is."""
+        ...
+
+    async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        """Return when generation stands still; it starts again by itself after `lease_s`.
+
+        When the lease runs out, the engine resumes if every rank holds one verified version and is
+        fenced otherwise.
+        """
+        ...
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """Prolong a lease to `lease_s` seconds from now."""
+        ...
+
+    async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        """Start generation on a version that every rank holds; returns whether a label was set."""
+        ...
+
+    async def fence(self, reason: str) -> None:
+        """Keep the engine paused and refuse requests until `resume`."""
+        ...
+
+    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one of our worker methods on every rank; one reply per rank, in order."""
+        ...
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
+        """Send descriptors of the engine's checkpoint files over the segment socket."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Tell how the engine is."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the engine; it goes on running unless this process hosts it."""
+        ...

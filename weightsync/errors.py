@@ -1,0 +1,133 @@
+"""One error for everything that can be refused: a reason, one sentence, and the remedy in it."""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["STATUS", "Reason", "WeightSyncError"]
+
+
+class Reason(enum.StrEnum):
+    """Stable, machine-readable cause of a refusal; sent as `google.rpc.ErrorInfo.reason`."""
+
+    REQUEST_INVALID = enum.auto()
+    LAYOUT_INVALID = enum.auto()
+    SHARD_INVALID = enum.auto()
+    DIGEST_MISMATCH = enum.auto()
+    DATA_CORRUPT = enum.auto()
+    MODEL_UNKNOWN = enum.auto()
+    VERSION_UNKNOWN = enum.auto()
+    PUSH_UNKNOWN = enum.auto()
+    VERSION_CONFLICT = enum.auto()
+    VERSION_NOT_ABOVE = enum.auto()
+    VERSION_JUMP = enum.auto()
+    VERSION_IN_USE = enum.auto()
+    VERSION_REJECTED = enum.auto()
+    VERSION_BELOW_LIVE = enum.auto()
+    VERSION_NOT_DURABLE = enum.auto()
+    NO_ROLLBACK = enum.auto()
+    EPOCH_STALE = enum.auto()
+    PUSH_INCOMPLETE = enum.auto()
+    OFFSET_MISMATCH = enum.auto()
+    SHARD_BUSY = enum.auto()
+    PUSH_ABORTED = enum.auto()
+    NO_SLOT = enum.auto()
+    MEMORY_EXHAUSTED = enum.auto()
+    DISK_EXHAUSTED = enum.auto()
+    LIMIT_EXCEEDED = enum.auto()
+    ENGINE_AWAY = enum.auto()
+    ENGINE_FENCED = enum.auto()
+    ENGINE_UNSUPPORTED = enum.auto()
+    ENGINE_REFUSED = enum.auto()
+    ENGINE_ASLEEP = enum.auto()
+    APPLY_BUSY = enum.auto()
+    APPLY_RESTORED = enum.auto()
+    FETCHER_FAILED = enum.auto()
+    DEADLINE_EXCEEDED = enum.auto()
+    SHUTTING_DOWN = enum.auto()
+    NOT_SUPPORTED = enum.auto()
+    FAULT = enum.auto()
+
+
+_CODE = grpc.StatusCode
+
+#: The one table from reason to status; a test proves that it is total.
+STATUS: Mapping[Reason, grpc.StatusCode] = MappingProxyType(
+    {
+        Reason.REQUEST_INVALID: _CODE.INVALID_ARGUMENT,
+        Reason.LAYOUT_INVALID: _CODE.INVALID_ARGUMENT,
+        Reason.SHARD_INVALID: _CODE.INVALID_ARGUMENT,
+        Reason.DIGEST_MISMATCH: _CODE.INVALID_ARGUMENT,
+        Reason.DATA_CORRUPT: _CODE.DATA_LOSS,
+        Reason.MODEL_UNKNOWN: _CODE.NOT_FOUND,
+        Reason.VERSION_UNKNOWN: _CODE.NOT_FOUND,
+        Reason.PUSH_UNKNOWN: _CODE.NOT_FOUND,
+        Reason.VERSION_CONFLICT: _CODE.ALREADY_EXISTS,
+        Reason.VERSION_NOT_ABOVE: _CODE.FAILED_PRECONDITION,
+        Reason.VERSION_JUMP: _CODE.OUT_OF_RANGE,
+        Reason.VERSION_IN_USE: _CODE.FAILED_PRECONDITION,
+        Reason.VERSION_REJECTED: _CODE.FAILED_PRECONDITION,
+        Reason.VERSION_BELOW_LIVE: _CODE.FAILED_PRECONDITION,
+        Reason.VERSION_NOT_DURABLE: _CODE.FAILED_PRECONDITION,
+        Reason.NO_ROLLBACK: _CODE.FAILED_PRECONDITION,
+        Reason.EPOCH_STALE: _CODE.FAILED_PRECONDITION,
+        Reason.PUSH_INCOMPLETE: _CODE.FAILED_PRECONDITION,
+        Reason.OFFSET_MISMATCH: _CODE.ABORTED,
+        Reason.SHARD_BUSY: _CODE.ABORTED,
+        Reason.PUSH_ABORTED: _CODE.ABORTED,
+        Reason.NO_SLOT: _CODE.RESOURCE_EXHAUSTED,
+        Reason.MEMORY_EXHAUSTED: _CODE.RESOURCE_EXHAUSTED,
+        Reason.DISK_EXHAUSTED: _CODE.RESOURCE_EXHAUSTED,
+        Reason.LIMIT_EXCEEDED: _CODE.RESOURCE_EXHAUSTED,
+        Reason.ENGINE_AWAY: _CODE.UNAVAILABLE,
+        Reason.ENGINE_FENCED: _CODE.FAILED_PRECONDITION,
+        Reason.ENGINE_UNSUPPORTED: _CODE.FAILED_PRECONDITION,
+        Reason.ENGINE_REFUSED: _CODE.FAILED_PRECONDITION,
+        Reason.ENGINE_ASLEEP: _CODE.FAILED_PRECONDITION,
+        Reason.APPLY_BUSY: _CODE.ABORTED,
+        Reason.APPLY_RESTORED: _CODE.ABORTED,
+        Reason.FETCHER_FAILED: _CODE.UNAVAILABLE,
+        Reason.DEADLINE_EXCEEDED: _CODE.DEADLINE_EXCEEDED,
+        Reason.SHUTTING_DOWN: _CODE.UNAVAILABLE,
+        Reason.NOT_SUPPORTED: _CODE.UNIMPLEMENTED,
+        # An uncaught exception in the server. Its text stays in the log: it may hold secrets.
+        Reason.FAULT: _CODE.UNAVAILABLE,
+    }
+)
+
+
+class WeightSyncError(Exception):
+    """A refusal that changed nothing, or says in its sentence what it changed.
+
+    Args:
+        reason: Stable cause; decides the gRPC status through `STATUS`.
+        message: One sentence that names the remedy.
+        metadata: Facts for programs, such as the offset to resume from. Values are strings.
+        retry_after_s: Seconds after which a retry may succeed; sent as `RetryInfo`.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status of this error's reason."""
+        return STATUS[self.reason]

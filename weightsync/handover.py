@@ -1,0 +1,275 @@
+"""The segment socket: hands descriptors of shared memory to other processes on this host.
+
+Request and answer are one JSON object each, after a 4-byte little-endian length; descriptors follow
+the answer in batches of `BATCH`, each with one byte of data (`SCM_RIGHTS`, unix(7)). The authority
+to connect is the owner and mode of the socket file.
+
+| op | request | answer | descriptors |
+| --- | --- | --- | --- |
+| map | ids | sizes in bytes | one per id: read-only for segments, writable for status pages |
+| offer | id, files: [[name, size]] | {} | none; afterwards the client sends one per file |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["OfferedFile", "SegmentClient", "SegmentServer"]
+
+logger = logging.getLogger(__name__)
+
+#: Linux sends at most 253 descriptors in one message (SCM_MAX_FD).
+BATCH = 128
+_MAX_MESSAGE = 16 << 20
+_TIMEOUT_S = 30.0
+
+#: Name, size in bytes and open descriptor of a checkpoint file.
+OfferedFile = tuple[str, int, int]
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _send(sock: socket.socket, document: dict[str, Any]) -> None:
+    data = json.dumps(document).encode()
+    sock.sendall(struct.pack("<I", len(data)) + data)
+
+
+def _receive(sock: socket.socket) -> dict[str, Any]:
+    (size,) = struct.unpack("<I", _receive_exactly(sock, 4))
+    if size > _MAX_MESSAGE:
+        msg = f"a message of {size} bytes; at most {_MAX_MESSAGE}"
+        raise ValueError(msg)
+    document = json.loads(_receive_exactly(sock, size))
+    if not isinstance(document, dict):
+        msg = "not a JSON object"
+        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+    return document
+
+
+def _send_fds(sock: socket.socket, fds: Sequence[int]) -> None:
+    for start in range(0, len(fds), BATCH):
+        socket.send_fds(sock, [b"F"], fds[start : start + BATCH])
+
+
+def _receive_fds(sock: socket.socket, count: int) -> list[int]:
+    fds: list[int] = []
+    try:
+        while len(fds) < count:
+            data, some, _, _ = socket.recv_fds(sock, 1, min(BATCH, count - len(fds)))
+            fds += some
+            if not data or not some:
+                raise EOFError
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
+
+
+class SegmentServer:
+    """Serves the segment socket from threads of its own; every method may be called anywhere.
+
+    Args:
+        path: Socket file; replaced when a dead server left it.
+        mode: Permissions of the socket file.
+    """
+
+    def __init__(self, path: str | Path, mode: int = 0o660) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        self._published: dict[str, tuple[int, int]] = {}
+        self._offers: dict[str, Future[list[OfferedFile]]] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _bind(self._socket, self.path, mode)
+        self._thread = threading.Thread(target=self._accept, name="segment-socket", daemon=True)
+        self._thread.start()
+
+    def publish(self, name: str, fd: int, size: int) -> None:
+        """Hand `fd` to whoever asks for `name`. Takes the descriptor: it is closed by `withdraw`."""
+        with self._lock:
+            self._published[name] = (fd, size)
+
+    def withdraw(self, name: str) -> None:
+        """Hand it out no more. Mappings that exist stay."""
+        with self._lock:
+            entry = self._published.pop(name, None)
+        if entry is not None:
+            os.close(entry[0])
+
+    def expect_offer(self, name: str) -> Future[list[OfferedFile]]:
+        """Return a future of the files that a client will offer under `name`.
+
+        Whoever takes the result closes the descriptors.
+        """
+        future: Future[list[OfferedFile]] = Future()
+        with self._lock:
+            self._offers[name] = future
+        return future
+
+    def close(self) -> None:
+        """Stop listening and close everything published."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(timeout=5)
+        self.path.unlink(missing_ok=True)
+        for name in list(self._published):
+            self.withdraw(name)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
+            peer.settimeout(_TIMEOUT_S)
+            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                while True:
+                    self._answer(peer, _receive(peer))
+            except (EOFError, TimeoutError, ConnectionError):
+                return
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("segment socket: dropped a client: %s", error)
+                with contextlib.suppress(OSError):
+                    _send(peer, {"error": f"not understood: {error}"})
+
+    def _answer(self, peer: socket.socket, request: dict[str, Any]) -> None:
+        if request["op"] == "map":
+            self._hand_out(peer, [str(name) for name in request["ids"]])
+        elif request["op"] == "offer":
+            self._take_offer(peer, str(request["id"]), request["files"])
+        else:
+            _send(peer, {"error": f"unknown op {request['op']!r}"})
+
+    def _hand_out(self, peer: socket.socket, names: list[str]) -> None:
+        with self._lock:
+            missing = [name for name in names if name not in self._published]
+            entries = [] if missing else [self._published[name] for name in names]
+            # Duplicates, so that a withdrawal meanwhile cannot close what is being sent.
+            fds = [os.dup(fd) for fd, _ in entries]
+        try:
+            if missing:
+                _send(peer, {"error": f"no segment {missing[0]}"})
+                return
+            _send(peer, {"sizes": [size for _, size in entries]})
+            _send_fds(peer, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _take_offer(self, peer: socket.socket, name: str, files: list[tuple[str, int]]) -> None:
+        with self._lock:
+            future = self._offers.pop(name, None)
+        if future is None:
+            _send(peer, {"error": f"no offer {name} is expected"})
+            return
+        _send(peer, {})
+        try:
+            fds = _receive_fds(peer, len(files))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        offered = [(str(n), int(s), fd) for (n, s), fd in zip(files, fds, strict=True)]
+        if not future.set_running_or_notify_cancel():
+            for fd in fds:
+                os.close(fd)
+            return
+        future.set_result(offered)
+
+
+def _bind(listener: socket.socket, path: Path, mode: int) -> None:
+    if path.exists():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink(missing_ok=True)
+            else:
+                raise WeightSyncError(
+                    Reason.REQUEST_INVALID,
+                    f"another server listens on {path}; stop it or choose another run directory",
+                )
+    listener.bind(str(path))
+    path.chmod(mode)
+    listener.listen(16)
+
+
+class SegmentClient:
+    """One connection to a segment socket. Not for use by several threads at once.
+
+    Args:
+        path: Socket file.
+
+    Raises:
+        OSError: Nobody listens there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_TIMEOUT_S)
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
+
+    def map(self, names: Sequence[str]) -> list[tuple[int, int]]:
+        """Return a descriptor and a size in bytes for each name. The caller closes descriptors.
+
+        Raises:
+            LookupError: The server has no such segment.
+        """
+        answer = self._call({"op": "map", "ids": list(names)})
+        fds = _receive_fds(self._socket, len(names))
+        return list(zip(fds, answer["sizes"], strict=True))
+
+    def offer(self, name: str, files: Sequence[OfferedFile]) -> None:
+        """Give the server descriptors of checkpoint files; the caller keeps and closes its own."""
+        self._call({"op": "offer", "id": name, "files": [[n, size] for n, size, _ in files]})
+        _send_fds(self._socket, [fd for _, _, fd in files])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def __enter__(self) -> SegmentClient:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self.close()
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        _send(self._socket, request)
+        answer = _receive(self._socket)
+        if "error" in answer:
+            raise LookupError(answer["error"])
+        return answer
