@@ -6,10 +6,10 @@ import enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import grpc
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import grpc
 
 __all__ = ["STATUS", "Reason", "WeightSyncError"]
 
@@ -56,49 +56,48 @@ class Reason(enum.StrEnum):
     FAULT = enum.auto()
 
 
-_CODE = grpc.StatusCode
-
-#: The one table from reason to status; a test proves that it is total.
-STATUS: Mapping[Reason, grpc.StatusCode] = MappingProxyType(
+#: The one table from reason to the name of its grpc.StatusCode; a test proves that it is total.
+#: Names, because fetchers and workers raise these errors and do without importing grpc.
+STATUS: Mapping[Reason, str] = MappingProxyType(
     {
-        Reason.REQUEST_INVALID: _CODE.INVALID_ARGUMENT,
-        Reason.LAYOUT_INVALID: _CODE.INVALID_ARGUMENT,
-        Reason.SHARD_INVALID: _CODE.INVALID_ARGUMENT,
-        Reason.DIGEST_MISMATCH: _CODE.INVALID_ARGUMENT,
-        Reason.DATA_CORRUPT: _CODE.DATA_LOSS,
-        Reason.MODEL_UNKNOWN: _CODE.NOT_FOUND,
-        Reason.VERSION_UNKNOWN: _CODE.NOT_FOUND,
-        Reason.PUSH_UNKNOWN: _CODE.NOT_FOUND,
-        Reason.VERSION_CONFLICT: _CODE.ALREADY_EXISTS,
-        Reason.VERSION_NOT_ABOVE: _CODE.FAILED_PRECONDITION,
-        Reason.VERSION_JUMP: _CODE.OUT_OF_RANGE,
-        Reason.VERSION_IN_USE: _CODE.FAILED_PRECONDITION,
-        Reason.VERSION_REJECTED: _CODE.FAILED_PRECONDITION,
-        Reason.VERSION_BELOW_LIVE: _CODE.FAILED_PRECONDITION,
-        Reason.VERSION_NOT_DURABLE: _CODE.FAILED_PRECONDITION,
-        Reason.NO_ROLLBACK: _CODE.FAILED_PRECONDITION,
-        Reason.EPOCH_STALE: _CODE.FAILED_PRECONDITION,
-        Reason.PUSH_INCOMPLETE: _CODE.FAILED_PRECONDITION,
-        Reason.OFFSET_MISMATCH: _CODE.ABORTED,
-        Reason.SHARD_BUSY: _CODE.ABORTED,
-        Reason.PUSH_ABORTED: _CODE.ABORTED,
-        Reason.NO_SLOT: _CODE.RESOURCE_EXHAUSTED,
-        Reason.MEMORY_EXHAUSTED: _CODE.RESOURCE_EXHAUSTED,
-        Reason.DISK_EXHAUSTED: _CODE.RESOURCE_EXHAUSTED,
-        Reason.LIMIT_EXCEEDED: _CODE.RESOURCE_EXHAUSTED,
-        Reason.ENGINE_AWAY: _CODE.UNAVAILABLE,
-        Reason.ENGINE_FENCED: _CODE.FAILED_PRECONDITION,
-        Reason.ENGINE_UNSUPPORTED: _CODE.FAILED_PRECONDITION,
-        Reason.ENGINE_REFUSED: _CODE.FAILED_PRECONDITION,
-        Reason.ENGINE_ASLEEP: _CODE.FAILED_PRECONDITION,
-        Reason.APPLY_BUSY: _CODE.ABORTED,
-        Reason.APPLY_RESTORED: _CODE.ABORTED,
-        Reason.FETCHER_FAILED: _CODE.UNAVAILABLE,
-        Reason.DEADLINE_EXCEEDED: _CODE.DEADLINE_EXCEEDED,
-        Reason.SHUTTING_DOWN: _CODE.UNAVAILABLE,
-        Reason.NOT_SUPPORTED: _CODE.UNIMPLEMENTED,
+        Reason.REQUEST_INVALID: "INVALID_ARGUMENT",
+        Reason.LAYOUT_INVALID: "INVALID_ARGUMENT",
+        Reason.SHARD_INVALID: "INVALID_ARGUMENT",
+        Reason.DIGEST_MISMATCH: "INVALID_ARGUMENT",
+        Reason.DATA_CORRUPT: "DATA_LOSS",
+        Reason.MODEL_UNKNOWN: "NOT_FOUND",
+        Reason.VERSION_UNKNOWN: "NOT_FOUND",
+        Reason.PUSH_UNKNOWN: "NOT_FOUND",
+        Reason.VERSION_CONFLICT: "ALREADY_EXISTS",
+        Reason.VERSION_NOT_ABOVE: "FAILED_PRECONDITION",
+        Reason.VERSION_JUMP: "OUT_OF_RANGE",
+        Reason.VERSION_IN_USE: "FAILED_PRECONDITION",
+        Reason.VERSION_REJECTED: "FAILED_PRECONDITION",
+        Reason.VERSION_BELOW_LIVE: "FAILED_PRECONDITION",
+        Reason.VERSION_NOT_DURABLE: "FAILED_PRECONDITION",
+        Reason.NO_ROLLBACK: "FAILED_PRECONDITION",
+        Reason.EPOCH_STALE: "FAILED_PRECONDITION",
+        Reason.PUSH_INCOMPLETE: "FAILED_PRECONDITION",
+        Reason.OFFSET_MISMATCH: "ABORTED",
+        Reason.SHARD_BUSY: "ABORTED",
+        Reason.PUSH_ABORTED: "ABORTED",
+        Reason.NO_SLOT: "RESOURCE_EXHAUSTED",
+        Reason.MEMORY_EXHAUSTED: "RESOURCE_EXHAUSTED",
+        Reason.DISK_EXHAUSTED: "RESOURCE_EXHAUSTED",
+        Reason.LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
+        Reason.ENGINE_AWAY: "UNAVAILABLE",
+        Reason.ENGINE_FENCED: "FAILED_PRECONDITION",
+        Reason.ENGINE_UNSUPPORTED: "FAILED_PRECONDITION",
+        Reason.ENGINE_REFUSED: "FAILED_PRECONDITION",
+        Reason.ENGINE_ASLEEP: "FAILED_PRECONDITION",
+        Reason.APPLY_BUSY: "ABORTED",
+        Reason.APPLY_RESTORED: "ABORTED",
+        Reason.FETCHER_FAILED: "UNAVAILABLE",
+        Reason.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+        Reason.SHUTTING_DOWN: "UNAVAILABLE",
+        Reason.NOT_SUPPORTED: "UNIMPLEMENTED",
         # An uncaught exception in the server. Its text stays in the log: it may hold secrets.
-        Reason.FAULT: _CODE.UNAVAILABLE,
+        Reason.FAULT: "UNAVAILABLE",
     }
 )
 
@@ -130,4 +129,6 @@ class WeightSyncError(Exception):
     @property
     def code(self) -> grpc.StatusCode:
         """The gRPC status of this error's reason."""
-        return STATUS[self.reason]
+        import grpc  # noqa: PLC0415 - see STATUS
+
+        return grpc.StatusCode[STATUS[self.reason]]
