@@ -1,0 +1,97 @@
+# Every target sets up what it needs; `make help` lists them.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+# The engine that the tests and the demo run. vLLM's CPU build wants exactly this PyTorch, whose
+# "+cpu" label keeps pip from taking the CUDA build of the same release.
+TORCH_VERSION ?= 2.13.0+cpu
+VLLM_VERSION ?= 0.32.0
+# Where PyTorch's CPU build comes from when pip's own sources lack it. A value given here by the
+# user is the only source asked: make setup TORCH_INDEX_URL=file:///srv/wheels/simple
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX_ONLY := $(if $(filter file,$(origin TORCH_INDEX_URL)),,1)
+export VENV TORCH_VERSION VLLM_VERSION TORCH_INDEX_URL TORCH_INDEX_ONLY
+
+# A finished set-up leaves a file named after what went into it, so that it runs again only when
+# one of these changes.
+STAMP := $(VENV)/.setup-$(shell { cat Makefile pyproject.toml constraints.txt scripts/*.sh; \
+	echo $(TORCH_VERSION) $(VLLM_VERSION); } | sha256sum | cut -c1-16)
+
+CHECKED := $(wildcard weightsync server client tests benchmarks examples scripts)
+BENCHMARKS := push staging apply
+
+.PHONY: help
+help: ## List the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' $(MAKEFILE_LIST) | \
+		while read -r target text; do printf '  %-16s %s\n' "$$target" "$$text"; done
+
+.PHONY: setup
+setup: $(STAMP) ## Make .venv with PyTorch and vLLM for the CPU, this project and its tools
+
+$(STAMP): | $(PY)
+	bash scripts/setup.sh
+	rm -f $(VENV)/.setup-*
+	touch $@
+
+$(PY):
+	bash scripts/make_venv.sh
+
+.PHONY: torch
+torch: $(PY) # PyTorch's CPU build alone; setup calls the same script
+	bash scripts/install_torch.sh
+
+.PHONY: generate
+generate: setup ## Write the stubs of protos/
+	$(PY) scripts/generate.py
+
+.PHONY: check-generated
+check-generated: setup ## Fail if the committed stubs are not those of protos/
+	$(PY) scripts/generate.py --check
+
+.PHONY: format
+format: setup ## Format the code and the protos
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/buf format --write
+
+.PHONY: lint
+lint: setup check-generated ## ruff, mypy, buf and the stubs
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/buf lint
+	$(VENV)/bin/mypy $(CHECKED)
+
+.PHONY: test
+test: lint ## Lint, then all tests but the full matrix and those for a GPU
+	$(PY) -m pytest -m "not matrix and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-matrix
+test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU)
+	@# pytest answers 5 when it selects nothing.
+	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+.PHONY: demo
+demo: setup ## Watch a model learn a sentence while it generates
+	$(PY) -m examples.demo
+
+.PHONY: $(BENCHMARKS:%=bench-%)
+$(BENCHMARKS:%=bench-%): bench-%: setup
+	$(PY) -m benchmarks.$* --json
+
+.PHONY: bench
+bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-staging, bench-apply)
+
+.PHONY: constraints
+constraints: ## Pin in constraints.txt what .venv holds now
+	bash scripts/constraints.sh
+
+.PHONY: clean
+clean: ## Remove .venv, caches and build outputs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
