@@ -1,0 +1,30 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[[str, str], str]:
+    """Return a function that finds a program outside Python, given its name and Debian package.
+
+    A test that needs one is skipped where it is absent, but fails in CI, which installs them all.
+    """
+
+    def find(name: str, package: str) -> str:
+        if found := shutil.which(name):
+            return found
+        reason = f"{name} is not installed (Debian package {package})"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+    return find
