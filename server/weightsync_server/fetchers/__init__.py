@@ -1,0 +1,23 @@
+"""Processes that do all that is heavy: digests, durable writes, reads from stores.
+
+`FetcherPool` is imported on first use, because the child process is a module of this package and
+must start without asyncio and subprocess.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync_server.fetchers.pool import FetcherPool
+
+__all__ = ["FetcherPool"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "FetcherPool":
+        from weightsync_server.fetchers.pool import FetcherPool
+
+        return FetcherPool
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

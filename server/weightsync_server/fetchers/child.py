@@ -1,0 +1,135 @@
+"""A fetcher process: `python -m weightsync_server.fetchers.child FD`, started by `FetcherPool`.
+
+The main thread only reads messages, so that the end of the server, a cancellation or a sign of life
+is never held up by a task; tasks run in threads, and what they do releases the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import ShardEntry
+from weightsync_server.faults import read_fault, write_fault
+from weightsync_server.fetchers import tasks, wire
+from weightsync_server.fetchers.maps import Maps
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Child:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._maps = Maps()
+        self._send_lock = threading.Lock()
+        self._stops: dict[int, threading.Event] = {}
+
+    def serve(self) -> None:
+        self._send({"op": "hello", "protocol": wire.PROTOCOL, "pid": os.getpid()})
+        start, _ = wire.receive(self._sock)
+        # The server may have died before PR_SET_PDEATHSIG was set.
+        if os.getppid() != start["parent"]:
+            raise EOFError
+        self._send({"op": "ready"})
+        while True:
+            request, fds = wire.receive(self._sock)
+            op = request["op"]
+            if op == "cancel":
+                stop = self._stops.get(request["task"])
+                if stop is not None:
+                    stop.set()
+            elif op == "tend":
+                for name in request["forget"]:
+                    self._maps.forget(name)
+                self._send({"id": request["id"]})
+            else:
+                stop = self._stops[request["id"]] = threading.Event()
+                threading.Thread(target=self._run, args=(request, fds, stop), daemon=True).start()
+
+    def _send(self, document: dict[str, Any], blob: bytes = b"") -> None:
+        with self._send_lock:
+            self._sock.sendall(wire.encode(document, blob))
+
+    def _run(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> None:
+        answer: dict[str, Any] = {"id": request["id"]}
+        blob = b""
+        try:
+            blob = self._do(request, fds, stop)
+        except tasks.Cancelled:
+            answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
+        except WeightSyncError as error:
+            answer |= {"reason": error.reason, "error": error.message}
+        except MemoryError:
+            answer |= {"reason": Reason.MEMORY_EXHAUSTED, "error": "a fetcher has no memory left"}
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not look like a stuck task
+            answer |= {"reason": Reason.FAULT, "error": f"a fetcher failed: {error!r}"}
+        finally:
+            self._stops.pop(request["id"], None)
+        # Without a server the main thread meets the end of the socket and ends the process.
+        with contextlib.suppress(OSError):
+            self._send(answer, blob)
+
+    def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
+        op, size = request["op"], request["size"]
+        lent = self._maps.use(
+            request["segment"], fds.pop(0), request["capacity"], writable=op == "load"
+        )
+        try:
+            with lent as view, view[:size] as part:
+                return self._act(request, part, fds, stop)
+        except OSError as error:
+            fault = read_fault if op == "load" else write_fault
+            raise fault(error, "mapping a segment") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _act(
+        self, request: dict[str, Any], view: memoryview, fds: list[int], stop: threading.Event
+    ) -> bytes:
+        op = request["op"]
+        if op == "digest":
+            return tasks.digest(view, ShardEntry(*request["shard"]), stop)
+        if op == "persist":
+            tasks.persist(view, request["target"], request["temporary"], stop)
+            return b""
+        if op == "load":
+            tasks.load(fds[0] if fds else self._open(request["source"], fds), view, stop)
+            return b""
+        msg = f"unknown op {op!r}"
+        raise ValueError(msg)
+
+    def _open(self, path: str, fds: list[int]) -> int:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise read_fault(error, "opening a stored shard") from error
+        fds.append(fd)
+        return fd
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the only argument until the server is gone."""
+    # An interrupt from the terminal goes to the whole group; the server decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.setblocking(True)
+    try:
+        _Child(sock).serve()
+    except (EOFError, ConnectionError):
+        # At once, also in the middle of a task: nobody waits for its result.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

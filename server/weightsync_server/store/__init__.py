@@ -1,0 +1,36 @@
+"""Where versions are kept: `open_store` makes a `Store` from a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.store.base import CommitRecord, Store
+from weightsync_server.store.local import LocalStore
+from weightsync_server.store.memory import MemoryStore
+
+__all__ = ["CommitRecord", "LocalStore", "MemoryStore", "Store", "open_store"]
+
+
+def open_store(url: str) -> Store:
+    """Return the store that `url` names, not yet opened.
+
+    Args:
+        url: `file:///absolute/path`, a plain path, or `memory://`.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED, naming what is.
+    """
+    if url == "memory://":
+        return MemoryStore()
+    if "://" not in url and url:
+        return LocalStore(Path(url))
+    parts = urlsplit(url)
+    plain = not (parts.netloc or parts.query or parts.fragment)
+    if parts.scheme == "file" and plain and parts.path.startswith("/"):
+        return LocalStore(Path(unquote(parts.path)))
+    raise WeightSyncError(
+        Reason.NOT_SUPPORTED,
+        f"no store can be opened at {url!r}; use file:///absolute/path, a plain path or memory://",
+    )

@@ -1,0 +1,43 @@
+"""Blocking work beside the event loop that is never left running unwatched."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+__all__ = ["in_thread"]
+
+_T = TypeVar("_T")
+
+
+async def in_thread(
+    function: Callable[..., _T], *args: Any, executor: Executor | None = None
+) -> _T:
+    """Return `function(*args)`, run in a thread.
+
+    Unlike `asyncio.to_thread`, a cancelled caller gets its CancelledError only when the thread is
+    done, so that what it does next cannot meet the thread's work half done.
+
+    Args:
+        function: What blocks.
+        *args: Its arguments.
+        executor: Threads to use; None: the loop's own.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.run_in_executor(executor, partial(function, *args))
+    interrupted: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            interrupted = error
+    if interrupted is not None:
+        if not future.cancelled():
+            future.exception()  # retrieved: the cancellation goes before it
+        raise interrupted
+    return future.result()
