@@ -65,6 +65,7 @@ lint: setup check-generated ## ruff, mypy, buf and the stubs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/buf lint
+	$(VENV)/bin/buf format --diff --exit-code
 	$(VENV)/bin/mypy $(CHECKED)
 
 .PHONY: test
