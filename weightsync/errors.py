@@ -17,6 +17,11 @@ __all__ = ["STATUS", "Reason", "WeightSyncError"]
 class Reason(enum.StrEnum):
     """Stable, machine-readable cause of a refusal; sent as `google.rpc.ErrorInfo.reason`."""
 
+    @staticmethod
+    def _generate_next_value_(name: str, *_: object) -> str:
+        # ErrorInfo wants UPPER_SNAKE_CASE, so a value is its name.
+        return name
+
     REQUEST_INVALID = enum.auto()
     LAYOUT_INVALID = enum.auto()
     SHARD_INVALID = enum.auto()

@@ -1,0 +1,261 @@
+"""The wiring: makes the parts of a server, starts them in order and stops them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from weightsync.handover import SegmentServer
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_server.allocator import tune_allocator
+from weightsync_server.apply import Applier, Journal, Keeper
+from weightsync_server.engines.bridge import BridgeEngine
+from weightsync_server.fetchers import FetcherPool
+from weightsync_server.ingest import Pushes
+from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
+from weightsync_server.lock import StateLock
+from weightsync_server.metrics import Metrics, MetricsEndpoint
+from weightsync_server.service import WeightSyncServicer
+from weightsync_server.status import StatusSource
+from weightsync_server.store import open_store
+from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.engine import Engine
+    from weightsync_server.settings import Settings
+    from weightsync_server.store import Store
+
+__all__ = ["App"]
+
+logger = logging.getLogger(__name__)
+
+_CHANNEL_OPTIONS = (
+    # Two servers on one port would be a silent split brain.
+    ("grpc.so_reuseport", 0),
+    # A chunk of 2 MiB and its envelope fit; nothing larger is legal.
+    ("grpc.max_receive_message_length", (4 << 20) + (64 << 10)),
+    # A dead peer is noticed: ping after 5 s of silence, gone 5 s later.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+)
+#: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
+_PUSH, _SERVING = "push", "serving"
+
+
+class App:
+    """One server. `start`, then `stop`; `addresses` and `metrics_port` tell where it listens.
+
+    Args:
+        settings: Every setting.
+        engine_args: For the embedded engine: flags of vLLM.
+    """
+
+    def __init__(self, settings: Settings, engine_args: Sequence[str] = ()) -> None:
+        self._settings = settings
+        self._engine_args = tuple(engine_args)
+        self._stack = contextlib.AsyncExitStack()
+        self.addresses: list[str] = []
+        self.metrics_port = 0
+
+    async def start(self) -> None:
+        """Start every part; when one fails, those before it are stopped.
+
+        Raises:
+            WeightSyncError: With the remedy.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+
+    async def stop(self) -> None:
+        """Let calls finish within the drain timeout, then stop everything."""
+        await self._stack.aclose()
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> None:
+        settings = self._settings
+        tune_allocator()
+        lock = StateLock(settings.state_dir)
+        stack.callback(lock.close)
+        metrics = Metrics(settings.name)
+        fetchers = FetcherPool(settings.fetchers, on_restart=metrics.count_fetcher_restart)
+        # Before any channel exists: children are spawned, gRPC does not survive a fork.
+        await fetchers.start()
+        stack.push_async_callback(fetchers.stop)
+        settings.run_dir.mkdir(parents=True, exist_ok=True)
+        segments = SegmentServer(settings.segment_socket)
+        stack.callback(segments.close)
+        journal = Journal(settings.state_dir / "journal")
+        stack.callback(journal.close)
+        budget = SegmentBudget(settings.memory_bytes)
+        store = open_store(settings.store_url)
+        versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
+        stack.push_async_callback(versions.close)
+        pushes = Pushes(versions, metrics, limits(settings))
+        stack.push_async_callback(pushes.close)
+        engine = await self._engine(stack)
+        health_service = health.aio.HealthServicer()
+        keeper = Keeper(
+            engine,
+            versions,
+            segments,
+            journal,
+            metrics,
+            settings,
+            _Announcer(health_service).serving,
+        )
+        applier = Applier(keeper, versions, journal, metrics, settings)
+        status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
+        servicer = WeightSyncServicer(versions, pushes, applier, status)
+        _track(metrics, versions, budget, fetchers, pushes)
+        keeper.start()
+        stack.push_async_callback(keeper.stop)
+        stack.push_async_callback(applier.drain)
+        await self._listen(stack, metrics, servicer, health_service)
+        self._serve_metrics(stack, metrics)
+
+    async def _registry(self, parts: _Parts, fetchers: FetcherPool) -> ModelVersions:
+        settings = self._settings
+        records = await parts.store.open()
+        versions = ModelVersions(
+            settings.name,
+            store=parts.store,
+            fetchers=fetchers,
+            server=parts.segments,
+            budget=parts.budget,
+            slots=settings.slots,
+            retention=Retention(settings.retain_versions, settings.retain_bytes),
+        )
+        await versions.open(records)
+        versions.restore_live(*parts.journal.live)
+        return versions
+
+    async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
+        if self._settings.engine == "embedded":
+            # Imports vLLM and torch, which a server beside a bridge has no need of.
+            from weightsync_server.engines.embedded import start_embedded
+
+            engine = await start_embedded(self._settings, self._engine_args)
+        else:
+            engine = BridgeEngine(self._settings.engine)
+        stack.push_async_callback(engine.close)
+        return engine
+
+    async def _listen(
+        self,
+        stack: contextlib.AsyncExitStack,
+        metrics: Metrics,
+        servicer: WeightSyncServicer,
+        health_service: health.aio.HealthServicer,
+    ) -> None:
+        guard = GuardInterceptor(RpcMetrics(metrics.registry), lambda: metrics.violate("only_data"))
+        server = grpc.aio.server(interceptors=[guard], options=_CHANNEL_OPTIONS)
+        weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        if self._settings.reflection:
+            service = pb.DESCRIPTOR.services_by_name["WeightSync"].full_name
+            names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        for address in self._settings.listen:
+            port = server.add_insecure_port(address)
+            host = address.rpartition(":")[0]
+            self.addresses.append(address if address.startswith("unix:") else f"{host}:{port}")
+        await server.start()
+
+        async def stop() -> None:
+            await health_service.enter_graceful_shutdown()
+            await server.stop(self._settings.drain_timeout_s)
+
+        stack.push_async_callback(stop)
+        await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
+        logger.info("listening on %s", ", ".join(self.addresses))
+
+    def _serve_metrics(self, stack: contextlib.AsyncExitStack, metrics: Metrics) -> None:
+        if self._settings.metrics:
+            host, _, port = self._settings.metrics.rpartition(":")
+            endpoint = MetricsEndpoint(metrics.registry, host, int(port))
+            stack.callback(endpoint.close)
+            self.metrics_port = endpoint.port
+            logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
+
+
+class _Parts(NamedTuple):
+    """What the registry is made of."""
+
+    store: Store
+    segments: SegmentServer
+    budget: SegmentBudget
+    journal: Journal
+
+
+class _Announcer:
+    """Tells the health service, and only when the answer changes."""
+
+    def __init__(self, service: health.aio.HealthServicer) -> None:
+        self._service = service
+        self._told: bool | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serving(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
+        if serving == self._told:
+            return
+        self._told = serving
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        task = asyncio.ensure_future(self._service.set(_SERVING, value))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _track(
+    metrics: Metrics,
+    versions: ModelVersions,
+    budget: SegmentBudget,
+    fetchers: FetcherPool,
+    pushes: Pushes,
+) -> None:
+    def committed_ns() -> int:
+        commit = versions.get(versions.live).commit if versions.live else None
+        return commit.commit_time_ns if commit else 0
+
+    def slots(*states: str) -> int:
+        return sum(slot.state in states for slot in versions.slots_status())
+
+    metrics.track_served_age(committed_ns)
+    metrics.track(
+        "weightsync_staging_reserved_bytes", "Shared memory reserved.", lambda: budget.reserved
+    )
+    metrics.track(
+        "weightsync_staging_bytes",
+        "Shared memory in use by versions.",
+        lambda: sum(slot.used_bytes for slot in versions.slots_status()),
+    )
+    metrics.track(
+        "weightsync_staging_capacity_bytes", "Most shared memory allowed.", lambda: budget.limit
+    )
+    metrics.track(
+        "weightsync_slots_used",
+        "Slots that hold a version.",
+        lambda: slots("receiving", "staged", "live"),
+    )
+    metrics.track("weightsync_slots", "Slots configured.", lambda: len(versions.slots_status()))
+    metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
+    metrics.track(
+        "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
+    )
+    metrics.track("weightsync_start_time_seconds", "Start, Unix time.", time.time)

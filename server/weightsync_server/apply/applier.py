@@ -1,0 +1,287 @@
+"""Applies, rollbacks and proofs of one model, one at a time.
+
+An apply runs in a task that no RPC owns: a caller that goes away changes nothing, and a second call
+with the same key joins it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.apply import reports
+from weightsync_server.apply.options import duration, pause_spec
+from weightsync_server.apply.switch import Switch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from weightsync.engine import PauseSpec
+    from weightsync_server.apply.journal import Journal
+    from weightsync_server.apply.keeper import Keeper
+    from weightsync_server.apply.session import Prepared, Session
+    from weightsync_server.metrics import Metrics
+    from weightsync_server.settings import Settings
+    from weightsync_server.versions import ModelVersions, VersionRecord
+
+__all__ = ["Applier"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T", pb.ApplyVersionResponse, pb.RollbackResponse)
+#: Answers kept for repeated calls.
+_ANSWERS = 256
+
+_OUTCOMES = {
+    pb.APPLY_OUTCOME_APPLIED: "applied",
+    pb.APPLY_OUTCOME_ALREADY_LIVE: "already_live",
+    pb.APPLY_OUTCOME_PLANNED: "planned",
+}
+_FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
+
+
+class Applier:
+    """Makes versions live on the engine that a keeper holds.
+
+    Args:
+        keeper: Keeps the engine connected and reconciled.
+        versions: The versions of the model.
+        journal: Where applies are written down.
+        metrics: Where they are counted.
+        settings: Timeouts.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        versions: ModelVersions,
+        journal: Journal,
+        metrics: Metrics,
+        settings: Settings,
+    ) -> None:
+        self._keeper = keeper
+        self._versions = versions
+        self._journal = journal
+        self._metrics = metrics
+        self._settings = settings
+        # The key tells the kind of the answer.
+        self._tasks: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._last_rate = 0.0
+
+    async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
+        """Make a version live on every rank, or change nothing.
+
+        Raises:
+            WeightSyncError: With the reason; the engine then serves what it served before, unless
+                the reason is ENGINE_FENCED or ENGINE_AWAY.
+        """
+        spec = pause_spec(request.pause)
+        return await self._own(
+            f"apply/{request.idempotency_key}" if request.idempotency_key else "",
+            lambda: self._apply(request, spec),
+        )
+
+    async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
+        """Go back to the previous verified version and reject the one that was left."""
+        spec = pause_spec(request.pause)
+        return await self._own(
+            f"rollback/{request.idempotency_key}" if request.idempotency_key else "",
+            lambda: self._rollback(request, spec),
+        )
+
+    async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
+        """Compare what every rank serves with the digests of a version."""
+        async with self._keeper.exclusive() as session:
+            live = _live(session)
+            if request.version in (0, live.record.version):
+                seen = await session.ranks.verify(live.apply_id, self._settings.prepare_timeout_s)
+                found = dataclasses.replace(live, reports=tuple(seen))
+            else:
+                record = self._versions.get(request.version)
+                found = await self._prepare(session, record, compare_live=True)
+                found.lease.release()
+                await session.hold(live)
+            answer = reports.proof(found)
+            if not answer.verified and found.record is live.record:
+                self._metrics.violate("never_mixed")
+            return answer
+
+    async def drain(self) -> None:
+        """Wait for applies that are running."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _own(self, key: str, start: Callable[[], Coroutine[None, None, _T]]) -> _T:
+        task: asyncio.Task[_T] | None = self._tasks.get(key) if key else None
+        if task is None:
+            task = asyncio.create_task(self._count(start()))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            if key:
+                self._remember(key, task)
+        # Shielded: the caller may go away, the apply goes on.
+        return await asyncio.shield(task)
+
+    def _remember(self, key: str, task: asyncio.Task[Any]) -> None:
+        self._tasks[key] = task
+        while len(self._tasks) > _ANSWERS:
+            self._tasks.popitem(last=False)
+
+    async def _count(self, work: Coroutine[None, None, _T]) -> _T:
+        try:
+            answer = await work
+        except WeightSyncError as error:
+            self._metrics.count_apply(_FAILURES.get(error.reason, "refused"))
+            if error.reason in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
+                self._keeper.suspect(error.message)
+            raise
+        self._metrics.count_apply(_OUTCOMES[answer.report.outcome])
+        return answer
+
+    async def _apply(
+        self, request: pb.ApplyVersionRequest, spec: PauseSpec
+    ) -> pb.ApplyVersionResponse:
+        async with self._keeper.exclusive() as session:
+            live = _live(session)
+            record = self._choose(request, live)
+            if record.version == live.record.version:
+                return pb.ApplyVersionResponse(report=reports.nothing_done(live, spec))
+            absent = record.residency != pb.RESIDENCY_STAGED
+            timeout = request.prepare_timeout.ToNanoseconds() / 1e9 or None
+            target = await self._ready(session, live, record, timeout)
+            if request.dry_run:
+                plan = self._plan(target, read_from_store=absent)
+                await self._drop(session, live, target)
+                report = reports.planned(target, live.record.version, spec, plan)
+                return pb.ApplyVersionResponse(report=report)
+            if request.clear_rejected:
+                await self._versions.clear_rejected(record.version)
+            report = await self._make_live(session, live, target, spec)
+            return pb.ApplyVersionResponse(report=report)
+
+    async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
+        async with self._keeper.exclusive() as session:
+            live = _live(session)
+            version = self._versions.rollback_to
+            if not version:
+                raise WeightSyncError(
+                    Reason.NO_ROLLBACK,
+                    f"there is no version before {live.record.version} to go back to; "
+                    "apply one by its number",
+                )
+            left = live.record.version
+            target = await self._ready(session, live, self._versions.get(version), None)
+            report = await self._make_live(session, live, target, spec)
+            reason = request.reason or f"rolled back to version {version}"
+            await self._versions.set_rejected(left, reason)
+            return pb.RollbackResponse(report=report, rejected_version=left)
+
+    def _choose(self, request: pb.ApplyVersionRequest, live: Prepared) -> VersionRecord:
+        if not request.version:
+            record = self._versions.newest_applicable()
+            return record if record.version > live.record.version else live.record
+        record = self._versions.get(request.version)
+        durable = not request.HasField("require_durable") or request.require_durable
+        staged = record.residency == pb.RESIDENCY_STAGED and record.manifest is not None
+        if record.durability != pb.DURABILITY_COMMITTED and (durable or not staged):
+            raise WeightSyncError(
+                Reason.PUSH_INCOMPLETE,
+                f"version {record.version} is not committed; finish its push with CommitPush first",
+            )
+        if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
+            raise WeightSyncError(
+                Reason.VERSION_REJECTED,
+                f"version {record.version} is rejected ({record.rejected_reason}); "
+                "set clear_rejected to apply it all the same",
+            )
+        if record.version < live.record.version and not request.clear_rejected:
+            raise WeightSyncError(
+                Reason.VERSION_BELOW_LIVE,
+                f"version {record.version} is below the live version {live.record.version}; "
+                f"use Rollback, which goes to version {self._versions.rollback_to}",
+            )
+        return record
+
+    async def _ready(
+        self, session: Session, live: Prepared, record: VersionRecord, timeout_s: float | None
+    ) -> Prepared:
+        # In this order: the ranks' own targets then come from bytes that are proved afterwards.
+        target = await self._prepare(session, record, compare_live=False, timeout_s=timeout_s)
+        try:
+            await self._versions.verify_staged(target.lease)
+        except BaseException:
+            await self._drop(session, live, target)
+            raise
+        self._metrics.observe_phase("prepare", target.seconds)
+        return target
+
+    async def _prepare(
+        self,
+        session: Session,
+        record: VersionRecord,
+        *,
+        compare_live: bool,
+        timeout_s: float | None = None,
+    ) -> Prepared:
+        seconds = timeout_s or self._settings.prepare_timeout_s
+        lease = await self._versions.stage(record.version, seconds)
+        try:
+            return await session.prepare(
+                record, lease, compare_live=compare_live, timeout_s=seconds
+            )
+        except BaseException:
+            lease.release()
+            raise
+
+    async def _drop(self, session: Session, live: Prepared, target: Prepared) -> None:
+        target.lease.release()
+        await session.hold(live)
+
+    async def _make_live(
+        self, session: Session, live: Prepared, target: Prepared, spec: PauseSpec
+    ) -> pb.ApplyReport:
+        switch = Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+        try:
+            switched = await switch.run(target, live, spec)
+        except WeightSyncError as error:
+            if error.reason is Reason.APPLY_RESTORED:
+                await self._drop(session, live, target)
+                await self._versions.set_rejected(target.record.version, error.message)
+            else:
+                target.lease.release()
+            raise
+        self._versions.set_live(target.record.version)
+        await session.hold(target)
+        self._keeper.show(target)
+        if switched.paused_s:
+            self._last_rate = target.bytes / switched.paused_s
+        logger.info(
+            "version %d is live, paused for %.1f ms", target.record.version, switched.paused_s * 1e3
+        )
+        return reports.applied(target, live.record.version, spec, switched)
+
+    def _plan(self, target: Prepared, *, read_from_store: bool) -> pb.ApplyPlan:
+        predicted = target.bytes / self._last_rate if self._last_rate else 0.0
+        return pb.ApplyPlan(
+            bytes=target.bytes,
+            predicted_pause=duration(predicted),
+            memory_bytes=sum(segment.capacity for segment in target.lease.segments),
+            read_from_store=read_from_store,
+            strategy="copy",
+        )
+
+
+def _live(session: Session) -> Prepared:
+    if session.live is None:
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            "the engine is being reconciled; try again in a moment",
+            retry_after_s=1.0,
+        )
+    return session.live

@@ -1,0 +1,244 @@
+"""Keeps one engine connected, reconciled and watched, for as long as the server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.engine import EngineInfo, EngineState
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.apply import reports
+from weightsync_server.apply.reconcile import Reconciler
+from weightsync_server.apply.session import Session
+from weightsync_server.apply.switch import Switch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from weightsync.engine import Engine
+    from weightsync.handover import SegmentServer
+    from weightsync_server.apply.journal import Journal
+    from weightsync_server.apply.session import Prepared
+    from weightsync_server.metrics import Metrics
+    from weightsync_server.settings import Settings
+    from weightsync_server.versions import ModelVersions
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger(__name__)
+
+#: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
+_HEALTH_S = 0.5
+_RETRY_S = 5.0
+
+
+class Keeper:
+    """Holds the session with the engine; nothing else talks to the engine while it reconciles.
+
+    Args:
+        engine: The engine.
+        versions: The versions of its model.
+        segments: The segment socket.
+        journal: What was live before.
+        metrics: Where its state is shown.
+        settings: Timeouts.
+        on_change: Called with whether the engine serves one verified version.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: ModelVersions,
+        segments: SegmentServer,
+        journal: Journal,
+        metrics: Metrics,
+        settings: Settings,
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._segments = segments
+        self._journal = journal
+        self._metrics = metrics
+        self._settings = settings
+        self._on_change = on_change
+        self._lock = asyncio.Lock()
+        self._session: Session | None = None
+        self._info: EngineInfo | None = None
+        self._state = pb.ENGINE_STATE_AWAY
+        self._reason = "not connected yet"
+        self._refused = ""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect and to watch."""
+        self._task = asyncio.create_task(self._run(), name="keeper")
+
+    async def stop(self) -> None:
+        """Stop watching. The engine goes on with what it serves."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._forget()
+
+    @property
+    def serving(self) -> bool:
+        """Whether the engine generates on one verified version."""
+        return self._state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
+
+    def status(self) -> pb.EngineStatus:
+        """Return what GetStatus tells about the engine."""
+        info = self._info
+        live = self._session.live if self._session else None
+        return pb.EngineStatus(
+            state=self._state,
+            reason=self._reason,
+            engine_id=info.engine_id if info else "",
+            vllm_version=info.vllm_version if info else "",
+            kind=info.kind if info else "",
+            ranks=reports.held_ranks(live) if live else [],
+            capabilities=sorted(info.capabilities) if info else [],
+        )
+
+    def suspect(self, reason: str) -> None:
+        """Ask the ranks again before anything else: nobody knows what they hold."""
+        self._set(pb.ENGINE_STATE_FENCED, reason)
+        self._wake.set()
+
+    def show(self, held: Prepared) -> None:
+        """Show in metrics what every rank serves."""
+        self._metrics.set_served({r.rank: held.record.version for r in held.reports})
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[Session]:
+        """Give the session to one caller; nothing else is done with the engine meanwhile.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
+        """
+        async with self._lock:
+            session = self._session
+            if session is None or self._state != pb.ENGINE_STATE_SERVING:
+                raise self._unavailable()
+            health = await self._engine.health()
+            if health.sleeping:
+                raise WeightSyncError(
+                    Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
+                )
+            self._set(pb.ENGINE_STATE_APPLYING, "")
+            try:
+                yield session
+            finally:
+                if self._state == pb.ENGINE_STATE_APPLYING:
+                    self._set(pb.ENGINE_STATE_SERVING, "")
+
+    def _unavailable(self) -> WeightSyncError:
+        if self._state == pb.ENGINE_STATE_FENCED:
+            remedy = (
+                "restart vLLM with what the reason asks for"
+                if self._refused
+                else f"the server tries again every {_RETRY_S:g} s; restart vLLM if it stays"
+            )
+            return WeightSyncError(
+                Reason.ENGINE_FENCED, f"the engine is fenced ({self._reason}); {remedy}"
+            )
+        return WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"the engine is not ready ({self._reason}); it is connected as soon as it answers",
+            retry_after_s=1.0,
+        )
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with self._lock:
+                    pause = await self._step()
+            except WeightSyncError as error:
+                pause = self._failed(error)
+                if self._refused:
+                    with contextlib.suppress(WeightSyncError):
+                        await self._engine.fence(error.message)
+            except Exception:
+                logger.exception("the engine could not be reconciled")
+                self._set(pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why")
+                pause = _RETRY_S
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause)
+            self._wake.clear()
+
+    async def _step(self) -> float:
+        health = await self._engine.health()
+        if health.state is EngineState.DEAD:
+            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
+        if self._info is None or health.engine_id != self._info.engine_id:
+            await self._connect()
+        elif self._refused:
+            return _HEALTH_S
+        if self._session is not None and self._session.ranks.hung:
+            return _HEALTH_S
+        if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
+            return _HEALTH_S
+        await self._reconcile()
+        return _HEALTH_S
+
+    async def _connect(self) -> None:
+        self._forget()
+        info = await self._engine.hello()
+        self._info = info
+        logger.info(
+            "connected to vLLM %s, %d ranks, model %s",
+            info.vllm_version,
+            len(info.ranks),
+            info.model,
+        )
+        if info.refusals:
+            raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
+        self._session = Session(self._engine, info, self._segments, self._settings.pause_lease_s)
+
+    async def _reconcile(self) -> None:
+        if self._session is None:
+            return
+        self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
+        switch = Switch(
+            self._session, self._journal, self._metrics, self._settings.commit_timeout_s
+        )
+        held = await Reconciler(
+            self._session,
+            self._versions,
+            self._journal,
+            switch,
+            self._settings.prepare_timeout_s,
+        ).run()
+        self.show(held)
+        self._set(pb.ENGINE_STATE_SERVING, "")
+
+    def _failed(self, error: WeightSyncError) -> float:
+        away = error.reason is Reason.ENGINE_AWAY
+        if error.message != self._reason:
+            logger.warning("engine: %s", error.message)
+        if away:
+            self._forget()
+        permanent = error.reason in (Reason.ENGINE_REFUSED, Reason.ENGINE_UNSUPPORTED)
+        self._set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
+        if permanent:
+            self._refused = error.message
+        return _HEALTH_S if away or permanent else _RETRY_S
+
+    def _forget(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = self._info = None
+        self._refused = ""
+        self._metrics.set_served({})
+
+    def _set(self, state: pb.EngineState.ValueType, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._metrics.set_engine(
+            up=state != pb.ENGINE_STATE_AWAY, fenced=state == pb.ENGINE_STATE_FENCED
+        )
+        self._on_change(self.serving)

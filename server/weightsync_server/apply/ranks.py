@@ -1,0 +1,236 @@
+"""The ranks of one engine: our worker methods, called over the executor's queues.
+
+A worker RPC blocks EngineCore's only thread, so everything long runs in a thread of the worker and
+reports on a status page; and an RPC is never cancelled, because its late replies would be read by
+the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.pages import PAGE_BYTES, PageReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weightsync.engine import Engine
+    from weightsync.handover import SegmentServer
+
+__all__ = ["RankCommit", "RankState", "Ranks", "Report"]
+
+#: How often a page in our own memory is looked at, seconds.
+_POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank wrote on its page at the end of a prepare or verify.
+
+    Attributes:
+        rank: `dp/pp/tp`.
+        phase: `ready`, `failed` or `needs_capture`.
+        error: One sentence when it failed.
+        bytes: Bytes that a commit would write.
+        proved: Whether the live parameters hold the version; None: not compared.
+        mismatched: Names of tensors that differ, at most 10.
+        seconds: How long it took.
+    """
+
+    rank: str
+    phase: str
+    error: str
+    bytes: int
+    proved: bool | None
+    mismatched: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankCommit:
+    """What a rank answered to a commit; `content_digest` is empty unless proved."""
+
+    rank: str
+    content_digest: str
+    written_bytes: int
+    commit_s: float
+    verify_s: float
+    error: str
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown."""
+
+    rank: str
+    content_digest: str
+    dirty: bool
+
+
+class Ranks:
+    """Calls worker methods on every rank and reads their status pages.
+
+    Args:
+        engine: The engine.
+        names: `dp/pp/tp` of each rank, in the order of replies.
+        segments: Publishes the status pages.
+    """
+
+    def __init__(self, engine: Engine, names: Sequence[str], segments: SegmentServer) -> None:
+        self.names = tuple(names)
+        self._engine = engine
+        self._segments = segments
+        self._page = f"page-{secrets.token_hex(8)}"
+        self._pages = [PageReader() for _ in self.names]
+        for name, page in zip(self.names, self._pages, strict=True):
+            segments.publish(f"{self._page}/{name}", os.dup(page.segment.fd), PAGE_BYTES)
+        self._outstanding: asyncio.Task[list[dict[str, Any]]] | None = None
+
+    @property
+    def hung(self) -> bool:
+        """Whether an RPC that was given up has not returned yet."""
+        return self._outstanding is not None and not self._outstanding.done()
+
+    def close(self) -> None:
+        """Withdraw the pages."""
+        for name, page in zip(self.names, self._pages, strict=True):
+            self._segments.withdraw(f"{self._page}/{name}")
+            page.close()
+
+    async def states(self, timeout_s: float) -> list[RankState]:
+        """Ask what every rank holds."""
+        replies = await self._call("weightsync_state", {}, timeout_s)
+        return [
+            RankState(rank, str(r.get("content_digest", "")), bool(r.get("dirty", True)))
+            for rank, r in zip(self.names, replies, strict=True)
+        ]
+
+    async def capture(self, document: str, timeout_s: float) -> None:
+        """Build the load plan for a layout; the engine must be paused.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED with the rank's reason.
+        """
+        replies = await self._call("weightsync_capture", {"document": document}, timeout_s)
+        for rank, reply in zip(self.names, replies, strict=True):
+            if not reply.get("ok"):
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED, f"rank {rank}: {reply.get('error', 'no reason given')}"
+                )
+
+    async def prepare(
+        self, apply_id: str, document: str, *, compare_live: bool, timeout_s: float
+    ) -> list[Report]:
+        """Map, match and digest a staged version on every rank while generation runs."""
+        args = {
+            "apply_id": apply_id,
+            "document": document,
+            "page": self._page,
+            "compare_live": compare_live,
+        }
+        return await self._report("weightsync_prepare", args, timeout_s)
+
+    async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
+        """Compare live parameters with a prepared version while generation runs."""
+        args = {"apply_id": apply_id, "page": self._page}
+        return await self._report("weightsync_verify", args, timeout_s)
+
+    async def commit(self, apply_id: str, timeout_s: float) -> list[RankCommit]:
+        """Write and prove the parameters; the engine must be paused."""
+        replies = await self._call("weightsync_commit", {"apply_id": apply_id}, timeout_s)
+        return [_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
+
+    async def release(self, keep: Iterable[str], timeout_s: float) -> None:
+        """Let every rank drop what it prepared, but for the named applies."""
+        await self._call("weightsync_release", {"keep": list(keep)}, timeout_s)
+
+    async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
+        # A ticket tells this answer from the one that lay on the page before.
+        ticket = secrets.token_hex(8)
+        deadline = time.monotonic() + timeout_s
+        replies = await self._call(method, {**args, "ticket": ticket}, timeout_s)
+        for rank, reply in zip(self.names, replies, strict=True):
+            if not reply.get("ok"):
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED, f"rank {rank}: {reply.get('error', 'no reason given')}"
+                )
+        reports: list[Report | None] = [None] * len(self.names)
+        while any(report is None for report in reports):
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    Reason.DEADLINE_EXCEEDED,
+                    f"the ranks did not finish {method} within {timeout_s:g} s; raise "
+                    "prepare_timeout or look at vLLM's log",
+                )
+            await asyncio.sleep(_POLL_S)
+            for index, page in enumerate(self._pages):
+                reports[index] = reports[index] or _report(self.names[index], ticket, page.read())
+        return [report for report in reports if report is not None]
+
+    async def _call(
+        self, method: str, args: dict[str, Any], timeout_s: float
+    ) -> list[dict[str, Any]]:
+        if self.hung:
+            raise WeightSyncError(
+                Reason.ENGINE_FENCED,
+                "an earlier call to the ranks has not returned; wait for it or restart vLLM",
+            )
+        task = asyncio.ensure_future(self._engine.call_workers(method, args))
+        self._outstanding = task
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            task.add_done_callback(_swallow)
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the ranks did not answer {method} within {timeout_s:g} s",
+            )
+        replies = task.result()
+        if len(replies) != len(self.names):
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"{len(replies)} ranks answered {method}, expected {len(self.names)}; restart vLLM",
+            )
+        return replies
+
+
+def _swallow(task: asyncio.Task[list[dict[str, Any]]]) -> None:
+    # The answer to a call that was given up: the ranks are asked again before anything else.
+    if not task.cancelled():
+        task.exception()
+
+
+def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
+    if page is None or page.get("ticket") != ticket or page.get("phase") == "running":
+        return None
+    return Report(
+        rank=rank,
+        phase=str(page.get("phase")),
+        error=str(page.get("error", "")),
+        bytes=int(page.get("bytes", 0)),
+        proved=page.get("proved"),
+        mismatched=tuple(page.get("mismatched", ())),
+        seconds=float(page.get("seconds", 0.0)),
+    )
+
+
+def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
+    error = str(reply.get("error", ""))
+    if reply.get("apply_id") != apply_id:
+        # A reply to another call must never pass for an acknowledgement (vllm#49972).
+        error = error or f"answered for apply {reply.get('apply_id')!r}"
+    if not reply.get("ok") and not error:
+        error = "refused without a reason"
+    return RankCommit(
+        rank=rank,
+        content_digest="" if error else str(reply.get("content_digest", "")),
+        written_bytes=int(reply.get("written_bytes", 0)),
+        commit_s=float(reply.get("commit_s", 0.0)),
+        verify_s=float(reply.get("verify_s", 0.0)),
+        error=error,
+    )

@@ -1,0 +1,169 @@
+"""One connection to one start of an engine, and what its ranks hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightsync.engine import EngineState, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.apply.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync.engine import Engine, EngineInfo
+    from weightsync.handover import SegmentServer
+    from weightsync_server.apply.ranks import Report
+    from weightsync_server.versions import SlotLease, VersionRecord
+
+__all__ = ["Pause", "Prepared", "Session"]
+
+#: Time for a worker RPC that only starts a thread or reads a field, seconds.
+QUICK_S = 30.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that every rank has mapped, matched and digested.
+
+    Attributes:
+        apply_id: Names it in worker RPCs.
+        record: The version.
+        lease: Keeps its segments.
+        reports: One per rank.
+        seconds: Time the slowest rank took.
+    """
+
+    apply_id: str
+    record: VersionRecord
+    lease: SlotLease
+    reports: tuple[Report, ...]
+    seconds: float
+
+    @property
+    def digest(self) -> str:
+        """Content digest that every rank must prove."""
+        return self.record.content_digest
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a commit writes, over all ranks."""
+        return sum(report.bytes for report in self.reports)
+
+
+@dataclass
+class Pause:
+    """Generation stands still under a lease that is renewed while this object lives."""
+
+    lease_id: str
+    mode: str
+    seconds: float
+    began: float
+    resumed: bool = False
+    lost: WeightSyncError | None = None
+
+
+@dataclass
+class Session:
+    """An engine that has said hello.
+
+    Attributes:
+        engine: The engine.
+        info: What it said.
+        ranks: Its workers.
+        lease_s: How long a pause lasts without renewal.
+        live: What every rank is proved to hold; None: not known.
+    """
+
+    engine: Engine
+    info: EngineInfo
+    segments: SegmentServer
+    lease_s: float
+    ranks: Ranks = field(init=False)
+    live: Prepared | None = None
+
+    def __post_init__(self) -> None:
+        """Publish the status pages."""
+        self.ranks = Ranks(self.engine, self.info.ranks, self.segments)
+
+    def close(self) -> None:
+        """Withdraw the status pages and let go of the live version's segments."""
+        self.ranks.close()
+        if self.live is not None:
+            self.live.lease.release()
+            self.live = None
+
+    async def prepare(
+        self, record: VersionRecord, lease: SlotLease, *, compare_live: bool, timeout_s: float
+    ) -> Prepared:
+        """Have every rank prepare a version; captures its load plan first where it is new.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
+        """
+        apply_id = secrets.token_hex(8)
+        start = time.monotonic()
+        for attempt in range(2):
+            reports = await self.ranks.prepare(
+                apply_id, lease.staged_id, compare_live=compare_live, timeout_s=timeout_s
+            )
+            if attempt or not any(report.phase == "needs_capture" for report in reports):
+                break
+            await self._capture(lease.staged_id, timeout_s)
+        for report in reports:
+            if report.phase != "ready":
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED, f"rank {report.rank} refused: {report.error}"
+                )
+        return Prepared(apply_id, record, lease, tuple(reports), time.monotonic() - start)
+
+    async def _capture(self, document: str, timeout_s: float) -> None:
+        health = await self.engine.health()
+        if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
+            await self.ranks.capture(document, timeout_s)
+            return
+        spec = PauseSpec(mode="keep", clear_cache=False)
+        async with self.paused(spec) as pause:
+            await self.ranks.capture(document, timeout_s)
+            # Capture writes nothing, so the engine goes on with what it had.
+            await self.resume(pause, self.live)
+
+    @contextlib.asynccontextmanager
+    async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
+        """Pause generation and keep the lease; the body resumes or fences before it ends."""
+        began = time.monotonic()
+        lease = await self.engine.pause(spec, self.lease_s)
+        pause = Pause(lease.lease_id, lease.mode, time.monotonic() - began, began)
+        renewal = asyncio.create_task(self._renew(pause))
+        try:
+            yield pause
+        finally:
+            renewal.cancel()
+
+    async def _renew(self, pause: Pause) -> None:
+        while True:
+            await asyncio.sleep(self.lease_s / 3)
+            try:
+                await self.engine.renew(pause.lease_id, self.lease_s)
+            except WeightSyncError as error:
+                pause.lost = error
+                return
+
+    async def resume(self, pause: Pause, held: Prepared | None) -> None:
+        """Start generation on a version that every rank is proved to hold."""
+        version = held.record.version if held else 0
+        digest = held.digest if held else ""
+        await self.engine.resume(pause.lease_id, version, digest)
+        pause.resumed = True
+
+    async def hold(self, prepared: Prepared) -> None:
+        """Record what every rank holds, and let the ranks drop everything else."""
+        if self.live is not None and self.live.lease is not prepared.lease:
+            self.live.lease.release()
+        self.live = prepared
+        await self.ranks.release([prepared.apply_id], QUICK_S)

@@ -1,0 +1,180 @@
+"""One pause: from the last token of the old version to the first of the new one, or of the old one.
+
+INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new version
+                                                 -> else: restore the old one, verify, resume
+                                                 -> else: fence
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Never
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.apply.journal import Entry, Journal
+
+if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
+    from weightsync_server.apply.ranks import RankCommit
+    from weightsync_server.apply.session import Pause, Prepared, Session
+    from weightsync_server.metrics import Metrics
+
+__all__ = ["Switch", "Switched"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Switched:
+    """What one pause did; times in seconds."""
+
+    pause_mode: str = ""
+    pause_s: float = 0.0
+    commit_s: float = 0.0
+    verify_s: float = 0.0
+    resume_s: float = 0.0
+    paused_s: float = 0.0
+    ranks: list[RankCommit] = field(default_factory=list)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written, over all ranks."""
+        return sum(rank.written_bytes for rank in self.ranks)
+
+
+def _failures(replies: list[RankCommit], digest: str) -> list[str]:
+    return [
+        f"rank {reply.rank}: {reply.error or 'proved ' + (reply.content_digest or 'nothing')}"
+        for reply in replies
+        if reply.error or reply.content_digest != digest
+    ]
+
+
+class Switch:
+    """Makes one prepared version live, or puts the old one back.
+
+    Args:
+        session: The engine.
+        journal: Where INTENT and DONE go.
+        metrics: Where the phases go.
+        commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
+    """
+
+    def __init__(
+        self, session: Session, journal: Journal, metrics: Metrics, commit_timeout_s: float
+    ) -> None:
+        self._session = session
+        self._journal = journal
+        self._metrics = metrics
+        self._timeout_s = commit_timeout_s
+
+    async def run(self, target: Prepared, base: Prepared | None, spec: PauseSpec) -> Switched:
+        """Return when the engine generates on `target`, proved on every rank.
+
+        Raises:
+            WeightSyncError: APPLY_RESTORED: the engine generates on `base`, proved on every rank.
+                ENGINE_FENCED: the engine stands still, with the reason. ENGINE_AWAY: it is gone.
+        """
+        result = Switched()
+        await self._write("INTENT", target, base)
+        async with self._session.paused(spec) as pause:
+            result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            failures = await self._commit(target, result)
+            if failures:
+                await self._restore(base, pause, failures)
+            start = time.monotonic()
+            await self._resume(pause, target)
+            result.resume_s = time.monotonic() - start
+        result.paused_s = time.monotonic() - pause.began
+        # After the resume, so that no fsync lies in the pause: after a crash in between the ranks
+        # themselves are asked what they hold.
+        await self._write("DONE", target, base)
+        self._observe(result)
+        return result
+
+    async def place(self, target: Prepared, base: Prepared | None) -> Switched:
+        """Commit into an engine that stands still already; the caller resumes it.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED with the reason.
+        """
+        result = Switched()
+        await self._write("INTENT", target, base)
+        failures = await self._commit(target, result)
+        if failures:
+            await self._fence(failures)
+        await self._write("DONE", target, base)
+        return result
+
+    async def _commit(self, target: Prepared, result: Switched) -> list[str]:
+        try:
+            result.ranks = await self._session.ranks.commit(target.apply_id, self._timeout_s)
+        except WeightSyncError as error:
+            if self._session.ranks.hung or error.reason is Reason.ENGINE_AWAY:
+                # Nobody knows what the ranks hold until that call returns.
+                await self._fence([error.message])
+            return [error.message]
+        result.commit_s = max(rank.commit_s for rank in result.ranks)
+        result.verify_s = max(rank.verify_s for rank in result.ranks)
+        return _failures(result.ranks, target.digest)
+
+    async def _restore(self, base: Prepared | None, pause: Pause, failures: list[str]) -> None:
+        logger.error("apply failed, restoring: %s", "; ".join(failures))
+        if base is None:
+            await self._fence(failures)
+        again = await self._commit(base, Switched())
+        if again:
+            await self._fence(failures + again)
+        await self._resume(pause, base)
+        await self._write("DONE", base, None)
+        raise WeightSyncError(
+            Reason.APPLY_RESTORED,
+            f"the apply failed and version {base.record.version} was restored and verified on "
+            f"every rank ({'; '.join(failures)}); push the version again or apply another one",
+        )
+
+    async def _fence(self, failures: list[str]) -> Never:
+        reason = "; ".join(failures)
+        try:
+            await self._session.engine.fence(reason)
+        except WeightSyncError as error:
+            # The lease runs out and the bridge decides by what the ranks hold.
+            reason = f"{reason}; {error.message}"
+        raise WeightSyncError(
+            Reason.ENGINE_FENCED,
+            f"the engine is fenced, it serves nothing: {reason}; the server tries to place the "
+            "live version again, else restart vLLM",
+        )
+
+    async def _resume(self, pause: Pause, held: Prepared) -> None:
+        try:
+            await self._session.resume(pause, held)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"every rank holds version {held.record.version}, but the resume was not confirmed "
+                f"({error.message}); GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+
+    async def _write(self, event: str, target: Prepared, base: Prepared | None) -> None:
+        previous = base.record.version if base else 0
+        entry = Entry(event, target.apply_id, target.record.version, previous)
+        try:
+            await asyncio.to_thread(self._journal.write, entry)
+        except OSError as error:
+            if event == "INTENT":
+                raise WeightSyncError(
+                    Reason.DISK_EXHAUSTED,
+                    f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+                ) from error
+            # The ranks are proved; after a crash they are asked, so the service goes on.
+            logger.critical("the journal cannot be written: %s", error)
+
+    def _observe(self, result: Switched) -> None:
+        for phase in ("pause", "commit", "verify", "resume", "paused"):
+            self._metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
+        self._metrics.add_written(result.written_bytes)

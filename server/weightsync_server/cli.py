@@ -1,0 +1,71 @@
+"""weightsync-server: settings from flags and environment, then run until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from weightsync.errors import WeightSyncError
+from weightsync_server.settings import Settings
+
+__all__ = ["main"]
+
+logger = logging.getLogger("weightsync_server")
+
+#: Exit codes: stopped as asked, could not start, wrong flag or setting.
+_OK, _FAILED, _USAGE = 0, 1, 2
+
+
+def main() -> None:
+    """Run the server; exits with 0 after a signal, 1 if it could not start, 2 for bad settings."""
+    arguments, engine_args = _split(sys.argv[1:])
+    try:
+        settings = CliApp.run(Settings, cli_args=arguments)
+    except ValidationError as error:
+        for problem in error.errors():
+            field = ".".join(map(str, problem["loc"])) or "settings"
+            sys.stderr.write(f"weightsync-server: {field}: {problem['msg']}\n")
+        sys.exit(_USAGE)
+    except SettingsError as error:
+        sys.stderr.write(f"weightsync-server: {error}\n")
+        sys.exit(_USAGE)
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    sys.exit(asyncio.run(_run(settings, engine_args)))
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in arguments:
+        return arguments, []
+    middle = arguments.index("--")
+    return arguments[:middle], arguments[middle + 1 :]
+
+
+async def _run(settings: Settings, engine_args: list[str]) -> int:
+    # After the settings are good: importing grpc takes as long as everything before.
+    from weightsync_server.app import App
+
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    app = App(settings, engine_args)
+    try:
+        await app.start()
+    except (WeightSyncError, OSError, RuntimeError) as error:
+        sys.stderr.write(f"weightsync-server: {error}\n")
+        return _FAILED
+    await stopped.wait()
+    logger.info("draining for at most %g s", settings.drain_timeout_s)
+    await app.stop()
+    return _OK
+
+
+if __name__ == "__main__":
+    main()

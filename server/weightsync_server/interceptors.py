@@ -1,0 +1,186 @@
+"""The one place where errors become gRPC statuses and calls become metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.rpc_status import to_status
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+__all__ = ["GuardInterceptor", "RpcMetrics"]
+
+logger = logging.getLogger(__name__)
+
+
+class RpcMetrics:
+    """The ecosystem's metrics of RPCs (https://github.com/grpc-ecosystem/go-grpc-middleware)."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        labels = ["grpc_type", "grpc_service", "grpc_method"]
+        self._started = Counter(
+            "grpc_server_started_total", "RPCs started.", labels, registry=registry
+        )
+        self._handled = Counter(
+            "grpc_server_handled_total", "RPCs ended.", [*labels, "grpc_code"], registry=registry
+        )
+        self._seconds = Histogram(
+            "grpc_server_handling_seconds", "Time per RPC.", labels, registry=registry
+        )
+
+    def start(self, kind: str, service: str, method: str) -> Callable[[grpc.StatusCode], None]:
+        """Count a start; call the result with the status at the end."""
+        self._started.labels(kind, service, method).inc()
+        begin = time.monotonic()
+
+        def end(code: grpc.StatusCode) -> None:
+            self._handled.labels(kind, service, method, _camel(code)).inc()
+            self._seconds.labels(kind, service, method).observe(time.monotonic() - begin)
+
+        return end
+
+
+def _camel(code: grpc.StatusCode) -> str:
+    # grpc-go's names of codes, as dashboards of the ecosystem expect them: OK, NotFound, ...
+    return "OK" if code is grpc.StatusCode.OK else code.name.title().replace("_", "")
+
+
+class GuardInterceptor(grpc.aio.ServerInterceptor):
+    """Turns WeightSyncError into a rich status, anything else into a logged, textless fault."""
+
+    def __init__(self, metrics: RpcMetrics, on_fault: Callable[[], None]) -> None:
+        self._metrics = metrics
+        self._on_fault = on_fault
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the handler of every method."""
+        handler = await continuation(handler_call_details)
+        if handler is None or _writes_itself(handler):
+            return handler
+        _, service, method = f"/{handler_call_details.method.lstrip('/')}".split("/", 2)
+        return _wrap(handler, self._guard(_kind(handler), service, method))
+
+    def _guard(self, kind: str, service: str, method: str) -> _Guard:
+        return _Guard(self._metrics, self._on_fault, kind, service, method)
+
+
+def _writes_itself(handler: grpc.RpcMethodHandler[Any, Any]) -> bool:
+    # health.Watch is a coroutine that writes to its context; there is nothing to iterate over.
+    inner = handler.unary_stream or handler.stream_stream
+    return inner is not None and not inspect.isasyncgenfunction(inner)
+
+
+def _kind(handler: grpc.RpcMethodHandler[Any, Any]) -> str:
+    parts: Mapping[tuple[bool, bool], str] = {
+        (False, False): "unary",
+        (True, False): "client_stream",
+        (False, True): "server_stream",
+        (True, True): "bidi_stream",
+    }
+    return parts[bool(handler.request_streaming), bool(handler.response_streaming)]
+
+
+class _Guard:
+    def __init__(
+        self,
+        metrics: RpcMetrics,
+        on_fault: Callable[[], None],
+        kind: str,
+        service: str,
+        method: str,
+    ) -> None:
+        self._start = functools.partial(metrics.start, kind, service, method)
+        self._on_fault = on_fault
+        self._method = method
+
+    async def unary(self, inner: Callable[..., Awaitable[Any]], request: Any, context: Any) -> Any:
+        end = self._start()
+        try:
+            result = await inner(request, context)
+        except BaseException as error:  # noqa: BLE001 - every end is counted, then passed on
+            await self._fail(error, context, end)
+        else:
+            end(grpc.StatusCode.OK)
+            return result
+
+    async def stream(
+        self, inner: Callable[..., AsyncIterator[Any]], request: Any, context: Any
+    ) -> AsyncIterator[Any]:
+        end = self._start()
+        try:
+            async for message in inner(request, context):
+                yield message
+        except GeneratorExit:
+            end(grpc.StatusCode.CANCELLED)
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            await self._fail(error, context, end)
+        else:
+            end(grpc.StatusCode.OK)
+
+    async def _fail(
+        self, error: BaseException, context: Any, end: Callable[[grpc.StatusCode], None]
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            end(grpc.StatusCode.CANCELLED)
+            raise error
+        if isinstance(error, grpc.aio.AbortError):
+            end(context.code() or grpc.StatusCode.UNKNOWN)
+            raise error
+        if not isinstance(error, WeightSyncError):
+            logger.error("%s failed", self._method, exc_info=error)
+            self._on_fault()
+            error = WeightSyncError(
+                Reason.FAULT, f"{self._method} failed inside the server; its log tells why"
+            )
+        end(error.code)
+        await context.abort_with_status(to_status(error))
+
+
+def _wrap(
+    handler: grpc.RpcMethodHandler[Any, Any], guard: _Guard
+) -> grpc.RpcMethodHandler[Any, Any]:
+    codec = {
+        "request_deserializer": handler.request_deserializer,
+        "response_serializer": handler.response_serializer,
+    }
+    inner: Any = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+
+    async def unary(request: Any, context: Any) -> Any:
+        return await guard.unary(inner, request, context)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        async for message in guard.stream(inner, request, context):
+            yield message
+
+    if handler.response_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        return make(stream, **codec)
+    make = (
+        grpc.stream_unary_rpc_method_handler
+        if handler.request_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(unary, **codec)

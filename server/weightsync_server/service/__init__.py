@@ -1,0 +1,7 @@
+"""The gRPC face of the server: thin, one method per RPC, no rules of its own."""
+
+from __future__ import annotations
+
+from weightsync_server.service.servicer import WeightSyncServicer
+
+__all__ = ["WeightSyncServicer"]

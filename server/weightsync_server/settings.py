@@ -1,0 +1,150 @@
+"""Every setting of the server: one field each, a flag and an environment variable alike."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+__all__ = ["MODEL_NAME", "Settings", "is_private"]
+
+#: Names of models (DESIGN section 4).
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def is_private(address: str) -> bool:
+    """Return whether only this host can reach a gRPC address: a unix socket or loopback."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Settings(BaseSettings):
+    """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
+
+    With the embedded engine, everything after `--` is passed to vLLM.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="WEIGHTSYNC_",
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_prog_name="weightsync-server",
+        cli_implicit_flags=True,
+    )
+
+    name: str = Field("default", description="Name of the model that clients use.")
+    engine: str = Field(
+        "unix:/run/weightsync/engine.sock",
+        description="unix:PATH of the bridge in vLLM, or 'embedded' to host vLLM in this process.",
+    )
+    model: str = Field("", description="Embedded engine: model directory or name for vLLM.")
+    listen: list[str] = Field(
+        ["127.0.0.1:50551"],
+        description="gRPC addresses, HOST:PORT or unix:PATH; plain text, so loopback or unix only.",
+    )
+    run_dir: Path = Field(
+        Path("/run/weightsync"), description="Folder of the segment socket, shared with vLLM."
+    )
+    state_dir: Path = Field(
+        Path("/var/lib/weightsync"),
+        description="Folder of the lock and the journal, this host's own.",
+    )
+    store: str = Field(
+        "",
+        description="Where versions are kept: file:///PATH or memory://. Default: state_dir/store.",
+    )
+    metrics: str = Field(
+        "127.0.0.1:9551", description="HOST:PORT of /metrics; port 0: any; empty: none."
+    )
+    slots: int = Field(
+        2, ge=2, le=16, description="Versions held in memory. 3: rollback is instant."
+    )
+    memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="Most shared memory for segments; 0: 80 % of what is available at start.",
+    )
+    fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
+    retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
+    retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
+    max_version_jump: int = Field(
+        1_000_000, ge=1, description="Most that a version may lie above the newest one."
+    )
+    push_idle_timeout_s: float = Field(
+        600, gt=0, description="Seconds without a stream after which an open push is dropped."
+    )
+    max_pushes: int = Field(4, ge=1, description="Pushes open at once.")
+    prepare_timeout_s: float = Field(300, gt=0, description="Longest prepare of an apply, seconds.")
+    commit_timeout_s: float = Field(
+        60, gt=0, description="Longest commit of an apply, seconds; then the engine is fenced."
+    )
+    pause_lease_s: float = Field(
+        15,
+        gt=0.5,
+        description="Seconds after which a pause ends by itself when this server is gone.",
+    )
+    drain_timeout_s: float = Field(
+        30, ge=0, description="Seconds that calls get to finish after SIGTERM."
+    )
+    reflection: bool = Field(True, description="Serve gRPC reflection.")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        if not MODEL_NAME.fullmatch(value):
+            msg = f"name must match {MODEL_NAME.pattern}"
+            raise ValueError(msg)
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if not is_private(address):
+                msg = (
+                    f"{address} can be reached from other hosts and this server speaks plain text; "
+                    "listen on 127.0.0.1:PORT or unix:PATH and put a TLS proxy in front"
+                )
+                raise ValueError(msg)
+        if not value:
+            msg = "name at least one address to listen on"
+            raise ValueError(msg)
+        return value
+
+    @field_validator("engine")
+    @classmethod
+    def _check_engine(cls, value: str) -> str:
+        if value != "embedded" and not value.startswith("unix:"):
+            msg = f"engine must be unix:PATH or 'embedded', not {value!r}"
+            raise ValueError(msg)
+        return value
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        if (self.engine == "embedded") != bool(self.model):
+            msg = "model names the directory for the embedded engine: give both or neither"
+            raise ValueError(msg)
+        return self
+
+    @property
+    def store_url(self) -> str:
+        """Where versions are kept, default filled in."""
+        return self.store or f"file://{(self.state_dir / 'store').absolute()}"
+
+    @property
+    def segment_socket(self) -> Path:
+        """Path of the segment socket."""
+        return self.run_dir / "segments.sock"

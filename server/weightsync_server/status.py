@@ -1,0 +1,86 @@
+"""The answer of GetStatus, gathered from every part of the server."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from weightsync import __version__
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from weightsync_server.apply import Keeper
+    from weightsync_server.fetchers import FetcherPool
+    from weightsync_server.ingest import Pushes
+    from weightsync_server.metrics import Metrics
+    from weightsync_server.store import Store
+    from weightsync_server.versions import ModelVersions, SegmentBudget
+
+__all__ = ["StatusSource"]
+
+
+class StatusSource:
+    """Gathers the state of the server; every call tells the present.
+
+    Args:
+        versions: Versions of the one model.
+        pushes: Uploads.
+        keeper: The engine.
+        budget: Memory of segments.
+        fetchers: The processes.
+        store: Where versions are kept.
+        metrics: Where violations are counted.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        pushes: Pushes,
+        keeper: Keeper,
+        budget: SegmentBudget,
+        fetchers: FetcherPool,
+        store: Store,
+        metrics: Metrics,
+    ) -> None:
+        self._versions = versions
+        self._pushes = pushes
+        self._keeper = keeper
+        self._budget = budget
+        self._fetchers = fetchers
+        self._store = store
+        self._metrics = metrics
+        self._started_ns = time.time_ns()
+
+    def __call__(self) -> pb.GetStatusResponse:
+        """Return the state of the server."""
+        answer = pb.GetStatusResponse(
+            server_version=__version__,
+            models=[self._model()],
+            memory_reserved_bytes=self._budget.reserved,
+            memory_limit_bytes=self._budget.limit,
+            invariant_violations=self._metrics.violations(),
+            fetchers=self._fetchers.alive,
+            store=self._store.url,
+            durable=self._store.durable,
+        )
+        answer.start_time.FromNanoseconds(self._started_ns)
+        return answer
+
+    def _model(self) -> pb.ModelStatus:
+        versions = self._versions
+        back = versions.rollback_to
+        records = versions.list()
+        committed = (r.version for r in records if r.durability == pb.DURABILITY_COMMITTED)
+        resident = back and versions.get(back).residency == pb.RESIDENCY_STAGED
+        return pb.ModelStatus(
+            model=versions.name,
+            live_version=versions.live,
+            live_content_digest=versions.get(versions.live).content_digest if versions.live else "",
+            rollback_version=back,
+            rollback_resident=bool(resident),
+            newest_version=max(committed, default=0),
+            epoch=versions.epoch,
+            engine=self._keeper.status(),
+            slots=versions.slots_status(),
+            pushes=self._pushes.status(versions.name),
+        )

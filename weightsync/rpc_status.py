@@ -1,0 +1,69 @@
+"""Errors on the wire: `WeightSyncError` to a rich gRPC status and back.
+
+Details are those of https://google.aip.dev/193: ErrorInfo always, RetryInfo where a retry helps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    import grpc
+    from google.protobuf.message import Message
+
+__all__ = ["DOMAIN", "from_call", "to_status"]
+
+DOMAIN = "weightsync"
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def to_status(error: WeightSyncError) -> grpc.Status:
+    """Return the status to abort a call with: sentence, reason, facts and when to try again."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason.value, domain=DOMAIN, metadata=error.metadata
+    )
+    details = [_packed(info)]
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(_packed(retry))
+    code: int = error.code.value[0]
+    return rpc_status.to_status(
+        status_pb2.Status(code=code, message=error.message, details=details)
+    )
+
+
+def from_call(call: Any) -> WeightSyncError | None:
+    """Return the error that the other side raised; None when it was not one of ours.
+
+    Args:
+        call: A failed call: `grpc.aio.AioRpcError`, or a `grpc.RpcError` of the sync API.
+    """
+    trailing = dict(call.trailing_metadata() or ())
+    data = trailing.get("grpc-status-details-bin")
+    if data is None:
+        return None
+    status = status_pb2.Status.FromString(data)
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    seconds = None
+    for detail in status.details:
+        if detail.Unpack(retry):
+            seconds = retry.retry_delay.ToNanoseconds() / 1e9
+        else:
+            detail.Unpack(info)
+    if info.domain != DOMAIN or info.reason not in Reason.__members__:
+        return None
+    return WeightSyncError(
+        Reason[info.reason], status.message, metadata=dict(info.metadata), retry_after_s=seconds
+    )

@@ -1,0 +1,7 @@
+"""Test doubles for users: an engine without vLLM that takes weights as a real one does."""
+
+from __future__ import annotations
+
+from weightsync.testing.memory_engine import MemoryEngine
+
+__all__ = ["MemoryEngine"]

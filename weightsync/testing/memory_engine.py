@@ -1,0 +1,245 @@
+"""An engine that holds its parameters in a dictionary and talks to a real server.
+
+It maps segments, matches names, dtypes and shapes, copies, digests what it holds and keeps the
+pause states of a real engine, so that a user's trainer or controller can be tested in milliseconds. It
+generates no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weightsync.digest import tensor_digest
+from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.handover import SegmentClient
+from weightsync.layout import build_header, parse_header
+from weightsync.pages import PageWriter
+from weightsync.segments import MappedSegment
+from weightsync.staged import StagedVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["MemoryEngine"]
+
+_RANK = "0/0/0"
+
+
+@dataclass
+class _Prepared:
+    content_digest: str
+    tensors: dict[str, bytes] = field(default_factory=dict)
+
+
+class MemoryEngine:
+    """Implements `weightsync.engine.Engine` in this process, with one rank.
+
+    Args:
+        tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
+        segment_socket: The server's segment socket.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]],
+        segment_socket: str | Path,
+    ) -> None:
+        self._socket = str(segment_socket)
+        self._kinds = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+        #: The live parameters: name to bytes. Tests read them, and damage them.
+        self.live = {name: data for name, (_, _, data) in tensors.items()}
+        self._prepared: dict[str, _Prepared] = {}
+        self._content = ""
+        self._lease = ""
+        self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
+        self._engine_id = secrets.token_hex(8)
+        #: The version that the last resume named; 0: none.
+        self.version = 0
+        #: What was done, in order: pause, commit, resume, fence.
+        self.events: list[str] = []
+
+    async def hello(self) -> EngineInfo:
+        """Tell what the engine is."""
+        return EngineInfo(
+            engine_id=self._engine_id,
+            vllm_version="none",
+            ranks=(_RANK,),
+            capabilities=frozenset({"weight_version"}),
+            refusals=(),
+            state=self._condition,
+            reason=self._reason,
+            model="memory",
+            kind="memory",
+        )
+
+    async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        """Stand still."""
+        del lease_s
+        self.events.append("pause")
+        self._lease = secrets.token_hex(8)
+        if self._condition is EngineState.SERVING:
+            self._condition = EngineState.PAUSED
+        return Lease(self._lease, spec.mode)
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """Prolong; leases never run out here."""
+        del lease_s
+        self._check_lease(lease_id)
+
+    async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        """Serve a version that the parameters were proved to hold."""
+        self._check_lease(lease_id)
+        if content_digest != self._content:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, f"the engine holds {self._content or 'nothing proved'}"
+            )
+        self.events.append("resume")
+        self._lease, self.version = "", version
+        self._condition, self._reason = EngineState.SERVING, ""
+        return True
+
+    async def fence(self, reason: str) -> None:
+        """Stand still for a reason."""
+        self.events.append("fence")
+        self._lease = ""
+        self._condition, self._reason = EngineState.FENCED, reason
+
+    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Do what a worker method does."""
+        work = getattr(self, f"_{method.removeprefix('weightsync_')}")
+        return [{"ok": True, "rank": _RANK, "error": "", **await asyncio.to_thread(work, args)}]
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
+        """Offer the present parameters as one safetensors file."""
+        del segment_socket
+        header, _ = build_header((name, *kind) for name, kind in self._kinds.items())
+        with tempfile.TemporaryFile() as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.writelines(self.live.values())
+            file.flush()
+            offered = ("model.safetensors", os.fstat(file.fileno()).st_size, file.fileno())
+            with SegmentClient(self._socket) as client:
+                await asyncio.to_thread(client.offer, offer_id, [offered])
+        return ["model.safetensors"]
+
+    async def health(self) -> EngineHealth:
+        """Tell how the engine is."""
+        return EngineHealth(self._condition, self._reason, self._engine_id)
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def restart(self, tensors: Mapping[str, bytes]) -> None:
+        """Become a fresh engine with these parameters, as after a crash of vLLM."""
+        self.live = dict(tensors)
+        self._prepared, self._content, self._lease = {}, "", ""
+        self._condition, self._reason = EngineState.UNRECONCILED, "restarted"
+        self._engine_id = secrets.token_hex(8)
+
+    def _check_lease(self, lease_id: str) -> None:
+        if lease_id != self._lease:
+            raise WeightSyncError(Reason.ENGINE_REFUSED, f"lease {lease_id!r} is not held")
+
+    # The worker methods.
+
+    def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        del args
+        return {"content_digest": self._content, "dirty": not self._content}
+
+    def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        with SegmentClient(self._socket) as client:
+            ((page_fd, _),) = client.map([f"{args['page']}/{_RANK}"])
+            page = PageWriter(page_fd)
+            report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
+            try:
+                prepared = self._read(client, str(args["document"]))
+            except ValueError as error:
+                report |= {"phase": "failed", "error": str(error)}
+            else:
+                report |= self._ready(str(args["apply_id"]), prepared, bool(args["compare_live"]))
+        page.write(report)
+        page.close()
+        return {}
+
+    def _read(self, client: SegmentClient, document: str) -> _Prepared:
+        ((fd, size),) = client.map([document])
+        staged = StagedVersion.from_view(MappedSegment(fd, size).view)
+        layout = staged.manifest.layout
+        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
+        for name in sorted(found.keys() ^ self._kinds.keys()):
+            raise ValueError(f"tensor {name} is {'extra' if name in found else 'missing'}")
+        for name, kind in found.items():
+            if kind != self._kinds[name]:
+                raise ValueError(f"tensor {name} is {kind}, the model has {self._kinds[name]}")
+        prepared = _Prepared(staged.manifest.content_digest)
+        for group, segment_id in zip(layout.by_shard, staged.segments, strict=True):
+            ((fd, size),) = client.map([segment_id])
+            mapped = MappedSegment(fd, size)
+            start = 8 + int.from_bytes(mapped.view[:8], "little")
+            parse_header(mapped.view[8:start])
+            for tensor in group:
+                prepared.tensors[tensor.name] = bytes(
+                    mapped.view[start + tensor.begin : start + tensor.end]
+                )
+        return prepared
+
+    def _ready(self, apply_id: str, prepared: _Prepared, compare_live: bool) -> dict[str, Any]:  # noqa: FBT001 - a wire field
+        self._prepared[apply_id] = prepared
+        wrong = self._differing(prepared) if compare_live else []
+        if compare_live and not wrong:
+            self._content = prepared.content_digest
+        return {
+            "bytes": sum(map(len, prepared.tensors.values())),
+            "proved": not wrong if compare_live else None,
+            "mismatched": wrong[:10],
+        }
+
+    def _differing(self, prepared: _Prepared) -> list[str]:
+        return [
+            name
+            for name, data in prepared.tensors.items()
+            if tensor_digest(self.live[name]) != tensor_digest(data)
+        ]
+
+    def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self.events.append("commit")
+        prepared = self._prepared[str(args["apply_id"])]
+        self._content = ""
+        self.write(prepared.tensors)
+        wrong = self._differing(prepared)
+        self._content = "" if wrong else prepared.content_digest
+        return {
+            "apply_id": args["apply_id"],
+            "content_digest": self._content,
+            "written_bytes": sum(map(len, prepared.tensors.values())),
+            "error": f"{wrong[0]} does not hold what was written" if wrong else "",
+            "ok": not wrong,
+        }
+
+    def write(self, tensors: Mapping[str, bytes]) -> None:
+        """Put bytes into the live parameters; a test overrides this to write wrongly."""
+        self.live.update(tensors)
+
+    def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        prepared = self._prepared[str(args["apply_id"])]
+        wrong = self._differing(prepared)
+        with SegmentClient(self._socket) as client:
+            ((fd, _),) = client.map([f"{args['page']}/{_RANK}"])
+        page = PageWriter(fd)
+        page.write(
+            {"ticket": args["ticket"], "phase": "ready", "proved": not wrong, "mismatched": wrong}
+        )
+        page.close()
+        return {}
+
+    def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        keep = set(args["keep"])
+        self._prepared = {key: value for key, value in self._prepared.items() if key in keep}
+        return {}
