@@ -1,0 +1,81 @@
+"""Real vLLM engines on this machine's CPU and checkpoints for them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.models import make_checkpoint
+from tests.support.staging import BridgeClient, Staging
+from tests.support.vllm_server import VllmServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a checkpoint once per session and set of arguments."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Path] = {}
+
+    def make(arch: str = "qwen2", **options: Any) -> Path:
+        key = "-".join([arch, *(f"{k}{v}" for k, v in sorted(options.items()))])
+        if key not in made:
+            made[key] = make_checkpoint(root / key, arch, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run_dir() -> Iterator[Path]:
+    """Return a directory whose path is short enough for unix sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="ws"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass
+class Bench:
+    """A running vLLM with the server's role played beside it."""
+
+    vllm: VllmServer
+    staging: Staging
+    client: BridgeClient
+    fault_path: Path
+
+    def fault(self, **order: Any) -> None:
+        """Let the next commit or verification in a worker go wrong."""
+        self.fault_path.write_text(json.dumps(order))
+
+
+@contextmanager
+def running_bench(model: Path, run_dir: Path, **options: Any) -> Iterator[Bench]:
+    """Start vLLM with the bridge; everything is stopped at the end."""
+    fault = run_dir / "fault.json"
+    extension = "tests.support.fault_extension.FaultExtension"
+    vllm = VllmServer(
+        model,
+        run_dir,
+        flags=["--worker-extension-cls", extension, *options.pop("flags", ())],
+        variables={"WEIGHTSYNC_TEST_FAULT": str(fault)},
+        **options,
+    )
+    staging = Staging(vllm.segment_socket)
+    try:
+        vllm.start()
+        client = BridgeClient(vllm.engine_socket, staging)
+        client.hello()
+        yield Bench(vllm, staging, client, fault)
+        client.close()
+    finally:
+        vllm.stop()
+        staging.close()

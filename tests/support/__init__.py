@@ -1,0 +1,3 @@
+"""Helpers that several test folders share."""
+
+from __future__ import annotations

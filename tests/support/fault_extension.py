@@ -1,0 +1,71 @@
+"""A worker extension for tests: commits faults inside vLLM's workers when a file tells it to.
+
+Given by --worker-extension-cls, which our own methods leave free. The file named by
+WEIGHTSYNC_TEST_FAULT holds one JSON object and is removed when the fault has been committed:
+{"flip": PARAMETER}: flips one bit of the live parameter before it is verified;
+{"skip": PARAMETER}: does not write that parameter's slices;
+{"stall": SECONDS}: the commit takes that much longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.vllm import prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FaultExtension"]
+
+_write = prepared.Prepared.write
+_mismatched = prepared.Prepared.mismatched
+
+
+def _take(kind: str) -> Any:
+    path = Path(os.environ["WEIGHTSYNC_TEST_FAULT"])
+    if not path.exists():
+        return None
+    order = json.loads(path.read_text())
+    if kind not in order:
+        return None
+    path.unlink(missing_ok=True)
+    return order[kind]
+
+
+def _faulty_write(self: prepared.Prepared) -> None:
+    time.sleep(_take("stall") or 0)
+    name = _take("skip")
+    for item, target, source in zip(
+        self.plan.slices, self.targets.views(), self.sources, strict=True
+    ):
+        if item.param != name:
+            target.copy_(source)
+
+
+def _faulty_mismatched(self: prepared.Prepared, stop: Callable[[], bool] = bool) -> list[str]:
+    name = _take("flip")
+    for item, target in zip(self.plan.slices, self.targets.views(), strict=True):
+        if item.param == name:
+            words = target.reshape(-1).view(torch.uint8)
+            words[len(words) // 2] ^= 1
+            break
+    return _mismatched(self, stop)
+
+
+prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]
+prepared.Prepared.mismatched = _faulty_mismatched  # type: ignore[method-assign]
+
+
+class FaultExtension:
+    """Its import is all that it does, and one method proves that extensions are still reachable."""
+
+    def tests_extension_method(self) -> str:
+        """Return something."""
+        return "reached"

@@ -1,0 +1,139 @@
+"""Makes tiny but real checkpoints: transformers models with random weights and a tokenizer.
+
+Weights are drawn large, so that two seeds differ from the first generated token on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ARCHITECTURES", "make_checkpoint", "perturb_checkpoint"]
+
+#: Model families that `make_checkpoint` knows.
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Weights move from the trainer into the generator while it runs.",
+    "One two three four five six seven eight nine ten eleven twelve.",
+    "A version is whole or it is not there at all; nothing is served in between.",
+)
+_VOCABULARY = 512
+
+
+def _tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE(unk_token=None))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=["<bos>", "<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(_CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    fast.save_pretrained(directory)
+
+
+def _config(arch: str, *, tied: bool, hidden: int, layers: int) -> Any:
+    import transformers
+
+    common: dict[str, Any] = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    if arch == "llama":
+        return transformers.LlamaConfig(**common, attention_bias=False)
+    if arch == "qwen2":
+        return transformers.Qwen2Config(**common)
+    head = {"head_dim": hidden // 4}
+    if arch == "qwen3":
+        return transformers.Qwen3Config(**common, **head)
+    gemma = {**common, **head, "query_pre_attn_scalar": hidden // 4, "sliding_window": 512}
+    if arch == "gemma2":
+        return transformers.Gemma2Config(**gemma)
+    if arch == "gemma3":
+        return transformers.Gemma3TextConfig(**gemma)
+    msg = f"unknown architecture {arch}; one of {ARCHITECTURES}"
+    raise ValueError(msg)
+
+
+def _randomise(model: Any, seed: int) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            scale = 0.3 if parameter.dim() == 1 else 4 / parameter.shape[-1] ** 0.5
+            base = parameter if parameter.dim() == 1 else torch.zeros_like(parameter)
+            parameter.copy_(base + noise * scale)
+
+
+def make_checkpoint(
+    directory: Path,
+    arch: str = "qwen2",
+    *,
+    dtype: str = "float32",
+    tied: bool = False,
+    seed: int = 0,
+    hidden: int = 256,
+    layers: int = 2,
+    shard_size: str = "1MB",
+) -> Path:
+    """Write a checkpoint that vLLM loads, and return its directory.
+
+    Two seeds give the same layout with other weights. Qwen2 has biases in its attention.
+
+    Args:
+        directory: Made if it does not exist.
+        arch: One of `ARCHITECTURES`.
+        dtype: `float32` or `bfloat16`.
+        tied: Whether the output head is the embedding.
+        seed: Of the weights.
+        hidden: Hidden size, a multiple of 128.
+        layers: Number of layers.
+        shard_size: Largest shard, as transformers takes it.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = _config(arch, tied=tied, hidden=hidden, layers=layers)
+    model = AutoModelForCausalLM.from_config(config)
+    _randomise(model, seed)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
+    _tokenizer(directory)
+    return directory
+
+
+def perturb_checkpoint(source: Path, target: Path, names: set[str], scale: float = 1.5) -> Path:
+    """Copy a checkpoint with some tensors multiplied; a small, named change of a real model."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        scaled = {k: v * scale if k in names else v for k, v in tensors.items()}
+        save_file(scaled, file, metadata={"format": "pt"})
+    return target

@@ -1,0 +1,203 @@
+"""Starts real vLLM API servers on this machine's CPU and stops them by process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["VllmServer", "cpu_environment"]
+
+_START_S = 240.0
+
+
+def cpu_environment(*, tp: int = 1, plain: bool = True) -> dict[str, str]:
+    """Return the environment variables with which vLLM runs on a small CPU machine."""
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1" if plain else "0",
+    }
+    if tp > 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
+    return variables
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class VllmServer:
+    """A stock vLLM API server in a process group of its own.
+
+    Attributes:
+        model: Checkpoint directory.
+        run_dir: For sockets and the log; a short path, because unix sockets allow 107 bytes.
+        tp: Tensor parallel size.
+        dtype: vLLM's --dtype.
+        plain: Whether CPU repacking is off.
+        bridge: Whether our endpoint plugin is loaded; without it vLLM serves at once.
+        flags: More vLLM flags.
+        variables: More environment variables.
+    """
+
+    model: Path
+    run_dir: Path
+    tp: int = 1
+    dtype: str = "float32"
+    plain: bool = True
+    bridge: bool = True
+    flags: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=_free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def engine_socket(self) -> Path:
+        """Where the bridge serves."""
+        return self.run_dir / "engine.sock"
+
+    @property
+    def segment_socket(self) -> Path:
+        """Where the bridge and the workers look for the server's segments."""
+        return self.run_dir / "segments.sock"
+
+    @property
+    def log_path(self) -> Path:
+        """What vLLM printed."""
+        return self.run_dir / "vllm.log"
+
+    @property
+    def url(self) -> str:
+        """Address of the HTTP API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        """Return the command line."""
+        return [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype,
+            "--port", str(self.port), "--host", "127.0.0.1", "--max-model-len", "512",
+            "--enforce-eager", "--tensor-parallel-size", str(self.tp), "--max-num-seqs", "8",
+            "--disable-uvicorn-access-log", *self.flags,
+        ]  # fmt: skip
+
+    def start(self) -> VllmServer:
+        """Start it and wait until HTTP answers."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ,
+            **cpu_environment(tp=self.tp, plain=self.plain),
+            "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{self.engine_socket}",
+            # Without the bridge the general plugin alone is loaded: it sets the layout.
+            **({"VLLM_PLUGINS": "weightsync"} if self.bridge else {}),
+            **self.variables,
+        }
+        if not self.bridge:
+            environment.pop("VLLM_PLUGINS", None)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(), env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                break
+            if self.healthy():
+                return
+            time.sleep(0.2)
+        tail = self.log_path.read_text(errors="replace")[-20000:]
+        msg = f"vLLM did not start:\n{tail}"
+        raise RuntimeError(msg)
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200."""
+        with contextlib.suppress(OSError):
+            return self.request("/health")[0] == 200
+        return False
+
+    def request(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0
+    ) -> tuple[int, Any]:
+        """Return status and decoded body of one HTTP call."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                raw = answer.read()
+                status = answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                raw, status = error.read(), error.code
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode(errors="replace")
+
+    def complete(self, prompt: str, tokens: int = 16) -> dict[str, Any]:
+        """Return the tokens and log probabilities of a greedy completion."""
+        status, answer = self.request(
+            "/v1/completions",
+            {
+                "model": "model",
+                "prompt": prompt,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "logprobs": 3,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        assert status == 200, (status, answer)
+        choice = answer["choices"][0]
+        probabilities = choice["logprobs"]
+        return {
+            "text": choice["text"],
+            "tokens": choice.get("token_ids"),
+            "names": probabilities["tokens"],
+            "logprobs": probabilities["token_logprobs"],
+            "top": probabilities["top_logprobs"],
+        }
+
+    def stop(self) -> None:
+        """Stop the server and everything that it started."""
+        if self.process is None:
+            return
+        group = self.process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        self.process.wait(timeout=20)
+        self.process = None

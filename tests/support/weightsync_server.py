@@ -1,0 +1,134 @@
+"""Starts real weightsync-server processes and stops them by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["WeightSyncServer"]
+
+_START_S = 20.0
+
+
+@dataclass
+class WeightSyncServer:
+    """A weightsync-server on unix sockets in its run directory.
+
+    Attributes:
+        run_dir: Sockets and log; a short path, because unix sockets allow 107 bytes.
+        state_dir: State and store.
+        store: Where versions are kept; empty: in the state directory.
+        flags: More flags.
+    """
+
+    run_dir: Path
+    state_dir: Path
+    store: str = ""
+    flags: Sequence[str] = ()
+    process: subprocess.Popen[bytes] | None = None
+    _channels: list[grpc.Channel] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """gRPC address."""
+        return f"unix:{self.run_dir / 'server.sock'}"
+
+    @property
+    def segment_socket(self) -> Path:
+        """Where segments are handed over."""
+        return self.run_dir / "segments.sock"
+
+    @property
+    def log(self) -> str:
+        """What the server has printed."""
+        return (self.run_dir / "server.log").read_text()
+
+    @property
+    def command(self) -> list[str]:
+        """The command line."""
+        flags = {
+            "--engine": f"unix:{self.run_dir / 'engine.sock'}",
+            "--listen": f'["{self.address}"]',
+            "--run-dir": str(self.run_dir),
+            "--state-dir": str(self.state_dir),
+            "--store": self.store,
+            "--metrics": "127.0.0.1:0",
+        }
+        given = {flag for flag in self.flags if flag.startswith("--")}
+        pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
+        return [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+
+    def start(self) -> WeightSyncServer:
+        """Return when the server answers."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with (self.run_dir / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                self.stub.GetStatus(pb.GetStatusRequest(), timeout=1)
+                return self
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start:\n{self.log}")
+            time.sleep(0.05)
+
+    @property
+    def stub(self) -> weightsync_pb2_grpc.WeightSyncStub:
+        """A stub on a channel of its own."""
+        channel = grpc.insecure_channel(self.address)
+        self._channels.append(channel)
+        return weightsync_pb2_grpc.WeightSyncStub(channel)
+
+    def wait_serving(self, timeout_s: float = 60.0) -> pb.ModelStatus:
+        """Return the model's status once the engine serves one verified version."""
+        stub = self.stub
+        deadline = time.monotonic() + timeout_s
+        while True:
+            (model,) = stub.GetStatus(pb.GetStatusRequest(), timeout=5).models
+            if model.engine.state == pb.ENGINE_STATE_SERVING:
+                return model
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{model.engine}\n{self.log}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End the process at once, as a crash does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self._close_channels()
+
+    def stop(self, timeout_s: float = 40.0) -> int:
+        """Ask the process to end; returns its exit code."""
+        self._close_channels()
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+    def _close_channels(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()

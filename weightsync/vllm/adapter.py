@@ -1,0 +1,386 @@
+"""The one Engine over vLLM's AsyncLLM, used by the bridge and the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.calls import VllmCalls
+from weightsync.vllm.checkpoint import offer_files
+from weightsync.vllm.refusals import config_refusals
+from weightsync.vllm.worker import METHODS, rank_names
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+__all__ = ["VllmEngine"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Longest lease; a server that wants more renews.
+MAX_LEASE_S = 3600.0
+#: How long health waits for an engine core that may be inside a worker call.
+_ASK_S = 1.0
+_MODES = ("keep", "wait", "abort")
+
+
+class VllmEngine:
+    """Pauses, resumes and calls one vLLM engine. Everything runs on the loop of its AsyncLLM.
+
+    It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
+    never served. A pause is a lease: when it runs out, the engine resumes only if every rank tells
+    the same proved version, and is fenced otherwise.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        vllm_version: Release of vLLM.
+        kind: `bridge` or `embedded`.
+    """
+
+    def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
+        self._vllm = VllmCalls(llm)
+        self._state = EngineState.UNRECONCILED
+        self._reason = "no weightsync-server has proved the weights of this engine yet"
+        self._lease = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._changes = asyncio.Lock()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._outstanding = 0
+        self._broken = ""
+        #: Digest that every rank reported after the last commit; None: no commit since the resume.
+        self._committed: str | None = None
+        self._served = ""
+        self._versions: dict[str, int] = {}
+        config = self._vllm.config
+        self._info = EngineInfo(
+            engine_id=secrets.token_hex(8),
+            vllm_version=vllm_version,
+            ranks=rank_names(config.parallel_config),
+            capabilities=self._vllm.capabilities,
+            refusals=config_refusals(config),
+            state=self._state,
+            reason=self._reason,
+            model=str(config.model_config.model),
+            kind=kind,
+        )
+
+    async def start(self) -> None:
+        """Pause the engine before anything can ask it for tokens."""
+        await self._vllm.pause("keep", clear_cache=False)
+
+    async def close(self) -> None:
+        """Stop the lease timer; vLLM itself is left as it is."""
+        self._drop_lease()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def condition(self) -> tuple[EngineState, str]:
+        """Return the present state and its reason without asking anybody."""
+        if self._vllm.dead:
+            return EngineState.DEAD, "the vLLM engine process has died; restart vLLM"
+        return self._state, self._reason
+
+    async def hello(self) -> EngineInfo:
+        """Tell what the engine is."""
+        state, reason = self.condition()
+        return dataclasses.replace(self._info, state=state, reason=reason)
+
+    async def health(self) -> EngineHealth:
+        """Tell how the engine is; answers within about a second whatever the workers do."""
+        sleeping = False
+        if not self._outstanding and not self._vllm.dead:
+            with contextlib.suppress(Exception):
+                sleeping = await asyncio.wait_for(self._vllm.sleeping(), _ASK_S)
+        state, reason = self.condition()
+        return EngineHealth(state, reason, self._info.engine_id, self._vllm.requests, sleeping)
+
+    async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        """Return when generation stands still, under a lease of `lease_s` seconds.
+
+        A fenced or unreconciled engine stays what it is; the lease then only keeps others away.
+
+        Raises:
+            WeightSyncError: APPLY_BUSY while another lease holds, ENGINE_ASLEEP, ENGINE_AWAY,
+                REQUEST_INVALID.
+        """
+        _check(spec, lease_s)
+        return await self._whole(self._pause(spec, lease_s))
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """Prolong a lease to `lease_s` seconds from now.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED when the lease is not the present one.
+        """
+        self._check_lease(lease_id)
+        self._arm(lease_s)
+
+    async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        """Start generation on a version that every rank has proved; returns if a label was set.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
+        """
+        return await self._whole(self._resume(lease_id, version, content_digest))
+
+    async def fence(self, reason: str) -> None:
+        """Keep the engine paused and refuse requests until `resume`."""
+        await self._whole(self._fence(reason))
+
+    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one of our worker methods on every rank; one reply per rank, in order.
+
+        The caller may stop waiting; the call itself always runs to its end.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_AWAY when
+                vLLM could not carry the call out.
+        """
+        if method not in METHODS:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(METHODS)}"
+            )
+        return await self._whole(self._rpc(method, args))
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
+        """Send read-only descriptors of the engine's checkpoint files over the segment socket."""
+        config = self._vllm.config
+        return await asyncio.to_thread(offer_files, config, segment_socket, offer_id)
+
+    # What runs to its end whether or not the caller waits.
+
+    async def _whole(self, work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Nobody will look at its outcome any more.
+            task.add_done_callback(_log_failure)
+            raise
+
+    async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        async with self._changes:
+            self._check_alive()
+            if self._lease:
+                raise WeightSyncError(
+                    Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
+                )
+            if await self._guarded(self._vllm.sleeping()):
+                raise WeightSyncError(
+                    Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then apply again"
+                )
+            serving = self._state is EngineState.SERVING
+            try:
+                mode = await self._stand_still(spec)
+            except BaseException:
+                # vLLM stays paused when finishing a pause fails.
+                if serving:
+                    await self._guarded(self._vllm.resume())
+                raise
+            self._committed = None
+            self._lease = secrets.token_hex(8)
+            if serving:
+                self._state, self._reason = EngineState.PAUSED, ""
+            self._arm(lease_s)
+            return Lease(self._lease, mode)
+
+    async def _stand_still(self, spec: PauseSpec) -> str:
+        if spec.mode != "wait":
+            await self._guarded(self._vllm.pause(spec.mode, clear_cache=spec.clear_cache))
+            return spec.mode
+        waiting = asyncio.ensure_future(self._vllm.pause("wait", clear_cache=spec.clear_cache))
+        done, _ = await asyncio.wait({waiting}, timeout=spec.wait_timeout_s)
+        if done:
+            await self._guarded(waiting)
+            return "wait"
+        # A second pause replaces the mode; the first one is answered at the engine's next idle
+        # moment, which the second one brings about.
+        await self._guarded(self._vllm.pause(spec.after_wait, clear_cache=spec.clear_cache))
+        await self._guarded(waiting)
+        return spec.after_wait
+
+    async def _resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        async with self._changes:
+            self._check_alive()
+            free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
+            if lease_id or not free:
+                self._check_lease(lease_id)
+            known = self._served if self._committed is None and not free else self._committed
+            if not known or known != content_digest:
+                known = await self._proved()
+            if not known or known != content_digest:
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED,
+                    f"the ranks hold {known or 'no proved version'}, not "
+                    f"{content_digest or 'nothing'}; commit a version on every rank first",
+                )
+            labelled = False
+            if version:
+                labelled = await self._guarded(self._vllm.set_version(str(version)))
+            await self._guarded(self._vllm.resume())
+            self._serve(content_digest)
+            self._versions[content_digest] = version
+            return labelled
+
+    async def _fence(self, reason: str) -> None:
+        async with self._changes:
+            self._drop_lease()
+            serving = self._state is EngineState.SERVING
+            self._state, self._reason = EngineState.FENCED, reason or "fenced by the server"
+            logger.error("weightsync: engine fenced: %s", self._reason)
+            if serving:
+                await self._guarded(self._vllm.pause("keep", clear_cache=False))
+
+    async def _rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._check_alive()
+        if self._broken:
+            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
+        if method == "weightsync_commit":
+            if self._state is EngineState.SERVING:
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
+                )
+            self._committed = ""
+        self._outstanding += 1
+        try:
+            replies = await self._vllm.rpc(method, args)
+        except Exception as error:
+            # Our methods never raise, so vLLM itself failed, and its reply queues may now hold
+            # replies of this call.
+            self._broken = f"a worker call failed inside vLLM ({_text(error)}); restart vLLM"
+            await self._give_up(self._broken)
+            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
+        finally:
+            self._outstanding -= 1
+        if method == "weightsync_commit":
+            self._committed = _agreed(replies)
+        return replies
+
+    async def _give_up(self, reason: str) -> None:
+        self._drop_lease()
+        serving = self._state is EngineState.SERVING
+        self._state, self._reason = EngineState.FENCED, reason
+        if serving:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._vllm.pause("keep", clear_cache=False), _ASK_S)
+
+    async def _proved(self) -> str:
+        replies = await self._rpc("weightsync_state", {})
+        return _agreed(replies)
+
+    # Leases.
+
+    def _serve(self, content_digest: str) -> None:
+        self._drop_lease()
+        self._served = content_digest
+        self._committed = None
+        self._state, self._reason = EngineState.SERVING, ""
+
+    def _check_lease(self, lease_id: str) -> None:
+        if not self._lease or lease_id != self._lease:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
+            )
+
+    def _drop_lease(self) -> None:
+        self._lease = ""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, lease_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = min(max(lease_s, 0.0), MAX_LEASE_S)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._on_expiry, self._lease)
+
+    def _on_expiry(self, lease_id: str) -> None:
+        task = asyncio.ensure_future(self._expire(lease_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+
+    async def _expire(self, lease_id: str) -> None:
+        """End a lease that nobody renewed: resume on one proved version, or fence."""
+        if self._lease != lease_id:
+            return
+        logger.warning("weightsync: lease %s ran out", lease_id)
+        if self._state is not EngineState.PAUSED:
+            self._drop_lease()
+            return
+        question = asyncio.ensure_future(self._proved())
+        done, _ = await asyncio.wait({question}, timeout=_ASK_S)
+        if not done and self._lease == lease_id:
+            self._state = EngineState.FENCED
+            self._reason = "the lease ran out while a worker call had not returned"
+        try:
+            digest = await question
+        except WeightSyncError:
+            return
+        async with self._changes:
+            if self._lease != lease_id:
+                return
+            if not digest:
+                self._drop_lease()
+                self._state = EngineState.FENCED
+                self._reason = "the lease ran out and the ranks do not hold one proved version"
+                logger.error("weightsync: engine fenced: %s", self._reason)
+                return
+            if version := self._versions.get(digest, 0):
+                await self._guarded(self._vllm.set_version(str(version)))
+            await self._guarded(self._vllm.resume())
+            self._serve(digest)
+
+    # Failures of vLLM itself.
+
+    def _check_alive(self) -> None:
+        state, reason = self.condition()
+        if state is EngineState.DEAD:
+            raise WeightSyncError(Reason.ENGINE_AWAY, reason)
+
+    async def _guarded(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except Exception as error:
+            msg = f"vLLM did not do it ({_text(error)}); look into its log"
+            raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
+
+
+def _agreed(replies: list[dict[str, Any]]) -> str:
+    """Return the one digest that all ranks proved, or ""."""
+    digests = {reply.get("content_digest", "") if reply.get("ok") else "" for reply in replies}
+    return str(digests.pop()) if len(digests) == 1 else ""
+
+
+def _check(spec: PauseSpec, lease_s: float) -> None:
+    if spec.mode not in _MODES or spec.after_wait not in ("keep", "abort"):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"pause mode {spec.mode!r} then {spec.after_wait!r}; use keep, wait or abort, and keep "
+            "or abort after wait",
+        )
+    if not 0 < lease_s <= MAX_LEASE_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"a lease of {lease_s} s; use more than 0 and up to 3600"
+        )
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _log_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("weightsync: %s", _text(task.exception() or Exception()))

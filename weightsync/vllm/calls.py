@@ -1,0 +1,91 @@
+"""What we call on vLLM's AsyncLLM, by capability and not by version number (0.26 to 0.33)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["VllmCalls"]
+
+
+class VllmCalls:
+    """The few things that we need of an AsyncLLM.
+
+    Args:
+        llm: vLLM's AsyncLLM, on the loop that calls us.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        self._core = llm.engine_core
+
+    @property
+    def config(self) -> Any:
+        """VLLM's VllmConfig."""
+        return self.llm.vllm_config
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What this release can do beyond the least that we need."""
+        found = {"cache_keep"}
+        if hasattr(self.llm, "update_weight_version"):
+            found.add("weight_version")
+        return frozenset(found)
+
+    @property
+    def dead(self) -> bool:
+        """Whether vLLM knows that its engine process is gone."""
+        return bool(self.llm.errored)
+
+    @property
+    def requests(self) -> int:
+        """Requests that have not finished."""
+        return len(self.llm.output_processor.request_states)
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """Return when no step runs and none will be started, except to drain in mode `wait`.
+
+        Asks the engine core itself: AsyncLLM.pause_generation sleeps 20 ms after it.
+        """
+        if clear_cache:
+            await self._clear_mm_cache()
+        core = self._core
+        ask = getattr(core, "pause_scheduler_async", None) or core.pause_generation_async
+        await ask(mode=mode, clear_cache=clear_cache)
+
+    async def resume(self) -> None:
+        """Let steps run again; without effect when they do."""
+        await self.llm.resume_generation()
+
+    async def sleeping(self) -> bool:
+        """Whether vLLM's sleep mode holds the engine."""
+        return bool(await self.llm.is_sleeping())
+
+    async def set_version(self, label: str) -> bool:
+        """Set the weight version of outputs where vLLM has one; the engine is paused."""
+        if not hasattr(self.llm, "update_weight_version"):
+            return False
+        await self.llm.update_weight_version(label)
+        return True
+
+    async def rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Call a worker method on every rank.
+
+        Never with a timeout: vLLM would leave the late replies in its queues.
+        """
+        replies: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=(dict(args),))
+        return replies
+
+    async def _clear_mm_cache(self) -> None:
+        # The processor that feeds the engine keeps a multimodal cache of its own. It has moved:
+        # 0.26 and newer have it in the renderer, some in the input processor.
+        for owner in ("renderer", "input_processor", "processor"):
+            part = getattr(self.llm, owner, None)
+            if clear := getattr(part, "clear_mm_cache_async", None):
+                await clear()
+                return
+            if clear := getattr(part, "clear_mm_cache", None):
+                clear()
+                return

@@ -1,0 +1,77 @@
+"""The gate before vLLM's HTTP API: 503 with the reason while weights are not proved."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engine import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["Gate", "GateState"]
+
+#: Paths that are answered in every state: they tell about the process, not from the weights.
+_OPEN_PATHS = ("/health", "/metrics", "/version")
+#: A pause is short, so its requests wait in vLLM's queue.
+_OPEN_STATES = (EngineState.SERVING, EngineState.PAUSED)
+
+
+class GateState:
+    """What the gate asks. Closed until an engine is given.
+
+    Attributes:
+        condition: Returns the engine's state and the reason for it.
+    """
+
+    def __init__(self) -> None:
+        self.condition: Callable[[], tuple[EngineState, str]] = lambda: (
+            EngineState.UNRECONCILED,
+            "vLLM is starting",
+        )
+
+
+class Gate:
+    """ASGI middleware that lets requests pass only while the engine serves or is paused.
+
+    Args:
+        app: The application behind it.
+        state: What to ask.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], state: GateState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] not in ("http", "websocket") or _open(scope):
+            await self._app(scope, receive, send)
+            return
+        state, reason = self._state.condition()
+        if state in _OPEN_STATES:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1013, "reason": reason[:100]})
+        else:
+            await _refuse(send, state, reason)
+
+
+def _open(scope: Any) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+    return path in _OPEN_PATHS
+
+
+async def _refuse(send: Any, state: EngineState, reason: str) -> None:
+    # The shape of the OpenAI API's errors.
+    error = {"message": f"{state}: {reason}", "type": "ServiceUnavailableError", "code": 503}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", b"1"),
+    ]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

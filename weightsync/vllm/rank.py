@@ -1,0 +1,315 @@
+"""What one rank knows and does: plans, prepared versions, and what its live parameters hold."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.handover import SegmentClient
+from weightsync.pages import PageWriter
+from weightsync.vllm.capture import capture_plan
+from weightsync.vllm.live import LiveParameters
+from weightsync.vllm.plain import why_not_plain
+from weightsync.vllm.plan import PlanRefusedError, check_coverage
+from weightsync.vllm.prepared import (
+    CancelledPrepareError,
+    NeedsCaptureError,
+    Plans,
+    Prepared,
+    find_plan,
+    prepare,
+    read_document,
+)
+from weightsync.vllm.sources import Mappings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Rank", "RefusedCallError"]
+
+logger = logging.getLogger(__name__)
+
+#: Offenders named in one report.
+_NAMES = 10
+
+
+class RefusedCallError(Exception):
+    """A call that this rank cannot follow; its text is one sentence."""
+
+
+@dataclass
+class _Holding:
+    """What the live parameters were last proved to hold."""
+
+    apply_id: str = ""
+    content_digest: str = ""
+    dirty: bool = False
+    #: Rises before and after every write, so that a comparison notices one that ran meanwhile.
+    writes: int = 0
+
+
+@dataclass
+class _Job:
+    """The one background thread."""
+
+    apply_id: str
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+class Rank:
+    """State of one worker process. Calls come from one thread; one job runs beside them.
+
+    Args:
+        model: The rank's model.
+        device: Where its parameters are.
+        name: `dp/pp/tp`.
+        segment_socket: Where the server's segments are unless a call says otherwise.
+    """
+
+    def __init__(self, model: Any, device: torch.device, name: str, segment_socket: str) -> None:
+        self._model = model
+        self._device = device
+        self._name = name
+        self._segment_socket = segment_socket
+        self._live = LiveParameters(model)
+        self._plans = Plans()
+        self._prepared: dict[str, Prepared] = {}
+        self._mappings = Mappings()
+        self._memory = threading.Lock()
+        #: Segments that the server still has, if it said so since the last unmapping.
+        self._existing: set[str] | None = None
+        self._holding = _Holding()
+        self._job = _Job("")
+        self._page: tuple[str, PageWriter] | None = None
+
+    def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Tell what this rank is and holds."""
+        reason = why_not_plain(self._model)
+        about = {"pid": os.getpid(), "device": str(self._device), "plain": not reason}
+        return {**about, "reason": reason, **self.state(args)}
+
+    def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Tell what the live parameters were last proved to hold; "" if unknown or half written."""
+        del args
+        held = self._holding
+        return {
+            "apply_id": held.apply_id,
+            "content_digest": "" if held.dirty else held.content_digest,
+            "dirty": held.dirty,
+            "prepared": sorted(self._prepared),
+            "busy": self._job.apply_id if self._job.running() else "",
+            "segments": len(self._mappings),
+        }
+
+    def capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the load plan of a document's layout. The engine is paused meanwhile.
+
+        Raises:
+            PlanRefusedError: The model cannot take this layout.
+        """
+        self._refuse_repacked()
+        staged = read_document(self._socket(args), str(args["document"]))
+        plan, seconds = capture_plan(self._model, self._live, staged.manifest.layout)
+        if self._plans.base is not None:
+            check_coverage(plan, self._plans.base)
+        self._plans.add(plan)
+        return {"seconds": seconds, "slices": len(plan.slices)}
+
+    def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Start making a version ready; the outcome comes on the status page."""
+        self._start(args, self._prepare)
+        return {}
+
+    def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a prepared version, then prove that the live parameters hold it."""
+        apply_id = str(args["apply_id"])
+        ready = self._known(apply_id)
+        held = self._holding
+        held.apply_id, held.content_digest, held.dirty = apply_id, "", True
+        begin = time.perf_counter()
+        held.writes += 1
+        try:
+            with torch.inference_mode():
+                ready.write()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                written = time.perf_counter()
+                wrong = ready.mismatched()
+        finally:
+            held.writes += 1
+        done = time.perf_counter()
+        if not wrong:
+            held.content_digest, held.dirty = ready.content_digest, False
+        reply = {
+            "apply_id": apply_id,
+            "content_digest": held.content_digest,
+            "written_bytes": ready.nbytes,
+            "commit_s": written - begin,
+            "verify_s": done - written,
+            "mismatched": wrong[:_NAMES],
+        }
+        if wrong:
+            text = f"{len(wrong)} parameters do not hold what was written, first {wrong[0]}"
+            return {**reply, "ok": False, "error": text}
+        return reply
+
+    def verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Start digesting the live parameters again; the outcome comes on the status page."""
+        self._known(str(args["apply_id"]))
+        self._start(args, self._verify)
+        return {}
+
+    def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Forget prepared versions that are not kept.
+
+        Segments stay mapped, because mapping them again is slow, unless `segments` is given: then
+        those that it does not name and that no kept version uses are unmapped.
+        """
+        keep = set(map(str, args["keep"]))
+        if args.get("segments") is not None:
+            self._existing = set(map(str, args["segments"]))
+        if self._job.apply_id not in keep:
+            self._job.cancelled.set()
+        for apply_id in set(self._prepared) - keep:
+            del self._prepared[apply_id]
+        if not self._job.running():
+            self._sweep()
+        return {"prepared": sorted(self._prepared), "segments": len(self._mappings)}
+
+    def _known(self, apply_id: str) -> Prepared:
+        ready = self._prepared.get(apply_id)
+        if ready is None:
+            msg = f"apply {apply_id} is not prepared on this rank; prepare it first"
+            raise RefusedCallError(msg)
+        return ready
+
+    def _refuse_repacked(self) -> None:
+        reason = why_not_plain(self._model)
+        if reason:
+            raise PlanRefusedError(reason)
+
+    def _socket(self, args: Mapping[str, Any]) -> str:
+        return str(args.get("socket") or self._segment_socket)
+
+    def _sweep(self) -> None:
+        if self._existing is None:
+            return
+        used = {name for ready in self._prepared.values() for name in ready.segments}
+        with self._memory:
+            self._mappings.keep(used | self._existing)
+        self._existing = None
+
+    # The background job.
+
+    def _start(self, args: Mapping[str, Any], work: Callable[..., dict[str, Any]]) -> None:
+        before = self._job
+        if before.running() and not before.cancelled.is_set():
+            msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
+            raise RefusedCallError(msg)
+        job = _Job(str(args["apply_id"]))
+        job.thread = threading.Thread(
+            target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
+        )
+        self._job = job
+        job.thread.start()
+
+    def _run(
+        self, job: _Job, before: _Job, args: dict[str, Any], work: Callable[..., dict[str, Any]]
+    ) -> None:
+        if before.thread is not None:
+            before.thread.join()
+        _stand_back()
+        begin = time.perf_counter()
+        try:
+            page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
+            known = {"apply_id": job.apply_id, "ticket": args.get("ticket")}
+            page.write({**known, "phase": "running"})
+        except Exception:
+            logger.exception("weightsync: no status page for apply %s", job.apply_id)
+            return
+        report = _caught(lambda: work(job, args))
+        report |= {**known, "seconds": time.perf_counter() - begin}
+        if job.cancelled.is_set():
+            self._prepared.pop(job.apply_id, None)
+            self._sweep()
+        try:
+            page.write(report)
+        except Exception:
+            logger.exception("weightsync: no report for apply %s", job.apply_id)
+
+    def _open_page(self, socket: str, page: str) -> PageWriter:
+        if self._page is None or self._page[0] != page:
+            with SegmentClient(socket) as client:
+                ((fd, _),) = client.map([page])
+            if self._page is not None:
+                self._page[1].close()
+            self._page = (page, PageWriter(fd))
+        return self._page[1]
+
+    def _prepare(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
+        self._refuse_repacked()
+        staged = read_document(self._socket(args), str(args["document"]))
+        plan = find_plan(staged, self._plans)
+        with self._memory:
+            views = self._mappings.map(self._socket(args), staged.segments)
+        stop = job.cancelled.is_set
+        ready = prepare(job.apply_id, staged, plan, views, self._live, stop)
+        proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
+        self._prepared[job.apply_id] = ready
+        size = {"slices": len(plan.slices), "bytes": ready.nbytes}
+        return {"phase": "ready", **size, **proved}
+
+    def _verify(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        ready = self._known(job.apply_id)
+        return {"phase": "ready", **self._compare(ready, job.cancelled.is_set)}
+
+    def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
+        writes = self._holding.writes
+        wrong = ready.mismatched(stop)
+        held = self._holding
+        if held.writes != writes or writes % 2:
+            msg = "the parameters were written while they were compared; compare again"
+            raise RefusedCallError(msg)
+        if not wrong:
+            held.apply_id, held.content_digest = ready.apply_id, ready.content_digest
+            held.dirty = False
+        elif held.content_digest == ready.content_digest:
+            held.content_digest, held.dirty = "", True
+        return {"proved": not wrong, "mismatched": wrong[:_NAMES]}
+
+
+def _caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a job; whatever happens becomes a report."""
+    blank: dict[str, Any] = {"error": "", "names": [], "proved": None, "mismatched": []}
+    try:
+        return blank | work()
+    except NeedsCaptureError:
+        return blank | {"phase": "needs_capture"}
+    except PlanRefusedError as error:
+        return blank | {"phase": "failed", "error": str(error), "names": error.names[:_NAMES]}
+    except CancelledPrepareError:
+        return blank | {"phase": "failed", "error": "released by the server"}
+    except Exception as error:
+        logger.exception("weightsync: a background job failed")
+        return blank | {"phase": "failed", "error": f"{type(error).__name__}: {error}"}
+
+
+def _stand_back() -> None:
+    # vLLM binds a worker's main thread to one core and threads inherit that; a job on the same core
+    # would halve the decode speed. Both calls are per thread on Linux, and best effort.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

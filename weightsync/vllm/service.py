@@ -1,0 +1,170 @@
+"""EngineService of `engine.proto` over a `VllmEngine`; thin."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec
+from weightsync.engine.v1 import engine_pb2 as pb
+from weightsync.engine.v1 import engine_pb2_grpc
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    import grpc
+
+    from weightsync.vllm.adapter import VllmEngine
+
+__all__ = ["MAX_ARGS_BYTES", "EngineServicer"]
+
+logger = logging.getLogger(__name__)
+
+#: Longest JSON argument of a worker call in bytes; more does not fit vLLM's queues well.
+MAX_ARGS_BYTES = 64 << 10
+
+_STATES = {
+    EngineState.UNRECONCILED: pb.BRIDGE_STATE_UNRECONCILED,
+    EngineState.SERVING: pb.BRIDGE_STATE_SERVING,
+    EngineState.PAUSED: pb.BRIDGE_STATE_PAUSED,
+    EngineState.FENCED: pb.BRIDGE_STATE_FENCED,
+    EngineState.DEAD: pb.BRIDGE_STATE_DEAD,
+}
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: WeightSyncError) -> NoReturn:
+    detail = any_pb2.Any()
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason.value, domain="weightsync", metadata=error.metadata
+    )
+    detail.Pack(info)
+    status = status_pb2.Status(code=error.code.value[0], message=error.message, details=[detail])
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Answers the server's calls. Every error is a WeightSyncError with its reason as a detail.
+
+    Args:
+        engine: The engine of this process.
+        segment_socket: Where the server's segment socket is unless a request says otherwise.
+    """
+
+    def __init__(self, engine: VllmEngine, segment_socket: str) -> None:
+        self._engine = engine
+        self._segment_socket = segment_socket
+
+    async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
+        """Compare versions and tell what the engine is."""
+        if request.protocol != PROTOCOL_VERSION:
+            await _abort(
+                context,
+                WeightSyncError(
+                    Reason.ENGINE_UNSUPPORTED,
+                    f"the server speaks engine protocol {request.protocol}, the bridge "
+                    f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
+                ),
+            )
+        info = await self._engine.hello()
+        logger.info("weightsync: server %s connected", request.server_version or "of no release")
+        return pb.HelloResponse(
+            protocol=PROTOCOL_VERSION,
+            engine_id=info.engine_id,
+            vllm_version=info.vllm_version,
+            ranks=info.ranks,
+            capabilities=sorted(info.capabilities),
+            refusals=info.refusals,
+            state=_STATES[info.state],
+            reason=info.reason,
+            model=info.model,
+        )
+
+    async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:
+        """Stop generation under a lease."""
+        spec = PauseSpec(
+            mode=request.mode or "keep",
+            clear_cache=request.clear_cache,
+            wait_timeout_s=request.wait_timeout.ToTimedelta().total_seconds(),
+            after_wait=request.after_wait or "keep",
+        )
+        try:
+            lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.PauseResponse(lease_id=lease.lease_id, mode=lease.mode)
+
+    async def RenewLease(self, request: Any, context: Any) -> pb.RenewLeaseResponse:
+        """Prolong a lease."""
+        try:
+            seconds = request.lease.ToTimedelta().total_seconds()
+            await self._engine.renew(request.lease_id, seconds)
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.RenewLeaseResponse()
+
+    async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:
+        """Start generation."""
+        try:
+            label_set = await self._engine.resume(
+                request.lease_id, request.version, request.content_digest
+            )
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.ResumeResponse(label_set=label_set)
+
+    async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
+        """Keep the engine paused and refuse requests."""
+        try:
+            await self._engine.fence(request.reason)
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.FenceResponse()
+
+    async def CallWorkers(self, request: Any, context: Any) -> pb.CallWorkersResponse:
+        """Run a worker method on every rank."""
+        try:
+            args = _arguments(request.args_json)
+            replies = await self._engine.call_workers(request.method, args)
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.CallWorkersResponse(replies_json=[json.dumps(r).encode() for r in replies])
+
+    async def OfferCheckpoint(self, request: Any, context: Any) -> pb.OfferCheckpointResponse:
+        """Send the checkpoint's descriptors over the segment socket."""
+        socket = request.segment_socket or self._segment_socket
+        try:
+            files = await self._engine.offer_checkpoint(socket, request.offer_id)
+        except WeightSyncError as error:
+            await _abort(context, error)
+        return pb.OfferCheckpointResponse(files=files)
+
+    async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
+        """Tell whether the engine lives."""
+        del request, context
+        health = await self._engine.health()
+        return pb.HealthResponse(
+            state=_STATES[health.state],
+            reason=health.reason,
+            engine_id=health.engine_id,
+            requests=health.requests,
+            sleeping=health.sleeping,
+        )
+
+
+def _arguments(raw: bytes) -> dict[str, Any]:
+    if len(raw) > MAX_ARGS_BYTES:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"arguments of {len(raw)} bytes; at most {MAX_ARGS_BYTES}",
+        )
+    try:
+        args = json.loads(raw or b"{}")
+    except ValueError:
+        args = None
+    if not isinstance(args, dict):
+        raise WeightSyncError(Reason.REQUEST_INVALID, "args_json is not a JSON object")
+    return args

@@ -1,0 +1,124 @@
+"""The bytes of a staged version as tensors, and the digests that its slices must have when live."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from weightsync.digest import tensor_digest
+from weightsync.handover import SegmentClient
+from weightsync.segments import MappedSegment
+from weightsync.vllm.dtypes import torch_dtype
+from weightsync.vllm.live import bytes_digest, view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weightsync.manifest import Layout, TensorEntry
+    from weightsync.vllm.plan import Slice
+
+__all__ = ["Mappings", "Sources", "expected_digest"]
+
+
+class Mappings:
+    """Segments of the server that this process has mapped, by id. Each is mapped once."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, MappedSegment] = {}
+
+    def map(self, socket: str, ids: Sequence[str]) -> list[memoryview]:
+        """Return the bytes of segments, in the order of `ids`.
+
+        Raises:
+            OSError: Nobody listens on the segment socket.
+            LookupError: The server has no such segment.
+        """
+        missing = [name for name in dict.fromkeys(ids) if name not in self._mapped]
+        if missing:
+            with SegmentClient(socket) as client:
+                received = client.map(missing)
+            for name, (fd, size) in zip(missing, received, strict=True):
+                self._mapped[name] = MappedSegment(fd, size)
+        return [self._mapped[name].view for name in ids]
+
+    def keep(self, ids: Iterable[str]) -> None:
+        """Unmap all other segments; a segment that somebody still views stays mapped."""
+        for name in set(self._mapped) - set(ids):
+            try:
+                self._mapped[name].close()
+            except BufferError:
+                continue
+            del self._mapped[name]
+
+    def __len__(self) -> int:
+        """Return the number of mapped segments."""
+        return len(self._mapped)
+
+
+def _as_tensor(view: memoryview) -> torch.Tensor:
+    # Through numpy, which keeps the buffer exported: unmapping it fails instead of crashing later
+    # readers, as it would with torch.frombuffer.
+    with warnings.catch_warnings():
+        # The mapping is read-only and nothing here writes to it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
+
+
+class Sources:
+    """Tensors of a staged version, read where the server received them.
+
+    Args:
+        layout: Where each tensor lies.
+        views: The bytes of each shard's segment.
+
+    Raises:
+        ValueError: A segment is smaller than its shard.
+    """
+
+    def __init__(self, layout: Layout, views: Sequence[memoryview]) -> None:
+        for shard, view in zip(layout.shards, views, strict=True):
+            if view.nbytes < shard.size:
+                msg = f"the segment of shard {shard.name} has {view.nbytes} bytes, not {shard.size}"
+                raise ValueError(msg)
+        self._layout = layout
+        self._shards = [_as_tensor(view) for view in views]
+        self._entries = {entry.name: entry for entry in layout.tensors}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor without a copy, or with one where it lies at an odd address."""
+        entry: TensorEntry = self._entries[name]
+        start = self._layout.shards[entry.shard].data_start
+        raw = self._shards[entry.shard][start + entry.begin : start + entry.end]
+        dtype = torch_dtype(entry.dtype)
+        assert dtype is not None  # noqa: S101 - the plan was captured with it
+        if raw.numel() == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(entry.shape)
+
+    def slice(self, item: Slice) -> torch.Tensor:
+        """Return the source of one copy."""
+        return view_of(self.tensor(item.tensor), item.source)
+
+
+def expected_digest(source: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """Return the digest that a slice must have once it is live: in `dtype`, row-major."""
+    if source.dtype != dtype:
+        return bytes_digest(source.to(dtype))
+    if source.is_contiguous() or source.dim() == 0 or source.element_size() not in _WORDS:
+        return bytes_digest(source)
+    # numpy gathers a strided source in this thread alone; torch would wake the threads that decode.
+    word, number = _WORDS[source.element_size()]
+    return tensor_digest(np.ascontiguousarray(source.view(word).numpy().view(number)).data)
+
+
+_WORDS = {
+    1: (torch.uint8, np.uint8),
+    2: (torch.int16, np.int16),
+    4: (torch.int32, np.int32),
+    8: (torch.int64, np.int64),
+}

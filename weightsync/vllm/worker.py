@@ -1,0 +1,96 @@
+"""The worker methods that `collective_rpc` calls by name on every rank.
+
+They never raise: vLLM leaves the other ranks' replies of a failed call in its queues, and every
+later call then reads a stale one. Each takes one dict and returns one, of JSON-plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from weightsync.vllm.plan import PlanRefusedError
+from weightsync.vllm.rank import Rank, RefusedCallError
+from weightsync.vllm.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["METHODS", "install", "rank_name", "rank_names"]
+
+logger = logging.getLogger(__name__)
+
+#: Names of the methods on vLLM's workers.
+METHODS = frozenset(
+    f"weightsync_{word}"
+    for word in ("hello", "capture", "prepare", "commit", "verify", "state", "release")
+)
+_ATTRIBUTE = "_weightsync_rank"
+
+
+def rank_name(parallel: Any, rank: int) -> str:
+    """Return `dp/pp/tp` of a worker from vLLM's ParallelConfig and its rank in the executor."""
+    dp = getattr(parallel, "data_parallel_index", None)
+    if dp is None:
+        dp = parallel.data_parallel_rank
+    tp_size = parallel.tensor_parallel_size
+    return f"{dp}/{rank // tp_size}/{rank % tp_size}"
+
+
+def rank_names(parallel: Any) -> tuple[str, ...]:
+    """Return the names of all workers of one engine in the order of `collective_rpc` replies."""
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return tuple(rank_name(parallel, rank) for rank in range(size))
+
+
+def _rank_of(worker: Any) -> Rank:
+    found = getattr(worker, _ATTRIBUTE, None)
+    if found is None:
+        model = worker.model_runner.get_model()
+        name = rank_name(worker.parallel_config, worker.rank)
+        found = Rank(model, worker.device, name, EngineSettings.load().segment_socket)
+        setattr(worker, _ATTRIBUTE, found)
+    assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
+    return found
+
+
+def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
+    # Some loaders ask for the current config, which vLLM sets only while it loads a model.
+    from vllm.config import set_current_vllm_config
+
+    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(worker.vllm_config)
+    return context
+
+
+def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    context = _with_config(worker) if word == "capture" else contextlib.nullcontext()
+    with context:
+        reply: dict[str, Any] = getattr(_rank_of(worker), word)(args)
+    return reply
+
+
+def _method(word: str) -> Callable[..., dict[str, Any]]:
+    def method(self: Any, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        reply: dict[str, Any] = {"ok": True, "rank": "", "error": ""}
+        try:
+            reply["rank"] = rank_name(self.parallel_config, self.rank)
+            return reply | _call(self, word, args or {})
+        except PlanRefusedError as error:
+            return reply | {"ok": False, "error": str(error), "names": error.names[:10]}
+        except RefusedCallError as error:
+            return reply | {"ok": False, "error": str(error)}
+        except Exception as error:
+            logger.exception("weightsync_%s failed", word)
+            return reply | {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    method.__name__ = f"weightsync_{word}"
+    method.__doc__ = f"See Rank.{word}; never raises."
+    return method
+
+
+def install(worker_class: type) -> None:
+    """Put the worker methods on vLLM's worker base class. Repeating it is harmless."""
+    for name in METHODS:
+        if not hasattr(worker_class, name):
+            setattr(worker_class, name, _method(name.removeprefix("weightsync_")))
