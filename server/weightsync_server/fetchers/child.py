@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,7 +21,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import ShardEntry
 from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.fetchers import tasks, wire
-from weightsync_server.fetchers.maps import Maps
+from weightsync_server.fetchers.maps import MAX_MAPS, Maps
 
 __all__ = ["main"]
 
@@ -80,6 +82,13 @@ class _Child:
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
         op, size = request["op"], request["size"]
+        fault = read_fault if op == "load" else write_fault
+        if len(fds) != request["fds"]:
+            # The kernel drops descriptors that would exceed the limit, and says so to nobody.
+            for fd in fds:
+                os.close(fd)
+            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise fault(error, "handing a segment to a fetcher")
         lent = self._maps.use(
             request["segment"], fds.pop(0), request["capacity"], writable=op == "load"
         )
@@ -87,7 +96,6 @@ class _Child:
             with lent as view, view[:size] as part:
                 return self._act(request, part, fds, stop)
         except OSError as error:
-            fault = read_fault if op == "load" else write_fault
             raise fault(error, "mapping a segment") from error
         finally:
             for fd in fds:
@@ -117,11 +125,20 @@ class _Child:
         return fd
 
 
+def _raise_limit() -> None:
+    # Python's mmap keeps a descriptor per mapping.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * MAX_MAPS if hard == resource.RLIM_INFINITY else min(4 * MAX_MAPS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main() -> None:
     """Serve the socket whose descriptor is the only argument until the server is gone."""
     # An interrupt from the terminal goes to the whole group; the server decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _raise_limit()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.setblocking(True)
     try:

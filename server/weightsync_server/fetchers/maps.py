@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Maps"]
+__all__ = ["MAX_MAPS", "Maps"]
+
+#: Mappings that a fetcher keeps; each holds a descriptor too.
+MAX_MAPS = 1024
 
 
 class _Entry:
@@ -46,7 +49,7 @@ class Maps:
         limit: Mappings to keep.
     """
 
-    def __init__(self, limit: int = 1024) -> None:
+    def __init__(self, limit: int = MAX_MAPS) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()

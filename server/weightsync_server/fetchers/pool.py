@@ -220,9 +220,10 @@ class FetcherPool:
             asyncio.create_task(self._lane(process, self._digests, lost)),
             asyncio.create_task(self._lane(process, self._files, lost)),
             asyncio.create_task(self._members[process].run()),
+            asyncio.create_task(process.watch()),
         ]
         try:
-            # A lane ends only when the process is gone or by a fault of ours.
+            # One of them ends only when the process is gone or by a fault of ours.
             await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
         finally:
             member = self._members.pop(process)

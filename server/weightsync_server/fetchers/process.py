@@ -141,7 +141,7 @@ class FetcherProcess:
         self._pending[task] = answer
         watch = asyncio.create_task(cancelled.wait()) if cancelled is not None else None
         try:
-            self._send({**document, "id": task}, fds)
+            self._send({**document, "id": task, "fds": len(fds)}, fds)
             async with asyncio.timeout(timeout_s):
                 if watch is not None:
                     either: list[asyncio.Future[Any]] = [answer, watch]
@@ -157,6 +157,15 @@ class FetcherProcess:
             del self._pending[task]
             if watch is not None:
                 watch.cancel()
+
+    async def watch(self) -> None:
+        """Wait until the process answers no more.
+
+        Raises:
+            Gone: It does not.
+        """
+        await self.dead.wait()
+        raise Gone
 
     def kill(self) -> None:
         """End it at once; who waits for it gets `Gone`."""

@@ -69,7 +69,7 @@ class CommitRecord:
         kinds = {"metadata": dict, "trainer_verified": bool, "adopted": bool}
         texts = ("model", "content_digest", "manifest_digest", "layout_digest")
         kinds |= dict.fromkeys(texts, str)
-        values = {}
+        values: dict[str, Any] = {}
         for name in cls.__dataclass_fields__:
             value = document.get(name)
             if type(value) is not kinds.get(name, int):
