@@ -19,7 +19,7 @@ from weightsync_server.allocator import tune_allocator
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
-from weightsync_server.ingest import Pushes
+from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
@@ -106,7 +106,7 @@ class App:
         store = open_store(settings.store_url)
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
         stack.push_async_callback(versions.close)
-        pushes = Pushes(versions, metrics, limits(settings))
+        pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         stack.push_async_callback(pushes.close)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()
@@ -142,7 +142,8 @@ class App:
             retention=Retention(settings.retain_versions, settings.retain_bytes),
         )
         await versions.open(records)
-        versions.restore_live(*parts.journal.live)
+        live, previous = parts.journal.live
+        versions.restore_history(previous, live)
         return versions
 
     async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
@@ -192,6 +193,14 @@ class App:
             stack.callback(endpoint.close)
             self.metrics_port = endpoint.port
             logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
+
+
+def _limits(settings: Settings) -> PushLimits:
+    return PushLimits(
+        max_pushes=settings.max_pushes,
+        max_version_jump=settings.max_version_jump,
+        idle_timeout_s=settings.push_idle_timeout_s,
+    )
 
 
 class _Parts(NamedTuple):

@@ -66,7 +66,7 @@ class BridgeEngine:
                 ("grpc.max_reconnect_backoff_ms", 1000),
             ),
         )
-        self._stub = engine_pb2_grpc.EngineServiceAsyncStub(self._channel)
+        self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""

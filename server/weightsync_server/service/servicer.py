@@ -63,7 +63,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         self, request_iterator: AsyncIterator[pb.PushWeightsRequest], context: Any
     ) -> Any:
         """Receive layout, bytes and digests."""
-        return await self._pushes.stream(request_iterator)
+        return await self._pushes.stream(request_iterator, context.time_remaining())
 
     async def CommitPush(self, request: pb.CommitPushRequest, context: Any) -> Any:
         """End an upload."""

@@ -1,0 +1,163 @@
+"""The whole way on a real vLLM: adopt, push, apply, generate, roll back, restart.
+
+One engine for the module. Greedy tokens and logprobs must equal those of a vLLM that was freshly
+started from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from tests.support.models import make_checkpoint
+from tests.support.stock import push_folder
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
+from weightsync.rpc_status import from_call
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+_PROMPTS = ("hello world", "the quick brown fox", "a")
+
+
+class Site:
+    """A vLLM, a server beside it and three checkpoints of one layout."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = [
+            make_checkpoint(root / f"checkpoint-{name}", dtype="bfloat16", seed=seed)
+            for seed, name in enumerate("abc")
+        ]
+        self.vllm = VllmServer(self.checkpoints[0], root / "run", dtype="bfloat16")
+        self.server = WeightSyncServer(root / "run", root / "state")
+
+    def texts(self) -> list[Any]:
+        """Greedy tokens and logprobs of every prompt."""
+        return answers(self.vllm)
+
+
+def answers(vllm: VllmServer) -> list[Any]:
+    """Return greedy tokens with their logprobs."""
+    return [vllm.complete(prompt) for prompt in _PROMPTS]
+
+
+def reason(error: grpc.RpcError) -> Reason:
+    """Return the reason that a failed call names."""
+    told = from_call(error)
+    assert told is not None, error
+    return told.reason
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """Start everything; the server first, so that vLLM comes up to one that waits."""
+    # Unix sockets allow 107 bytes, which pytest's own folders exceed.
+    root = Path(tempfile.mkdtemp(prefix="ws-"))
+    site = Site(root)
+    try:
+        site.server.start()
+        site.vllm.start()
+        site.server.wait_serving()
+        yield site
+    finally:
+        site.server.stop()
+        site.vllm.stop()
+        shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def fresh(site: Site) -> list[list[Any]]:
+    """What fresh engines answer from each checkpoint; the present engine answers for the first."""
+    found = [site.texts()]
+    for checkpoint in site.checkpoints[1:2]:
+        alone = VllmServer(checkpoint, site.root / "alone", dtype="bfloat16", bridge=False)
+        alone.start()
+        try:
+            found.append(answers(alone))
+        finally:
+            alone.stop()
+    assert found[0] != found[1]
+    return found
+
+
+def test_the_checkpoint_is_adopted_as_the_first_version(site: Site) -> None:
+    model = site.server.wait_serving()
+    assert model.live_version == 1
+    assert [rank.version for rank in model.engine.ranks] == [1]
+    assert model.epoch == 0
+
+
+def test_push_and_apply_answer_like_a_fresh_engine(site: Site, fresh: list[list[Any]]) -> None:
+    stub = site.server.stub
+    commit = push_folder(stub, site.checkpoints[1])
+    assert commit.version == 2
+    assert site.texts() == fresh[0]
+    report = stub.ApplyVersion(pb.ApplyVersionRequest(model="default"), timeout=60).report
+    assert report.outcome == pb.APPLY_OUTCOME_APPLIED
+    assert report.version == 2
+    assert report.previous_version == 1
+    assert {rank.content_digest for rank in report.ranks} == {commit.content_digest}
+    assert report.phases.commit.ToNanoseconds() > 0
+    assert report.phases.verify.ToNanoseconds() > 0
+    assert site.texts() == fresh[1]
+
+
+def test_verify_proves_what_is_live_and_denies_what_is_not(site: Site) -> None:
+    stub = site.server.stub
+    assert stub.VerifyVersion(pb.VerifyVersionRequest(model="default"), timeout=60).verified
+    other = stub.VerifyVersion(pb.VerifyVersionRequest(model="default", version=1), timeout=60)
+    assert not other.verified
+    assert other.ranks[0].error
+
+
+def test_rollback_goes_back_and_newest_skips_what_was_left(
+    site: Site, fresh: list[list[Any]]
+) -> None:
+    stub = site.server.stub
+    answer = stub.Rollback(pb.RollbackRequest(model="default", reason="worse"), timeout=60)
+    assert answer.rejected_version == 2
+    assert answer.report.version == 1
+    assert site.texts() == fresh[0]
+    again = stub.ApplyVersion(pb.ApplyVersionRequest(model="default"), timeout=60).report
+    assert again.outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ApplyVersion(pb.ApplyVersionRequest(model="default", version=2), timeout=60)
+    assert reason(caught.value) is Reason.VERSION_REJECTED
+
+
+def test_a_restarted_server_finds_the_live_version_by_asking_the_ranks(
+    site: Site, fresh: list[list[Any]]
+) -> None:
+    stub = site.server.stub
+    request = pb.ApplyVersionRequest(model="default", version=2, clear_rejected=True)
+    assert stub.ApplyVersion(request, timeout=60).report.version == 2
+    site.server.kill()
+    # The engine goes on with what it serves.
+    assert site.texts() == fresh[1]
+    site.server.start()
+    model = site.server.wait_serving()
+    assert model.live_version == 2
+    assert site.server.stub.VerifyVersion(
+        pb.VerifyVersionRequest(model="default"), timeout=60
+    ).verified
+    assert site.texts() == fresh[1]
+
+
+def test_a_restarted_engine_serves_the_live_version_and_not_its_disk(
+    site: Site, fresh: list[list[Any]]
+) -> None:
+    site.vllm.stop()
+    site.vllm.start()
+    assert site.server.wait_serving().live_version == 2
+    assert site.texts() == fresh[1]
