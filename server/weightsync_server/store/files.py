@@ -63,7 +63,7 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
         OSError: As `replace`.
     """
     body = json.dumps(document, separators=(",", ":"))
-    replace(path, f'{{"xxh3_128":"{_digest(body)}","document":{body}}}\n'.encode())
+    replace(path, f'{{"xxh3_128":"{_digest(body)}","document":{body}}}'.encode())
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""Versions to commit for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.versions import Version, make_version
+from weightsync_server.store import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync_server.store import Store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return the directory of the store, which does not exist yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+async def store(root: Path) -> Store:
+    """Return an opened local store."""
+    opened = open_store(str(root))
+    assert await opened.open() == []
+    return opened
+
+
+@pytest.fixture
+def persisted(store: Store) -> Callable[..., Version]:
+    """Return a function that makes a version whose shards are in the store, uncommitted."""
+
+    def make(version: int = 1, **facts: Any) -> Version:
+        made = make_version(version, **facts)
+        made.write(store)
+        return made
+
+    return make
