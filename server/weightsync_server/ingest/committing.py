@@ -1,0 +1,134 @@
+"""The commit of a push: everything is here, proved and durable, or the commit says what is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import check_version
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ingest.checks import refused
+
+if TYPE_CHECKING:
+    from weightsync.manifest import Layout, Manifest
+    from weightsync_server.ingest.push import Push
+    from weightsync_server.versions import VersionRecord
+
+__all__ = ["answer", "check_complete", "commit"]
+
+
+def answer(record: VersionRecord, *, durable: bool, already: bool) -> pb.CommitPushResponse:
+    """Return what a commit tells of a committed version."""
+    commit = record.commit
+    if commit is None:
+        raise WeightSyncError(Reason.FAULT, f"version {record.version} lost its commit; ask again")
+    return pb.CommitPushResponse(
+        version=commit.version,
+        content_digest=commit.content_digest,
+        manifest_digest=commit.manifest_digest,
+        durable=durable,
+        already=already,
+        size_bytes=commit.size_bytes,
+        tensor_count=commit.tensor_count,
+    )
+
+
+def check_complete(push: Push, shard_count: int) -> None:
+    """Refuse the commit of a push of which something has not arrived; the push stays open.
+
+    Raises:
+        WeightSyncError: PUSH_INCOMPLETE, naming what is missing; REQUEST_INVALID.
+    """
+    if shard_count and push.shard_count and shard_count != push.shard_count:
+        raise refused(f"{shard_count} shards at the commit, {push.shard_count} at the begin")
+    count = shard_count or push.shard_count
+    if count > push.limits.max_shards:
+        raise refused(f"{count} shards; send at most {push.limits.max_shards}")
+    if count and max(push.shards, default=0) >= count:
+        raise refused(f"shard {max(push.shards)} was sent, the commit tells {count} shards")
+    missing = push.missing(count)
+    if missing:
+        raise WeightSyncError(
+            Reason.PUSH_INCOMPLETE,
+            f"version {push.record.version} is not complete, missing: {', '.join(missing)}; send "
+            "that, then commit again",
+            metadata={"push_id": push.id},
+        )
+
+
+async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
+    """Commit a push that is complete. Belongs to no call, so that none can leave it half done.
+
+    Raises:
+        WeightSyncError: As CommitPush; the push has failed, but for FETCHER_FAILED.
+    """
+    push.meters.observe_phase("receive", push.last_byte_at - push.first_byte_at)
+    await _verified(push)
+    manifest = await _manifest(push)
+    push.check_open()
+    if content_digest and content_digest != manifest.content_digest:
+        raise WeightSyncError(
+            Reason.DIGEST_MISMATCH,
+            f"the content arrived with digest {manifest.content_digest}, the trainer computed "
+            f"{content_digest}; push the version again",
+        )
+    durable = push.versions.store.durable
+    if push.existing is not None:
+        _repeat(push, push.existing, manifest)
+        return answer(push.existing, durable=durable, already=True)
+    verified = all(upload.trainer_verified for upload in push.shards.values())
+    await push.versions.commit(push.record, manifest, trainer_verified=verified)
+    _remember_headers(push, manifest.layout)
+    return answer(push.record, durable=durable, already=False)
+
+
+async def _verified(push: Push) -> None:
+    for upload in push.shards.values():
+        task = upload.verification
+        failed = task is not None and task.done() and not upload.verified
+        if (task is None or failed) and upload.segment is not None:
+            # A fetcher was lost three times: another may live by now.
+            push.verify(upload, upload.segment)
+    tasks = [upload.verification for upload in push.shards.values() if upload.verification]
+    await asyncio.wait(tasks)
+    push.check_open()
+    for task in tasks:
+        task.result()
+
+
+async def _manifest(push: Push) -> Manifest:
+    ordered = [push.shards[index] for index in sorted(push.shards)]
+    if push.known is not None:
+        layout = push.known.layout
+    else:
+        layout = await asyncio.to_thread(
+            check_version,
+            [upload.entry for upload in ordered],
+            [upload.tensors or () for upload in ordered],
+        )
+    found = [digest for upload in ordered for digest in upload.found or ()]
+    return await push.versions.seal(layout, found)
+
+
+def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:
+    commit = existing.commit
+    if commit is None or commit.content_digest != manifest.content_digest:
+        raise WeightSyncError(
+            Reason.VERSION_CONFLICT,
+            f"version {existing.version} exists with content {existing.content_digest}, this is "
+            f"{manifest.content_digest}; push it as a higher version, or as 0 for the next number",
+            metadata={"content_digest": existing.content_digest},
+        )
+    versions, slot = push.versions, push.record.place
+    if existing.slot is None and commit.manifest_digest == manifest.manifest_digest:
+        slot.pass_to(existing)
+        versions.staged(existing, manifest)
+    else:
+        versions.pool.release(slot)
+
+
+def _remember_headers(push: Push, layout: Layout) -> None:
+    known = push.versions.layouts.get(layout.digest)
+    if known is not None:
+        known.headers |= {upload.index: upload.header_digest for upload in push.shards.values()}

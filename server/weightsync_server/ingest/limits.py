@@ -1,0 +1,46 @@
+"""Bounds on what one push may ask of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightsync.layout import MAX_TENSORS
+
+__all__ = ["PushLimits"]
+
+
+@dataclass(frozen=True)
+class PushLimits:
+    """Settings of pushes.
+
+    Attributes:
+        max_pushes: Pushes open at once, over all models.
+        max_streams: Streams of one push at once.
+        max_version_jump: Most that a version may lie above the newest one.
+        idle_timeout_s: Seconds without stream and message after which a push is dropped.
+        stream_idle_timeout_s: Seconds without a message after which a stream is ended.
+        slot_wait_s: Longest wait for a slot when the call has no deadline, in seconds.
+        max_chunk_bytes: Largest chunk.
+        max_message_bytes: Largest message that is no chunk.
+        max_shards: Shards of one version.
+        max_tensors: Tensors of one version.
+        max_metadata_entries: Entries of metadata.
+        max_metadata_bytes: Bytes of all keys and values of metadata.
+        max_key_bytes: Bytes of an idempotency key.
+        remembered: Ended pushes that can still be asked about.
+    """
+
+    max_pushes: int = 4
+    max_streams: int = 64
+    max_version_jump: int = 1_000_000
+    idle_timeout_s: float = 600.0
+    stream_idle_timeout_s: float = 120.0
+    slot_wait_s: float = 60.0
+    max_chunk_bytes: int = 2 << 20
+    max_message_bytes: int = 1 << 20
+    max_shards: int = 4096
+    max_tensors: int = MAX_TENSORS
+    max_metadata_entries: int = 64
+    max_metadata_bytes: int = 16 << 10
+    max_key_bytes: int = 128
+    remembered: int = 256

@@ -1,0 +1,95 @@
+"""The proof of a shard: its header tells its layout, its tensors have their digests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from weightsync.digest import tensor_digest
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import check_header
+
+if TYPE_CHECKING:
+    from weightsync.segments import Segment
+    from weightsync_server.ingest.push import Push
+    from weightsync_server.ingest.upload import ShardUpload
+    from weightsync_server.versions.layouts import KnownLayout
+
+__all__ = ["check_arrived_header", "verify_shard"]
+
+logger = logging.getLogger(__name__)
+
+#: Larger headers are parsed in a thread.
+_INLINE_HEADER_BYTES = 32 << 10
+
+
+async def check_arrived_header(
+    upload: ShardUpload, segment: Segment, known: KnownLayout | None
+) -> None:
+    """Prove that the header in the segment tells exactly the shard's layout.
+
+    Raises:
+        WeightSyncError: SHARD_INVALID.
+    """
+    entry = upload.entry
+    length = int.from_bytes(segment.view[:8], "little")
+    if length != entry.header_size:
+        raise WeightSyncError(
+            Reason.SHARD_INVALID,
+            f"shard {upload.index} begins with a header of {length} bytes, its layout tells "
+            f"{entry.header_size}",
+        )
+    header = bytes(segment.view[8 : entry.data_start])
+    digest = upload.header_digest = tensor_digest(header)
+    if known is not None and known.headers.get(upload.index) == digest:
+        return
+    tensors = upload.tensors or ()
+    if len(header) > _INLINE_HEADER_BYTES:
+        await asyncio.to_thread(check_header, header, tensors)
+    else:
+        check_header(header, tensors)
+
+
+async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    """Digest a shard and make it durable; compare with the trainer's digests.
+
+    A failure fails the push, but for that of a fetcher: the next commit tries again.
+    """
+    try:
+        digesting = asyncio.create_task(_digest(push, upload, segment))
+        persisting = asyncio.create_task(_persist(push, upload, segment))
+        try:
+            await asyncio.gather(digesting, persisting)
+        except BaseException:
+            digesting.cancel()
+            persisting.cancel()
+            await asyncio.gather(digesting, persisting, return_exceptions=True)
+            raise
+    except WeightSyncError as error:
+        if error.reason not in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
+            push.fail(error)
+        raise
+    except Exception:
+        logger.exception("shard %d of version %d", upload.index, push.record.version)
+        push.fail(WeightSyncError(Reason.FAULT, "the server failed to verify a shard; push again"))
+        raise
+
+
+async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    started = time.monotonic()
+    upload.found = await push.versions.fetchers.digest(segment, upload.entry)
+    push.meters.observe_phase("digest", time.monotonic() - started)
+    upload.compare()
+
+
+async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    if push.existing is not None:
+        return
+    versions, entry = push.versions, upload.entry
+    target = versions.store.shard_target(versions.name, push.record.version, upload.index)
+    if target is not None:
+        started = time.monotonic()
+        await versions.fetchers.persist(segment, entry.size, target)
+        push.meters.observe_phase("persist", time.monotonic() - started)

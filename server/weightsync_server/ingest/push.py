@@ -1,0 +1,387 @@
+"""One push: the upload of one version into one slot."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import check_shard
+from weightsync.manifest import ShardEntry
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ingest.checks import refused, tensor_entries
+from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.upload import ShardUpload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.manifest import TensorEntry
+    from weightsync.segments import Segment
+    from weightsync_server.ingest.limits import PushLimits
+    from weightsync_server.versions import Meters, ModelVersions, VersionRecord
+    from weightsync_server.versions.layouts import KnownLayout
+
+__all__ = ["FATAL", "Push"]
+
+logger = logging.getLogger(__name__)
+
+#: Refusals after which a push cannot become good any more.
+FATAL = frozenset(
+    {
+        Reason.LAYOUT_INVALID,
+        Reason.SHARD_INVALID,
+        Reason.DIGEST_MISMATCH,
+        Reason.MEMORY_EXHAUSTED,
+        Reason.DISK_EXHAUSTED,
+        Reason.VERSION_CONFLICT,
+        Reason.VERSION_NOT_ABOVE,
+        Reason.EPOCH_STALE,
+        Reason.FAULT,
+    }
+)
+#: Layouts with more tensors than this are worked on in a thread.
+_INLINE_TENSORS = 256
+_NAMED = 10
+
+
+class Push:
+    """The state of one push. Changed on the event loop only.
+
+    It is open until `committed` or `error` is set; either is set once and for ever. With `error`
+    the slot is freed and everything stored of it removed, once nothing works on it any more.
+
+    Attributes:
+        id: Names the push.
+        key: Idempotency key; empty: none.
+        record: The version it brings.
+        existing: The committed version that it repeats, if it does.
+        shards: Uploads by index.
+        known: The layout, when the server knew it.
+        opened: Done when the push has its slot, or has failed to get one.
+        committed: The answer to its commit.
+        error: Why it failed.
+        committing: The task that commits it.
+        streams: Streams open now.
+        first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
+        last_byte_at: When the last shard was complete.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        record: VersionRecord,
+        request: pb.BeginPushRequest,
+        limits: PushLimits,
+        meters: Meters,
+        on_end: Callable[[Push], None],
+    ) -> None:
+        self.id = secrets.token_hex(16)
+        self.key = request.idempotency_key
+        self.versions = versions
+        self.record = record
+        self.existing: VersionRecord | None = None
+        self.limits = limits
+        self.meters = meters
+        self.shards: dict[int, ShardUpload] = {}
+        self.known: KnownLayout | None = None
+        self.shard_count = request.shard_count
+        self.total_bytes = request.total_bytes
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.committed: pb.CommitPushResponse | None = None
+        self.error: WeightSyncError | None = None
+        self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
+        self.streams = 0
+        self.first_byte_at = 0.0
+        self.last_byte_at = 0.0
+        self._declared_bytes = 0
+        self._tensors = 0
+        self._names: set[str] = set()
+        self._progress: list[pb.ShardProgress] = []
+        self._on_end = on_end
+        self._closing: asyncio.Task[None] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    # Life
+
+    def check_open(self) -> None:
+        """Raise the error of a push that failed."""
+        if self.error is not None:
+            raise self.error
+
+    def touch(self) -> None:
+        """Put the idle timeout off; it runs only while no stream is connected."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if self.streams == 0 and self.error is None and self.committed is None:
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(self.limits.idle_timeout_s, self._too_idle)
+
+    def join(self) -> None:
+        """A stream begins to serve the push."""
+        if self.streams >= self.limits.max_streams:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"the push has {self.streams} streams, the most there may be; use those",
+                retry_after_s=1.0,
+            )
+        self.streams += 1
+        self.touch()
+
+    def leave(self, stream: object) -> None:
+        """A stream ends; what it owned can be sent by another."""
+        for upload in list(self.shards.values()):
+            if upload.owner is stream:
+                upload.owner = None
+                if upload.tensors is None:
+                    # A layout that was cut is sent again from its beginning.
+                    del self.shards[upload.index]
+        self.streams -= 1
+        self.touch()
+
+    def fail(self, error: WeightSyncError, outcome: str = "failed") -> None:
+        """End the push without a commit; what was committed already stays."""
+        if self.error is not None or self.committed is not None:
+            return
+        self.error = error
+        self.touch()
+        if not self.opened.done():
+            self.opened.set_result(None)
+        logger.info("push of version %d ended: %s", self.record.version, error.message)
+        self.meters.count_push(outcome)
+        self._closing = asyncio.create_task(self._close())
+
+    def succeed(self, response: pb.CommitPushResponse) -> None:
+        """End the push with its answer."""
+        self.committed = response
+        self.touch()
+        self.meters.count_push("already" if response.already else "committed")
+        self._on_end(self)
+
+    def again(self) -> pb.CommitPushResponse:
+        """Return the answer to a commit that was done before."""
+        response = pb.CommitPushResponse()
+        if self.committed is not None:
+            response.CopyFrom(self.committed)
+        response.already = True
+        return response
+
+    def strip(self) -> None:
+        """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
+        self._progress = self.progress()
+        self.shards = {}
+        self.known = None
+        self._names = set()
+
+    async def closed(self) -> None:
+        """Wait until a push that failed has freed everything."""
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        tasks: list[asyncio.Task[object]] = []
+        for upload in self.shards.values():
+            if upload.verification is not None:
+                upload.verification.cancel()
+                tasks.append(upload.verification)
+            if upload.allocation is not None:
+                tasks.append(upload.allocation)
+        if self.committing is not None:
+            tasks.append(self.committing)
+        # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self.versions.drop(self.record)
+        finally:
+            for upload in self.shards.values():
+                upload.segment = None
+            self._on_end(self)
+
+    def _too_idle(self) -> None:
+        self._idle = None
+        if self.committing is not None and not self.committing.done():
+            self.touch()
+            return
+        self.fail(
+            WeightSyncError(
+                Reason.PUSH_ABORTED,
+                f"the push was idle for {self.limits.idle_timeout_s:g} s and was dropped; "
+                "begin it again",
+            ),
+            "aborted",
+        )
+
+    # Layout
+
+    def describe_known(self, known: KnownLayout) -> None:
+        """Take a whole layout that the server knows.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
+        """
+        if self.shard_count not in (0, len(known.layout.shards)):
+            raise refused(
+                f"shard_count is {self.shard_count}, the layout named by layout_digest has "
+                f"{len(known.layout.shards)} shards"
+            )
+        self.known = known
+        self.shard_count = len(known.layout.shards)
+        for index, (entry, tensors) in enumerate(
+            zip(known.layout.shards, known.layout.by_shard, strict=True)
+        ):
+            upload = self.shards[index] = ShardUpload(index, entry)
+            self._accept(upload, tensors)
+
+    async def add_layout(self, part: pb.LayoutPart, stream: object) -> None:
+        """Take a part of a shard's layout; the last one is checked and reserves memory.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, REQUEST_INVALID, SHARD_BUSY, MEMORY_EXHAUSTED.
+        """
+        if len(part.shard_name.encode()) > 255:
+            raise refused("shard_name is over 255 bytes; shorten it")
+        large = len(part.tensors) > _INLINE_TENSORS
+        entries = await asyncio.to_thread(tensor_entries, part) if large else tensor_entries(part)
+        self.check_open()
+        upload = self._upload_for(part)
+        if upload.tensors is not None:
+            if not upload.same_layout(part, entries):
+                raise refused(
+                    f"shard {part.shard} has another layout already; the layout of a shard is sent "
+                    "once"
+                )
+            return
+        upload.own(stream)
+        upload.add(part, entries)
+        pending = sum(other.pending_tensors for other in self.shards.values())
+        if self._tensors + pending > self.limits.max_tensors:
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"the version holds over {self.limits.max_tensors} tensors, the most there may be",
+            )
+        if part.last:
+            parts = upload.take_parts()
+            if len(parts) > _INLINE_TENSORS:
+                tensors = await asyncio.to_thread(check_shard, upload.entry, parts)
+                self.check_open()
+            else:
+                tensors = check_shard(upload.entry, parts)
+            self._check_names(tensors)
+            self._accept(upload, tensors)
+            upload.owner = None
+
+    def _upload_for(self, part: pb.LayoutPart) -> ShardUpload:
+        upload = self.shards.get(part.shard)
+        if upload is not None:
+            return upload
+        most = self.shard_count or self.limits.max_shards
+        if part.shard >= most:
+            raise refused(f"shard {part.shard} of a version of at most {most} shards")
+        entry = ShardEntry(part.shard_name, part.size_bytes, part.header_bytes)
+        upload = self.shards[part.shard] = ShardUpload(part.shard, entry)
+        return upload
+
+    def _check_names(self, tensors: tuple[TensorEntry, ...]) -> None:
+        for tensor in tensors:
+            if tensor.name in self._names:
+                raise WeightSyncError(
+                    Reason.LAYOUT_INVALID, f"tensor {tensor.name[:100]!r} is in the version twice"
+                )
+            self._names.add(tensor.name)
+
+    def _accept(self, upload: ShardUpload, tensors: tuple[TensorEntry, ...]) -> None:
+        self._declared_bytes += upload.entry.size
+        if self.total_bytes and self._declared_bytes > self.total_bytes:
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"the shards so far hold {self._declared_bytes} bytes, total_bytes promised "
+                f"{self.total_bytes}; declare the right sum or none",
+            )
+        self._tensors += len(tensors)
+        upload.describe(tensors)
+        # A task of its own, so that streams of other shards go on meanwhile.
+        pool = self.versions.pool
+        upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
+        if upload.segment is None:
+            upload.allocation = asyncio.create_task(
+                pool.segment(self.record.place, upload.index, upload.entry.size)
+            )
+            upload.allocation.add_done_callback(self._allocated)
+
+    def _allocated(self, task: asyncio.Task[Segment]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WeightSyncError):
+            self.fail(error)
+
+    # Bytes
+
+    async def ready(self, upload: ShardUpload) -> Segment:
+        """Return the shard's segment, made by now."""
+        if upload.segment is None and upload.allocation is not None:
+            upload.segment = await asyncio.shield(upload.allocation)
+        self.check_open()
+        if upload.segment is None:
+            raise WeightSyncError(Reason.FAULT, f"shard {upload.index} has no memory; push again")
+        return upload.segment
+
+    async def advance(self, upload: ShardUpload, segment: Segment) -> None:
+        """Do what is due when the received bytes have reached the upload's mark.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID when the header is not the layout's.
+        """
+        if not upload.headed:
+            await check_arrived_header(upload, segment, self.known)
+            self.check_open()
+            upload.headed = True
+            upload.mark = upload.entry.size
+        if upload.complete and upload.verification is None:
+            upload.owner = None
+            self.verify(upload, segment)
+
+    def verify(self, upload: ShardUpload, segment: Segment) -> None:
+        """Begin to digest a complete shard and to make it durable."""
+        self.last_byte_at = asyncio.get_running_loop().time()
+        upload.verification = asyncio.create_task(verify_shard(self, upload, segment))
+
+    # Telling
+
+    def missing(self, shard_count: int = 0) -> list[str]:
+        """Return what has not arrived, at most ten items and how many more."""
+        count = shard_count or self.shard_count or max(self.shards, default=-1) + 1
+        items = []
+        for index in range(count):
+            upload = self.shards.get(index)
+            if upload is None or upload.tensors is None:
+                items.append(f"the layout and bytes of shard {index}")
+            elif not upload.complete:
+                gone = upload.received
+                items.append(f"shard {index} from byte {gone} of {upload.entry.size} on")
+        if not items and not self.shards:
+            items = ["all shards"]
+        if not items and self._declared_bytes < self.total_bytes:
+            items = [f"{self.total_bytes - self._declared_bytes} of total_bytes"]
+        if len(items) > _NAMED:
+            items[_NAMED:] = [f"{len(items) - _NAMED} more"]
+        return items
+
+    def progress(self) -> list[pb.ShardProgress]:
+        """Return how far every shard has come whose layout is here."""
+        return self._progress or [
+            self.shards[index].progress()
+            for index in sorted(self.shards)
+            if self.shards[index].tensors is not None
+        ]
+
+    def status(self) -> pb.PushStatus:
+        """Return the push as GetStatus tells it."""
+        return pb.PushStatus(
+            push_id=self.id,
+            version=self.record.version,
+            received_bytes=sum(upload.received for upload in self.shards.values()),
+            declared_bytes=max(self._declared_bytes, self.total_bytes),
+            streams=self.streams,
+        )

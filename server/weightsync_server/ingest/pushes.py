@@ -1,0 +1,370 @@
+"""All pushes of the server: begun, found again, committed, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ingest.checks import check_begin, check_digest
+from weightsync_server.ingest.committing import check_complete, commit
+from weightsync_server.ingest.limits import PushLimits
+from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.stream import PushStream
+from weightsync_server.versions import NoMeters
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from weightsync_server.versions import Meters, ModelVersions, Slot, VersionRecord
+
+__all__ = ["Pushes"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pushes:
+    """The pushes of all models. A push that is not committed leaves nothing behind.
+
+    Args:
+        models: The registry of each configured model, by name.
+        limits: Bounds on each push.
+        meters: Counts bytes, outcomes and durations.
+        data_endpoints: Addresses for PushWeights streams that BeginPush tells.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelVersions],
+        *,
+        limits: PushLimits | None = None,
+        meters: Meters | None = None,
+        data_endpoints: Sequence[str] = (),
+    ) -> None:
+        self.limits = limits or PushLimits()
+        self.meters = meters or NoMeters()
+        self._models = models
+        self._data_endpoints = list(data_endpoints)
+        self._open: dict[str, Push] = {}
+        self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._shut = False
+        for versions in models.values():
+            versions.epochs.observe(self._refuse_stale)
+
+    async def close(self) -> None:
+        """Drop every open push; commits under way are finished first."""
+        self._shut = True
+        for push in list(self._open.values()):
+            if push.committing is not None:
+                await asyncio.wait([push.committing])
+            push.fail(
+                WeightSyncError(
+                    Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
+                ),
+                "aborted",
+            )
+            await push.closed()
+
+    # The calls
+
+    async def begin(
+        self, request: pb.BeginPushRequest, deadline_s: float | None
+    ) -> pb.BeginPushResponse:
+        """Open a push, or join the one with the same idempotency key.
+
+        Args:
+            request: The call.
+            deadline_s: Seconds left to it, if it has a deadline.
+
+        Raises:
+            WeightSyncError: See BeginPush; nothing changed.
+        """
+        push = await self.open(request, deadline_s)
+        response = pb.BeginPushResponse(
+            push_id=push.id,
+            version=push.record.version,
+            epoch=push.record.epoch,
+            shards=push.progress(),
+            max_chunk_bytes=self.limits.max_chunk_bytes,
+            data_endpoints=self._data_endpoints,
+            layout_known=push.known is not None,
+        )
+        if push.committed is not None:
+            response.committed.CopyFrom(push.again())
+        return response
+
+    async def stream(
+        self, requests: AsyncIterator[pb.PushWeightsRequest], deadline_s: float | None = None
+    ) -> pb.PushWeightsResponse:
+        """Serve one PushWeights stream.
+
+        Raises:
+            WeightSyncError: See PushWeights. Unless the data is wrong, the push stays open.
+        """
+        return await PushStream(self, requests, deadline_s).run()
+
+    async def commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
+        """Wait until every shard is verified and durable, then make the version exist.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN, PUSH_INCOMPLETE, DIGEST_MISMATCH, VERSION_CONFLICT, ...
+        """
+        return await self.commit_push(self.find(request.push_id), request)
+
+    async def abort(self, request: pb.AbortPushRequest) -> pb.AbortPushResponse:
+        """Drop a push and free its slot before this returns.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN; VERSION_IN_USE when it is committed.
+        """
+        push = self.find(request.push_id)
+        if push.committing is not None:
+            await asyncio.wait([push.committing])
+        if push.committed is not None:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"the push is committed as version {push.record.version}; delete that instead",
+            )
+        push.fail(
+            WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again"), "aborted"
+        )
+        await push.closed()
+        return pb.AbortPushResponse()
+
+    def get(self, request: pb.GetPushRequest) -> pb.GetPushResponse:
+        """Tell how far a push has come.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN.
+        """
+        push = self.find(request.push_id)
+        push.touch()
+        response = pb.GetPushResponse(
+            model=push.versions.name,
+            version=push.record.version,
+            durability=pb.DURABILITY_RECEIVING,
+            shards=push.progress(),
+        )
+        if push.committed is not None:
+            response.durability = pb.DURABILITY_COMMITTED
+        elif push.error is not None:
+            response.durability = pb.DURABILITY_FAILED
+            response.error = push.error.message
+        return response
+
+    def status(self, model: str) -> list[pb.PushStatus]:
+        """Return the open pushes of a model."""
+        return [push.status() for push in self._open.values() if push.versions.name == model]
+
+    # For streams
+
+    def find(self, push_id: str) -> Push:
+        """Return an open push, or one that ended lately.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN.
+        """
+        push = self._open.get(push_id) or self._ended.get(push_id)
+        if push is None:
+            raise WeightSyncError(
+                Reason.PUSH_UNKNOWN,
+                "no push with this id: it ended long ago or the server restarted; see "
+                "ListVersions whether its version is committed, else begin it again",
+            )
+        return push
+
+    async def open(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push:
+        """Return the push that a begin opens or joins; it has its slot."""
+        check_begin(request, self.limits)
+        if self._shut:
+            raise WeightSyncError(
+                Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
+            )
+        versions = self._versions(request.model)
+        epoch = versions.check_epoch(request.epoch)
+        push = await self._joined(request)
+        if push is None:
+            await self._settled(versions, request.version)
+            # No await between here and the entry in _open: of two pushes of a version one is open.
+            epoch = versions.check_epoch(request.epoch)
+            push = self._create(versions, request, epoch)
+            await self._start(push, request, deadline_s)
+        push.touch()
+        return push
+
+    async def commit_push(self, push: Push, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
+        """Commit one push, once, whoever asks how often."""
+        check_digest("content_digest", request.content_digest)
+        push.check_open()
+        if push.committed is not None:
+            self._check_same(push.committed, request)
+            return push.again()
+        push.versions.check_epoch(push.record.epoch)
+        if push.committing is None:
+            check_complete(push, request.shard_count)
+            push.committing = asyncio.create_task(self._commit(push, request.content_digest))
+            # Whoever asked may have left: the push remembers how it ended.
+            push.committing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        response = await asyncio.shield(push.committing)
+        self._check_same(response, request)
+        return response
+
+    # Inside
+
+    def _versions(self, model: str) -> ModelVersions:
+        versions = self._models.get(model)
+        if versions is None:
+            raise WeightSyncError(
+                Reason.MODEL_UNKNOWN,
+                f"no model {model[:128]!r} here; configured: {', '.join(sorted(self._models))}",
+            )
+        return versions
+
+    async def _joined(self, request: pb.BeginPushRequest) -> Push | None:
+        if not request.idempotency_key:
+            return None
+        for push in [*self._open.values(), *reversed(self._ended.values())]:
+            same = push.versions.name == request.model and push.key == request.idempotency_key
+            if not same or push.error is not None:
+                continue
+            if request.version not in (0, push.record.version):
+                raise WeightSyncError(
+                    Reason.VERSION_CONFLICT,
+                    f"the idempotency key belongs to a push of version {push.record.version}; "
+                    "choose another key",
+                )
+            await asyncio.shield(push.opened)
+            push.check_open()
+            return push
+        return None
+
+    async def _settled(self, versions: ModelVersions, version: int) -> None:
+        for push in list(self._open.values()):
+            if push.versions is versions and push.record.version == version and push.error:
+                await push.closed()
+
+    def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
+        if len(self._open) >= self.limits.max_pushes:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"{len(self._open)} pushes are open, the most there may be; commit or abort one, "
+                "or raise max_pushes",
+                retry_after_s=1.0,
+            )
+        version = request.version or versions.next_version()
+        existing = self._existing(versions, version)
+        record = versions.unlisted(version, epoch, dict(request.metadata))
+        push = Push(versions, record, request, self.limits, self.meters, self._on_end)
+        push.existing = existing
+        self._open[push.id] = push
+        if existing is None:
+            record.missing = push.missing
+            versions.enlist(record)
+        return push
+
+    def _existing(self, versions: ModelVersions, version: int) -> VersionRecord | None:
+        """Return the committed version that a push would repeat, if it may be opened at all."""
+        for push in self._open.values():
+            if push.versions is versions and push.record.version == version:
+                raise WeightSyncError(
+                    Reason.PUSH_ABORTED,
+                    f"version {version} is being pushed already; join that push by its idempotency "
+                    "key or its id, abort it, or push another version",
+                    metadata={"push_id": push.id},
+                    retry_after_s=1.0,
+                )
+        highest = versions.highest
+        if version > highest:
+            if version - highest > self.limits.max_version_jump:
+                raise WeightSyncError(
+                    Reason.VERSION_JUMP,
+                    f"version {version} is over {self.limits.max_version_jump} above {highest}; "
+                    "choose a lower one, or raise max_version_jump",
+                    metadata={"newest_version": str(highest)},
+                )
+            return None
+        existing = versions.find(version)
+        if version == highest and existing is not None and existing.commit is not None:
+            return existing
+        raise versions.not_above(version)
+
+    def _check_same(self, response: pb.CommitPushResponse, request: pb.CommitPushRequest) -> None:
+        if request.content_digest not in ("", response.content_digest):
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {response.version} is committed with content {response.content_digest}, "
+                f"not {request.content_digest}; push it as a higher version",
+            )
+
+    async def _start(
+        self, push: Push, request: pb.BeginPushRequest, deadline_s: float | None
+    ) -> None:
+        try:
+            slot = await self._slot(push, deadline_s)
+            known = None
+            if request.layout_digest:
+                known = await push.versions.layout(request.layout_digest)
+                push.check_open()
+            slot.promise(request.total_bytes or (known.layout.size if known else 0))
+            if known is not None:
+                push.describe_known(known)
+        except asyncio.CancelledError:
+            push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
+            raise
+        except WeightSyncError as error:
+            push.fail(error)
+            await push.closed()
+            raise
+        push.opened.set_result(None)
+
+    async def _slot(self, push: Push, deadline_s: float | None) -> Slot:
+        wait = self.limits.slot_wait_s
+        if deadline_s is not None:
+            # A little less than the caller waits, so that it is told why.
+            wait = min(wait, max(0.0, deadline_s * 0.95 - 0.05))
+        taking = asyncio.create_task(push.versions.pool.take(push.record, wait))
+        either: list[asyncio.Future[Any]] = [taking, push.opened]
+        try:
+            # `opened` before its time means that the push failed: an epoch rose, it was aborted.
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not taking.done():
+                taking.cancel()
+                await asyncio.wait([taking])
+        if push.error is not None:
+            if not taking.cancelled() and taking.exception() is None:
+                push.versions.pool.release(taking.result())
+            raise push.error
+        return taking.result()
+
+    async def _commit(self, push: Push, content_digest: str) -> pb.CommitPushResponse:
+        try:
+            response = await commit(push, content_digest)
+        except WeightSyncError as error:
+            push.committing = None
+            if error.reason is not Reason.FETCHER_FAILED:
+                push.fail(error)
+            raise
+        except Exception as error:
+            logger.exception("commit of version %d", push.record.version)
+            push.fail(WeightSyncError(Reason.FAULT, "the commit failed in the server; push again"))
+            raise push.error or error from error
+        push.succeed(response)
+        return response
+
+    def _refuse_stale(self) -> None:
+        for push in list(self._open.values()):
+            epochs = push.versions.epochs
+            if push.record.epoch != epochs.newest:
+                push.fail(epochs.stale(push.record.epoch))
+
+    def _on_end(self, push: Push) -> None:
+        self._open.pop(push.id, None)
+        push.committing = None
+        push.strip()
+        self._ended[push.id] = push
+        while len(self._ended) > self.limits.remembered:
+            self._ended.popitem(last=False)

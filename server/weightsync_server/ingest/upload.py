@@ -1,0 +1,171 @@
+"""One shard on its way in: layout, then bytes, then the proof of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.digest import DIGEST_BYTES
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import ShardEntry
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from weightsync.manifest import TensorEntry
+    from weightsync.segments import Segment
+
+__all__ = ["ShardUpload"]
+
+
+class ShardUpload:
+    """The state of one shard of a push. Changed on the event loop only.
+
+    Attributes:
+        index: Index of the shard in the push.
+        entry: Name and sizes.
+        tensors: In the order of their bytes, once the layout is complete.
+        segment: Where the bytes go, once it is there.
+        allocation: The task that makes the segment.
+        owner: The stream that sends its layout or its bytes now.
+        received: Bytes received so far.
+        mark: Number of received bytes at which something must be done: the end of the header,
+            then the end of the shard.
+        headed: The header is proved to tell the layout.
+        header_digest: Digest of the header's bytes, once they were proved.
+        verification: The task that digests and persists it.
+        found: Digests that the fetchers computed.
+        given: Digests that the trainer sent; None where it sent none.
+    """
+
+    def __init__(self, index: int, entry: ShardEntry) -> None:
+        self.index = index
+        self.entry = entry
+        self.tensors: tuple[TensorEntry, ...] | None = None
+        self.segment: Segment | None = None
+        self.allocation: asyncio.Task[Segment] | None = None
+        self.owner: object | None = None
+        self.received = 0
+        self.mark = 0
+        self.headed = False
+        self.header_digest = b""
+        self.verification: asyncio.Task[None] | None = None
+        self.found: list[bytes] | None = None
+        self.given: list[bytes | None] = []
+        self._parts: list[TensorEntry] = []
+
+    @property
+    def complete(self) -> bool:
+        """All bytes are here."""
+        return self.tensors is not None and self.received == self.entry.size
+
+    @property
+    def verified(self) -> bool:
+        """All bytes are proved and durable."""
+        return (
+            self.verification is not None
+            and self.verification.done()
+            and not self.verification.cancelled()
+            and self.verification.exception() is None
+        )
+
+    def own(self, stream: object) -> None:
+        """Let a stream send the shard.
+
+        Raises:
+            WeightSyncError: SHARD_BUSY with the offset when another one sends it.
+        """
+        if self.owner is not None and self.owner is not stream:
+            raise WeightSyncError(
+                Reason.SHARD_BUSY,
+                f"shard {self.index} is being sent on another stream, {self.received} bytes are "
+                "here; send another shard, or read the offset again when that stream has ended",
+                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
+                retry_after_s=0.2,
+            )
+        self.owner = stream
+
+    def add(self, part: pb.LayoutPart, entries: list[TensorEntry]) -> None:
+        """Take a part of the layout.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID when it contradicts an earlier part.
+        """
+        if self.entry != ShardEntry(part.shard_name, part.size_bytes, part.header_bytes):
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"the layout parts of shard {self.index} differ in name, size or header length; "
+                "send the same in each",
+            )
+        self._parts += entries
+
+    def take_parts(self) -> list[TensorEntry]:
+        """Return all tensors of the parts, once."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    @property
+    def pending_tensors(self) -> int:
+        """Tensors of parts that came so far."""
+        return len(self._parts)
+
+    def describe(self, tensors: tuple[TensorEntry, ...]) -> None:
+        """Take the checked layout."""
+        self.tensors = tensors
+        self.given = [None] * len(tensors)
+        self.mark = self.entry.data_start
+
+    def same_layout(self, part: pb.LayoutPart, entries: list[TensorEntry]) -> bool:
+        """Tell whether a part that comes again says what is known already."""
+        if self.entry != ShardEntry(part.shard_name, part.size_bytes, part.header_bytes):
+            return False
+        return set(entries) <= set(self.tensors or ())
+
+    def give(self, first: int, digests: bytes) -> None:
+        """Take digests of the trainer.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID, DIGEST_MISMATCH.
+        """
+        count = len(digests) // DIGEST_BYTES
+        if len(digests) % DIGEST_BYTES or first + count > len(self.given):
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{len(digests)} bytes of digests from tensor {first} on do not fit the "
+                f"{len(self.given)} tensors of shard {self.index}; send {DIGEST_BYTES} bytes each",
+            )
+        self.given[first : first + count] = [
+            digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
+        ]
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare the trainer's digests with the fetchers', as far as both are here.
+
+        Raises:
+            WeightSyncError: DIGEST_MISMATCH, naming the tensor.
+        """
+        if self.found is None or self.tensors is None or self.given == self.found:
+            return
+        for tensor, ours, theirs in zip(self.tensors, self.found, self.given, strict=True):
+            if theirs is not None and ours != theirs:
+                raise WeightSyncError(
+                    Reason.DIGEST_MISMATCH,
+                    f"tensor {tensor.name!r} of shard {self.index} arrived with digest "
+                    f"{ours.hex()}, the trainer computed {theirs.hex()}; push the version again",
+                    metadata={"tensor": tensor.name[:200], "shard": str(self.index)},
+                )
+
+    @property
+    def trainer_verified(self) -> bool:
+        """The trainer's digests of all tensors are here and equal."""
+        return self.found is not None and self.given == self.found
+
+    def progress(self) -> pb.ShardProgress:
+        """Return the wire form."""
+        return pb.ShardProgress(
+            shard=self.index,
+            received_bytes=self.received,
+            size_bytes=self.entry.size,
+            verified=self.verified,
+        )

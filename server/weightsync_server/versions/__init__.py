@@ -1,0 +1,25 @@
+"""Which versions exist, where their bytes lie, who may write, and what is live."""
+
+from __future__ import annotations
+
+from weightsync_server.versions.budget import SegmentBudget
+from weightsync_server.versions.feed import Change
+from weightsync_server.versions.leases import SlotLease
+from weightsync_server.versions.ports import Fetchers, Meters, NoMeters
+from weightsync_server.versions.records import VersionRecord
+from weightsync_server.versions.registry import ModelVersions
+from weightsync_server.versions.retention import Retention
+from weightsync_server.versions.slots import Slot
+
+__all__ = [
+    "Change",
+    "Fetchers",
+    "Meters",
+    "ModelVersions",
+    "NoMeters",
+    "Retention",
+    "SegmentBudget",
+    "Slot",
+    "SlotLease",
+    "VersionRecord",
+]

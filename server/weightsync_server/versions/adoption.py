@@ -1,0 +1,104 @@
+"""Adoption: the engine's checkpoint becomes a committed version, so that there is a way back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import MAX_HEADER_BYTES, check_shard, check_version, parse_header
+from weightsync.manifest import ShardEntry
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions.reading import all_done, load_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.handover import OfferedFile
+    from weightsync.manifest import Layout, Manifest, TensorEntry
+    from weightsync_server.versions.records import VersionRecord
+    from weightsync_server.versions.registry import ModelVersions
+
+__all__ = ["adopt"]
+
+_SLOT_WAIT_S = 60.0
+
+
+def _read_shard(index: int, file: OfferedFile) -> tuple[ShardEntry, tuple[TensorEntry, ...]]:
+    name, size, fd = file
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise WeightSyncError(
+            Reason.SHARD_INVALID,
+            f"{json.dumps(name[:100])} is no safetensors file: {length} bytes of header in {size}",
+        )
+    shard = ShardEntry(name[:255], size, length)
+    return shard, check_shard(shard, parse_header(os.pread(fd, length, 8), index))
+
+
+def _read_layout(files: Sequence[OfferedFile]) -> Layout:
+    read = [_read_shard(index, file) for index, file in enumerate(files)]
+    return check_version([shard for shard, _ in read], [tensors for _, tensors in read])
+
+
+async def adopt(
+    versions: ModelVersions, files: Sequence[OfferedFile], version: int
+) -> VersionRecord:
+    """Commit a checkpoint or find the version that it is; see `ModelVersions.adopt`."""
+    ordered = sorted(files)
+    layout = await asyncio.to_thread(_read_layout, ordered)
+    number = version or versions.next_version()
+    # Registered only when it turns out to be new: what it is, its content tells.
+    record = versions.unlisted(number)
+    slot = await versions.pool.take(record, _SLOT_WAIT_S)
+    try:
+        slot.promise(layout.size)
+        loads = [
+            load_shard(versions, slot, layout, shard, fd)
+            for shard, (_, _, fd) in enumerate(ordered)
+        ]
+        digests = [digest for found in await all_done(loads) for digest in found]
+        if len(digests) != len(layout.tensors):
+            raise WeightSyncError(
+                Reason.SHARD_INVALID, "the checkpoint changed while it was read; start again"
+            )
+        manifest = await versions.seal(layout, digests)
+        known = versions.same_content(manifest.content_digest)
+        if known is not None:
+            await _hand_over(versions, record, known, manifest)
+            return known
+        return await _commit_new(versions, record, manifest)
+    except BaseException:
+        if record.durability != pb.DURABILITY_COMMITTED:
+            await versions.drop(record)
+        raise
+
+
+async def _hand_over(
+    versions: ModelVersions, record: VersionRecord, known: VersionRecord, manifest: Manifest
+) -> None:
+    same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
+    if same and known.slot is None:
+        record.place.pass_to(known)
+        versions.staged(known, manifest)
+    else:
+        versions.pool.release(record.place)
+
+
+async def _commit_new(
+    versions: ModelVersions, record: VersionRecord, manifest: Manifest
+) -> VersionRecord:
+    if record.version <= versions.highest:
+        raise versions.not_above(record.version)
+    versions.enlist(record)
+    segments = record.place.ordered()
+    writes = []
+    for index, shard in enumerate(manifest.layout.shards):
+        target = versions.store.shard_target(versions.name, record.version, index)
+        if target is not None:
+            writes.append(versions.fetchers.persist(segments[index], shard.size, target))
+    await all_done(writes)
+    await versions.commit(record, manifest, adopted=True)
+    return record

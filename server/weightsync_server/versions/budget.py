@@ -1,0 +1,105 @@
+"""The memory that segments may take: reserved in numbers first, so that writing never fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightsync.errors import Reason, WeightSyncError
+
+__all__ = ["SegmentBudget", "available_bytes"]
+
+#: Left to everything else on the host, in bytes.
+_HEADROOM = 64 << 20
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def _meminfo(path: Path = Path("/proc/meminfo")) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 1 << 62
+
+
+def _own_cgroup(path: Path = Path("/proc/self/cgroup")) -> str:
+    for line in path.read_text().splitlines():
+        if line.startswith("0::"):
+            return line[3:].strip("/")
+    return ""
+
+
+def _cgroup_free(folder: Path) -> int:
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return 1 << 62
+        used = int((folder / "memory.current").read_text())
+        # Cached file pages count as used but give way; shared memory is not among them.
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 1 << 62
+
+
+def available_bytes(cgroup_root: Path = _CGROUP_ROOT) -> int:
+    """Return the bytes that the host and every cgroup (version 2) around this process can give."""
+    free = _meminfo()
+    folder = cgroup_root / _own_cgroup()
+    while folder.is_relative_to(cgroup_root):
+        free = min(free, _cgroup_free(folder))
+        folder = folder.parent
+    return free
+
+
+class SegmentBudget:
+    """Counts shared memory of all models; what it grants never exceeds its limit or the host.
+
+    Args:
+        limit_bytes: Most bytes reserved at once; 0: 80 % of what is available now.
+    """
+
+    def __init__(self, limit_bytes: int = 0) -> None:
+        self.limit = limit_bytes or available_bytes() * 8 // 10
+        self.reserved = 0
+        self._untouched = 0
+
+    def reserve(self, size: int) -> None:
+        """Count `size` bytes that `touched` or `release` will follow.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED with the numbers; nothing is reserved.
+        """
+        if self.reserved + size > self.limit:
+            raise WeightSyncError(
+                Reason.MEMORY_EXHAUSTED,
+                f"{size} bytes of shared memory are needed, {self.reserved} of {self.limit} are "
+                "reserved; raise memory_bytes, lower slots, or delete or unpin versions",
+                metadata=self._numbers(size),
+            )
+        # What was reserved but not written yet does not show in the host's numbers.
+        free = available_bytes() - self._untouched - _HEADROOM
+        if size > free:
+            raise WeightSyncError(
+                Reason.MEMORY_EXHAUSTED,
+                f"{size} bytes of shared memory are needed, the host or its cgroup has "
+                f"{max(0, free)} left; free memory or lower slots",
+                metadata=self._numbers(size) | {"available_bytes": str(max(0, free))},
+            )
+        self.reserved += size
+        self._untouched += size
+
+    def touched(self, size: int) -> None:
+        """Tell that `size` reserved bytes now are memory of the host."""
+        self._untouched -= size
+
+    def release(self, size: int, *, touched: bool = True) -> None:
+        """Give `size` reserved bytes back."""
+        self.reserved -= size
+        if not touched:
+            self._untouched -= size
+
+    def _numbers(self, size: int) -> dict[str, str]:
+        return {
+            "needed_bytes": str(size),
+            "reserved_bytes": str(self.reserved),
+            "limit_bytes": str(self.limit),
+        }

@@ -1,0 +1,116 @@
+"""Makes segments within the budget, publishes them, and retires them without losing count.
+
+A retired segment is memory of the host until every process that mapped it has let go, so it stays
+in the budget until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync.segments import Segment, reserved_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightsync.handover import SegmentServer
+    from weightsync_server.versions.budget import SegmentBudget
+    from weightsync_server.versions.ports import Fetchers
+
+__all__ = ["SegmentKeeper"]
+
+
+class SegmentKeeper:
+    """Owns every segment of one model.
+
+    Args:
+        budget: Shared by all models of the server.
+        server: Hands descriptors to engines.
+        fetchers: Map segments too, and are told when one is retired.
+    """
+
+    def __init__(self, budget: SegmentBudget, server: SegmentServer, fetchers: Fetchers) -> None:
+        self.budget = budget
+        self._server = server
+        self._fetchers = fetchers
+        self._exposed: set[str] = set()
+        self._retired: dict[str, int] = {}
+
+    @property
+    def exposed(self) -> frozenset[str]:
+        """Ids that an engine may have mapped, retired ones included."""
+        return frozenset(self._exposed)
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes that count only because an engine has not let go."""
+        return sum(self._retired.values())
+
+    async def create(self, size: int, reserved: int = 0) -> Segment:
+        """Return a published segment for `size` bytes, made off the event loop.
+
+        Args:
+            size: Bytes it must hold.
+            reserved: Bytes of the budget that the caller has reserved for it already. They pass
+                to the segment; when this fails they stay the caller's.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED; nothing is reserved.
+        """
+        capacity = reserved_size(size)
+        more = capacity - min(reserved, capacity)
+        self.budget.reserve(more)
+        making = asyncio.get_running_loop().run_in_executor(None, Segment.create, size)
+        try:
+            segment = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda done: self._orphaned(done, more))
+            raise
+        except BaseException:
+            self.budget.release(more, touched=False)
+            raise
+        self.budget.touched(capacity)
+        self._publish(segment)
+        return segment
+
+    def take(self, segment: Segment) -> None:
+        """Own and publish a segment that somebody else made.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED; it is still the caller's.
+        """
+        self.budget.reserve(segment.capacity)
+        self.budget.touched(segment.capacity)
+        self._publish(segment)
+
+    def retire(self, segment: Segment) -> None:
+        """Hand it out no more; its memory is free when nobody else maps it."""
+        self._server.withdraw(segment.id)
+        segment.close()
+        if segment.id in self._exposed:
+            self._retired[segment.id] = segment.capacity
+            self._fetchers.forget(segment.id)
+        else:
+            forgotten = self._fetchers.forget(segment.id)
+            forgotten.add_done_callback(lambda _: self.budget.release(segment.capacity))
+
+    def expose(self, ids: Iterable[str]) -> None:
+        """Remember that an engine may map these from now on."""
+        self._exposed.update(ids)
+
+    def let_go(self, ids: Iterable[str]) -> None:
+        """Take note that no process of the engine maps these any more."""
+        for name in ids:
+            self._exposed.discard(name)
+            size = self._retired.pop(name, None)
+            if size is not None:
+                self.budget.release(size)
+
+    def _publish(self, segment: Segment) -> None:
+        self._server.publish(segment.id, segment.read_only_fd(), segment.capacity)
+
+    def _orphaned(self, making: asyncio.Future[Segment], reserved: int) -> None:
+        self.budget.release(reserved, touched=False)
+        if not making.cancelled() and making.exception() is None:
+            making.result().close()

@@ -1,0 +1,192 @@
+"""The slots of one model: who gets one, in which order, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions.slots import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.segments import Segment
+    from weightsync_server.versions.keeper import SegmentKeeper
+    from weightsync_server.versions.records import VersionRecord
+
+__all__ = ["SlotPool"]
+
+_RETRY_AFTER_S = 1.0
+
+#: Order in which versions lose their slot, smallest first; None: this one keeps it.
+Order = tuple[int, int]
+
+
+def _state(slot: Slot) -> str:
+    record = slot.record
+    if record is None:
+        return "retired" if slot.leases else "free"
+    if slot.writing:
+        return "receiving"
+    return "live" if record.serving == pb.SERVING_LIVE else "staged"
+
+
+def _described(slot: Slot) -> str:
+    record = slot.record
+    if record is None:
+        return f"slot {slot.index}: leased"
+    marks = [_state(slot)]
+    if record.pinned:
+        marks.append("pinned")
+    if slot.leases:
+        marks.append("leased")
+    return f"slot {slot.index}: version {record.version} {' '.join(marks)}"
+
+
+class SlotPool:
+    """Gives slots out in the order free, superseded, oldest; first come, first served.
+
+    Args:
+        count: Number of slots.
+        keeper: Makes their segments.
+        order: When a version may lose its slot.
+        evict: Called when it does, before the slot is emptied.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        keeper: SegmentKeeper,
+        order: Callable[[VersionRecord], Order | None],
+        evict: Callable[[VersionRecord], None],
+    ) -> None:
+        self.slots = [Slot(index, keeper) for index in range(count)]
+        self._order = order
+        self._evict = evict
+        self._waiting: deque[tuple[asyncio.Future[Slot], VersionRecord]] = deque()
+
+    async def take(self, record: VersionRecord, timeout_s: float) -> Slot:
+        """Return a slot that belongs to `record` and is being written.
+
+        Raises:
+            WeightSyncError: NO_SLOT when none came free within `timeout_s` seconds.
+        """
+        slot = None if self._waiting else self._claim(record)
+        if slot is not None:
+            return slot
+        future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+        entry = (future, record)
+        self._waiting.append(entry)
+        try:
+            await asyncio.wait([future], timeout=max(0.0, timeout_s))
+        except asyncio.CancelledError:
+            self._forget(entry)
+            raise
+        if future.done():
+            return future.result()
+        self._forget(entry)
+        raise self._none_free(timeout_s)
+
+    def _forget(self, entry: tuple[asyncio.Future[Slot], VersionRecord]) -> None:
+        future, _ = entry
+        if future.done():
+            # Served in the moment in which the caller gave up.
+            self.release(future.result())
+            return
+        self._waiting.remove(entry)
+        # Whoever stood behind may want another slot than this one.
+        self.wake()
+
+    def release(self, slot: Slot) -> None:
+        """Empty a slot; its memory stays for the next version."""
+        slot.empty()
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again whether somebody who waits can be served. Call it after any change."""
+        while self._waiting:
+            future, record = self._waiting[0]
+            if not future.done():
+                slot = self._claim(record)
+                if slot is None:
+                    return
+                future.set_result(slot)
+            self._waiting.popleft()
+
+    async def segment(self, slot: Slot, shard: int, size: int) -> Segment:
+        """Return the segment for a shard of `slot`: a spare one, or a new one.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED, after the memory of idle slots was given up.
+        """
+        segment = slot.reuse(shard, size)
+        if segment is not None:
+            return segment
+        try:
+            return await slot.create(shard, size)
+        except WeightSyncError as error:
+            if error.reason is not Reason.MEMORY_EXHAUSTED:
+                raise
+        slot.trim()
+        for other in self.slots:
+            if other.free:
+                other.trim()
+        return await slot.create(shard, size)
+
+    def status(self) -> list[pb.SlotStatus]:
+        """Return what each slot holds."""
+        return [
+            pb.SlotStatus(
+                slot=slot.index,
+                version=slot.record.version if slot.record else 0,
+                state=_state(slot),
+                reserved_bytes=slot.reserved_bytes,
+                used_bytes=_used(slot),
+                leases=slot.leases,
+            )
+            for slot in self.slots
+        ]
+
+    def _claim(self, record: VersionRecord) -> Slot | None:
+        free = [slot for slot in self.slots if slot.free]
+        if free:
+            # The one with the most warm memory.
+            slot = max(free, key=lambda s: s.reserved_bytes)
+        else:
+            ranked = [
+                (order, slot.index)
+                for slot in self.slots
+                if not slot.writing
+                and not slot.leases
+                and slot.record is not None
+                # The version that is pushed again must not make room for itself.
+                and slot.record.version != record.version
+                and (order := self._order(slot.record)) is not None
+            ]
+            if not ranked:
+                return None
+            slot = self.slots[min(ranked)[1]]
+            if slot.record is not None:
+                self._evict(slot.record)
+        slot.begin(record)
+        return slot
+
+    def _none_free(self, waited: float) -> WeightSyncError:
+        states = "; ".join(_described(slot) for slot in self.slots)
+        return WeightSyncError(
+            Reason.NO_SLOT,
+            f"no slot came free in {max(0.0, waited):g} s ({states}); retry, apply or abort "
+            "what is open, unpin versions, or raise slots",
+            metadata={"slots": str(len(self.slots))},
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+
+def _used(slot: Slot) -> int:
+    manifest = slot.record.manifest if slot.record else None
+    if manifest is not None:
+        return manifest.layout.size
+    return sum(segment.capacity for segment in slot.segments.values())

@@ -1,0 +1,53 @@
+"""Whole shards into segments, through fetchers: the part that staging and adoption share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable, Sequence
+
+    from weightsync.manifest import Layout, TensorEntry
+    from weightsync_server.versions.registry import ModelVersions
+    from weightsync_server.versions.slots import Slot
+
+__all__ = ["all_done", "first_difference", "load_shard"]
+
+_T = TypeVar("_T")
+
+
+async def all_done(works: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Return all results; when one fails, wait for the others before its error is raised.
+
+    So whoever frees memory afterwards frees it from under nobody.
+    """
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    results: list[_T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+async def load_shard(
+    versions: ModelVersions, slot: Slot, layout: Layout, shard: int, source: int | str
+) -> list[bytes]:
+    """Read a file into the shard's segment and return the digests of its tensors."""
+    entry = layout.shards[shard]
+    segment = await versions.pool.segment(slot, shard, entry.size)
+    await versions.fetchers.load(source, entry.size, segment)
+    return await versions.fetchers.digest(segment, entry)
+
+
+def first_difference(
+    tensors: Sequence[TensorEntry], expected: Sequence[bytes], found: Sequence[bytes]
+) -> TensorEntry | None:
+    """Return the first tensor whose digests differ, or None."""
+    if list(expected) == list(found):
+        return None
+    for tensor, ours, theirs in zip(tensors, expected, found, strict=True):
+        if ours != theirs:
+            return tensor
+    return None

@@ -1,0 +1,106 @@
+"""One version as the server knows it, and how it is told to clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.manifest import Manifest
+    from weightsync_server.store import CommitRecord
+    from weightsync_server.versions.slots import Slot
+
+__all__ = ["VersionRecord"]
+
+
+@dataclass(eq=False)
+class VersionRecord:
+    """The three states of a version and what is known of it. Changed on the event loop only.
+
+    Attributes:
+        model: Model name.
+        version: The version.
+        epoch: Epoch of its writer; 0: adopted.
+        metadata: From BeginPush.
+        durability: Receiving, committed or failed.
+        residency: Absent, staging or staged.
+        serving: No, live or rejected.
+        rejected_reason: Why "newest" skips it; empty: it does not.
+        pinned: It is never collected and keeps its slot.
+        manifest: Only while it lies in a slot: 37,000 tensors take about 15 MB.
+        commit: The commit record, once committed.
+        slot: Where its bytes lie or arrive.
+        missing: While receiving: tells what has not arrived, at most 10 items.
+    """
+
+    model: str
+    version: int
+    epoch: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
+    durability: pb.Durability.ValueType = pb.DURABILITY_RECEIVING
+    residency: pb.Residency.ValueType = pb.RESIDENCY_ABSENT
+    serving: pb.Serving.ValueType = pb.SERVING_NO
+    rejected_reason: str = ""
+    pinned: bool = False
+    manifest: Manifest | None = None
+    commit: CommitRecord | None = None
+    slot: Slot | None = None
+    missing: Callable[[], list[str]] | None = None
+
+    @classmethod
+    def committed(cls, commit: CommitRecord) -> VersionRecord:
+        """Return the record of a version that lies in the store."""
+        return cls(
+            commit.model,
+            commit.version,
+            commit.epoch,
+            dict(commit.metadata),
+            durability=pb.DURABILITY_COMMITTED,
+            commit=commit,
+        )
+
+    @property
+    def place(self) -> Slot:
+        """The slot of a version that has one.
+
+        Raises:
+            WeightSyncError: FAULT; the server lost count.
+        """
+        if self.slot is None:
+            raise WeightSyncError(Reason.FAULT, f"version {self.version} has no slot; call again")
+        return self.slot
+
+    @property
+    def content_digest(self) -> str:
+        """Identity of the content; empty while receiving."""
+        return self.commit.content_digest if self.commit else ""
+
+    def to_info(self) -> pb.VersionInfo:
+        """Return the wire form of the present state."""
+        info = pb.VersionInfo(
+            model=self.model,
+            version=self.version,
+            durability=self.durability,
+            residency=self.residency,
+            serving=self.serving,
+            rejected_reason=self.rejected_reason,
+            epoch=self.epoch,
+            metadata=self.metadata,
+            pinned=self.pinned,
+        )
+        commit = self.commit
+        if commit is not None:
+            info.content_digest = commit.content_digest
+            info.manifest_digest = commit.manifest_digest
+            info.layout_digest = commit.layout_digest
+            info.size_bytes = commit.size_bytes
+            info.tensor_count = commit.tensor_count
+            info.shard_count = commit.shard_count
+            info.trainer_verified = commit.trainer_verified
+            info.commit_time.FromNanoseconds(commit.commit_time_ns)
+        return info

@@ -1,0 +1,452 @@
+"""The registry of one model: which versions exist, who may write, what is live."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import Manifest
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.store import CommitRecord
+from weightsync_server.versions.adoption import adopt
+from weightsync_server.versions.collector import Collector
+from weightsync_server.versions.epochs import Epochs
+from weightsync_server.versions.feed import Feed
+from weightsync_server.versions.history import History
+from weightsync_server.versions.keeper import SegmentKeeper
+from weightsync_server.versions.layouts import Layouts
+from weightsync_server.versions.marks import Marks
+from weightsync_server.versions.pool import SlotPool
+from weightsync_server.versions.records import VersionRecord
+from weightsync_server.versions.retention import Retention
+from weightsync_server.versions.staging import Stager
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Sequence
+
+    from weightsync.handover import OfferedFile, SegmentServer
+    from weightsync.manifest import Layout
+    from weightsync_server.store import Store
+    from weightsync_server.versions.budget import SegmentBudget
+    from weightsync_server.versions.feed import Change
+    from weightsync_server.versions.layouts import KnownLayout
+    from weightsync_server.versions.leases import SlotLease
+    from weightsync_server.versions.ports import Fetchers
+
+__all__ = ["ModelVersions"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelVersions:
+    """All versions of one model. A committed version never changes; numbers only rise.
+
+    State changes on the event loop only. Call `open` before anything else.
+
+    Args:
+        name: Model name.
+        store: Where committed versions are kept; opened by the caller.
+        fetchers: Do all work on bytes.
+        server: The segment socket.
+        budget: Shared memory of all models.
+        slots: Versions held in memory at once.
+        retention: Bounds on what the store keeps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        store: Store,
+        fetchers: Fetchers,
+        server: SegmentServer,
+        budget: SegmentBudget,
+        slots: int = 2,
+        retention: Retention | None = None,
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.fetchers = fetchers
+        self.live = 0
+        self.epochs = Epochs(name, store)
+        self.keeper = SegmentKeeper(budget, server, fetchers)
+        self._collector = Collector(self, retention or Retention())
+        self.pool = SlotPool(slots, self.keeper, self._collector.order, self._collector.evict)
+        self.layouts = Layouts()
+        self._feed = Feed()
+        self._marks = Marks(name, store)
+        self._records: dict[int, VersionRecord] = {}
+        self._history = History()
+        self._stager = Stager(self)
+
+    async def open(self, records: Iterable[CommitRecord]) -> None:
+        """Take over what the store holds. Records of other models are passed over."""
+        for commit in records:
+            if commit.model == self.name:
+                self._records[commit.version] = VersionRecord.committed(commit)
+        await self.epochs.open()
+        await self._marks.open()
+        for record in self._records.values():
+            record.pinned = record.version in self._marks.pinned
+            record.rejected_reason = self._marks.rejected.get(record.version, "")
+            self._settle_serving(record)
+
+    async def close(self) -> None:
+        """End watches, finish deletions, give all memory back."""
+        self._feed.close()
+        await self._stager.close()
+        await self._collector.close()
+        for slot in self.pool.slots:
+            slot.empty()
+            slot.trim()
+
+    # Writers
+
+    @property
+    def epoch(self) -> int:
+        """Newest epoch; 0: nobody has asked for one."""
+        return self.epochs.newest
+
+    async def acquire_epoch(self, holder: str) -> int:
+        """Make the caller the writer; older writers can commit nothing when this returns."""
+        return await self.epochs.acquire(holder)
+
+    def check_epoch(self, epoch: int) -> int:
+        """Return the epoch to bind to; 0 stands for the newest.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE.
+        """
+        return self.epochs.check(epoch)
+
+    # Looking up
+
+    @property
+    def newest(self) -> int:
+        """Newest committed version; 0: none."""
+        return max((r.version for r in self._records.values() if r.commit), default=0)
+
+    @property
+    def highest(self) -> int:
+        """Highest number that was ever committed, deleted versions included."""
+        return max(self.newest, self._marks.highest)
+
+    @property
+    def rollback_to(self) -> int:
+        """The version that was live before and is still good; 0: none."""
+
+        def good(version: int) -> bool:
+            record = self._records.get(version)
+            return record is not None and not record.rejected_reason
+
+        return self._history.before(self.live, good)
+
+    def find(self, version: int) -> VersionRecord | None:
+        """Return a version, or None."""
+        return self._records.get(version)
+
+    def get(self, version: int) -> VersionRecord:
+        """Return a version.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN.
+        """
+        record = self._records.get(version)
+        if record is None:
+            newest = self.newest
+            known = f"the newest is {newest}" if newest else "it has none yet; push one"
+            raise WeightSyncError(
+                Reason.VERSION_UNKNOWN,
+                f"model {self.name} has no version {version}: {known}",
+                metadata={"newest_version": str(newest)},
+            )
+        return record
+
+    def list(self) -> builtins.list[VersionRecord]:
+        """Return all versions, newest first."""
+        return sorted(self._records.values(), key=lambda record: -record.version)
+
+    def newest_applicable(self) -> VersionRecord:
+        """Return the newest version that is committed and not rejected.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN.
+        """
+        for record in self.list():
+            if record.durability == pb.DURABILITY_COMMITTED and not record.rejected_reason:
+                return record
+        raise WeightSyncError(
+            Reason.VERSION_UNKNOWN,
+            f"model {self.name} has no committed version that is not rejected; push one",
+        )
+
+    def watch(self) -> AsyncIterator[Change]:
+        """Yield the present state of every version, oldest first, then each change."""
+        return self._feed.watch(record.to_info() for record in reversed(self.list()))
+
+    def slots_status(self) -> builtins.list[pb.SlotStatus]:
+        """Return what each slot holds."""
+        return self.pool.status()
+
+    # Coming in
+
+    def next_version(self) -> int:
+        """Return the lowest number above all versions, those that are being pushed included."""
+        return max(self.highest, *self._records, 0) + 1
+
+    def unlisted(
+        self, version: int, epoch: int = 0, metadata: dict[str, str] | None = None
+    ) -> VersionRecord:
+        """Return a record of a version that may turn out to be another one."""
+        return VersionRecord(self.name, version, epoch, dict(metadata or {}))
+
+    def enlist(self, record: VersionRecord) -> None:
+        """Register a version whose bytes arrive."""
+        self._records[record.version] = record
+        self.changed(record)
+
+    def same_content(self, content_digest: str) -> VersionRecord | None:
+        """Return the newest committed version with this content, or None."""
+        return next((r for r in self.list() if r.content_digest == content_digest), None)
+
+    async def drop(self, record: VersionRecord) -> None:
+        """Forget a version that was not committed, its slot and what was stored of it.
+
+        Nothing may work on its segments any more.
+        """
+        record.durability = pb.DURABILITY_FAILED
+        record.residency = pb.RESIDENCY_ABSENT
+        record.missing = None
+        # A repeated push of a committed version is not registered: nothing of it was stored.
+        if self._records.get(record.version) is record:
+            try:
+                await self.store.discard(self.name, record.version)
+            except (WeightSyncError, OSError) as error:
+                # The store removes uncommitted leftovers when it is opened.
+                logger.warning("leftovers of version %d stay for now: %s", record.version, error)
+            self.forget(record)
+        if record.slot is not None:
+            self.pool.release(record.slot)
+
+    async def seal(self, layout: Layout, digests: Iterable[bytes]) -> Manifest:
+        """Return a manifest with its digests computed, off the event loop, and a shared layout."""
+        if "digest" not in vars(layout):
+            await asyncio.to_thread(getattr, layout, "digest")
+        manifest = Manifest(self.layouts.remember(layout).layout, tuple(digests))
+        await asyncio.to_thread(getattr, manifest, "manifest_digest")
+        return manifest
+
+    async def commit(
+        self,
+        record: VersionRecord,
+        manifest: Manifest,
+        *,
+        trainer_verified: bool = False,
+        adopted: bool = False,
+    ) -> CommitRecord:
+        """Make a version exist, once and for ever; every shard is verified and durable.
+
+        Args:
+            record: From `receive`; its slot holds the bytes.
+            manifest: From `seal`.
+            trainer_verified: The trainer's own digests were compared.
+            adopted: It is the engine's checkpoint, which no writer's epoch guards.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE, VERSION_NOT_ABOVE or what the store says; nothing changed.
+        """
+        async with self.epochs.lock:
+            if not adopted and record.epoch != self.epoch:
+                raise self.epochs.stale(record.epoch)
+            if record.version <= self.highest:
+                raise self.not_above(record.version)
+            layout = manifest.layout
+            commit = CommitRecord(
+                model=self.name,
+                version=record.version,
+                content_digest=manifest.content_digest,
+                manifest_digest=manifest.manifest_digest,
+                layout_digest=layout.digest,
+                epoch=record.epoch,
+                commit_time_ns=time.time_ns(),
+                metadata=dict(record.metadata),
+                size_bytes=layout.size,
+                tensor_count=len(layout.tensors),
+                shard_count=len(layout.shards),
+                trainer_verified=trainer_verified,
+                adopted=adopted,
+            )
+            await self.store.commit(commit, manifest)
+            record.commit = commit
+            record.durability = pb.DURABILITY_COMMITTED
+            record.missing = None
+            self.staged(record, manifest)
+        self._collector.collect()
+        return commit
+
+    def staged(self, record: VersionRecord, manifest: Manifest) -> None:
+        """Take note that all bytes lie in the version's slot, verified."""
+        record.manifest = manifest
+        record.residency = pb.RESIDENCY_STAGED
+        record.place.settle()
+        self.changed(record)
+
+    async def layout(self, digest: str) -> KnownLayout | None:
+        """Return a layout that an earlier version had, or None."""
+        known = self.layouts.get(digest)
+        if known is None:
+            for record in self.list():
+                if record.commit is not None and record.commit.layout_digest == digest:
+                    await self.manifest(record)
+                    return self.layouts.get(digest)
+        return known
+
+    async def manifest(self, record: VersionRecord) -> Manifest:
+        """Return the manifest of a committed version, from memory or the store."""
+        if record.manifest is not None:
+            return record.manifest
+        manifest = await self.store.manifest(self.name, record.version)
+        return await self.seal(manifest.layout, manifest.digests)
+
+    async def adopt(self, files: Sequence[OfferedFile], version: int) -> VersionRecord:
+        """Commit the engine's checkpoint as a version, or find the version that it is.
+
+        Args:
+            files: Name, size and read-only descriptor of each safetensors file; the caller closes.
+            version: Its number if it is new; 0: the next.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, NO_SLOT, VERSION_NOT_ABOVE, ...
+        """
+        return await adopt(self, files, version)
+
+    # Going out
+
+    async def stage(self, version: int, timeout_s: float, *, for_engine: bool = True) -> SlotLease:
+        """Return a lease on a version whose bytes lie in a slot, read from the store if need be.
+
+        Args:
+            version: A committed version.
+            timeout_s: Longest time to wait, in seconds.
+            for_engine: An engine will map the segments, so they count until `let_go`.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, NO_SLOT, DATA_CORRUPT,
+                DEADLINE_EXCEEDED, MEMORY_EXHAUSTED.
+        """
+        return await self._stager.stage(self.get(version), timeout_s, for_engine=for_engine)
+
+    async def verify_staged(self, lease: SlotLease) -> None:
+        """Prove again that the segments hold the version.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, naming the tensor; the next `stage` reads the store.
+        """
+        await self._stager.verify(lease)
+
+    def let_go(self, ids: Iterable[str]) -> None:
+        """Take note that no process of the engine maps these segments any more."""
+        self.keeper.let_go(ids)
+
+    def set_live(self, version: int) -> None:
+        """Take note that every rank serves a version; 0: none does."""
+        before = self._records.get(self.live)
+        if version and version != self.live:
+            self._history.add(version)
+        self.live = version
+        for record in (before, self._records.get(version)):
+            if record is not None:
+                self._settle_serving(record)
+        self.pool.wake()
+
+    def restore_history(self, *versions: int) -> None:
+        """Take over which versions were live, oldest first, as the journal tells."""
+        self._history.restore([version for version in versions if version in self._records])
+
+    async def set_rejected(self, version: int, reason: str) -> None:
+        """Make "newest" skip a version until `clear_rejected`; persisted."""
+        await self._mark(version, rejected=reason or "no reason given")
+
+    async def clear_rejected(self, version: int) -> None:
+        """Make "newest" accept a version again; persisted."""
+        await self._mark(version, rejected="")
+
+    async def pin(self, version: int, pinned: bool) -> VersionRecord:  # noqa: FBT001 - as on the wire
+        """Keep a version from being collected and evicted, or let it go; persisted."""
+        return await self._mark(version, pinned=pinned)
+
+    async def delete(self, version: int) -> None:
+        """Delete a committed version; its number is never used again.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
+        """
+        record = self.get(version)
+        use = self._collector.use(record)
+        if use:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"version {version} of model {self.name} is {use}",
+                metadata={"version": str(version)},
+            )
+        await self.erase(record)
+
+    async def erase(self, record: VersionRecord) -> None:
+        """Delete a committed version that nobody uses; no check is made."""
+        # Gone for everybody before the first await, so that nothing can begin to use it.
+        self.forget(record)
+        if record.slot is not None:
+            self.pool.release(record.slot)
+        await self.scrub(record)
+
+    def forget(self, record: VersionRecord) -> None:
+        """Take a version out of the registry at once; `scrub` must follow."""
+        del self._records[record.version]
+        record.residency = pb.RESIDENCY_ABSENT
+        self._feed.emit(record.to_info(), deleted=True)
+
+    async def scrub(self, record: VersionRecord) -> None:
+        """Remove what the store holds of a version, for ever."""
+        await self._marks.change(record.version, deleted=True)
+        await self.store.delete(self.name, record.version)
+
+    def not_above(self, version: int) -> WeightSyncError:
+        """Return the refusal of a number that is not above all that were used."""
+        return WeightSyncError(
+            Reason.VERSION_NOT_ABOVE,
+            f"version {version} is not above {self.highest}, the newest of model {self.name}; push "
+            f"it as {self.highest + 1} or higher, or as 0 for the next number",
+            metadata={"newest_version": str(self.highest)},
+        )
+
+    def changed(self, record: VersionRecord) -> None:
+        """Tell watchers, and those who wait for a slot."""
+        self.tell(record)
+        self.pool.wake()
+
+    def tell(self, record: VersionRecord) -> None:
+        """Tell watchers."""
+        self._feed.emit(record.to_info())
+
+    # Inside
+
+    async def _mark(
+        self, version: int, *, pinned: bool | None = None, rejected: str | None = None
+    ) -> VersionRecord:
+        record = self.get(version)
+        await self._marks.change(version, pinned=pinned, rejected=rejected)
+        record.pinned = version in self._marks.pinned
+        record.rejected_reason = self._marks.rejected.get(version, "")
+        self._settle_serving(record)
+        return record
+
+    def _settle_serving(self, record: VersionRecord) -> None:
+        if record.version == self.live:
+            record.serving = pb.SERVING_LIVE
+        else:
+            record.serving = pb.SERVING_REJECTED if record.rejected_reason else pb.SERVING_NO
+        self.changed(record)

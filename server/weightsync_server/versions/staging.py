@@ -1,0 +1,208 @@
+"""Versions into slots and onto the segment socket, for whoever wants to read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.staged import StagedVersion
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions.leases import SlotLease
+from weightsync_server.versions.reading import all_done, first_difference, load_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.manifest import Manifest
+    from weightsync_server.versions.records import VersionRecord
+    from weightsync_server.versions.registry import ModelVersions
+    from weightsync_server.versions.slots import Slot
+
+__all__ = ["Stager"]
+
+#: Shards read at once; the fetchers order the reads among themselves.
+_READERS = 8
+
+
+def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.DATA_CORRUPT,
+        f"version {record.version} of model {record.model}: {what}; {remedy}",
+        metadata={"version": str(record.version)},
+    )
+
+
+class Stager:
+    """Reads versions from the store into slots and gives leases on them.
+
+    Args:
+        versions: The registry.
+    """
+
+    def __init__(self, versions: ModelVersions) -> None:
+        self._versions = versions
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        self._documents = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Stop reading."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    async def stage(
+        self, record: VersionRecord, timeout_s: float, *, for_engine: bool
+    ) -> SlotLease:
+        """Return a lease on a version that lies in a slot."""
+        self._refuse_incomplete(record)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        # Between the end of a read and our turn, the slot may have been given to somebody else.
+        while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
+            await self._loaded(record, deadline - loop.time())
+        slot = record.slot
+        slot.leases += 1
+        try:
+            document = await self._document(record, slot)
+        except BaseException:
+            self._left(slot)
+            raise
+        if for_engine:
+            self._versions.keeper.expose([document, *(s.id for s in slot.segments.values())])
+        return SlotLease(record, document, slot.ordered(), slot, lambda: self._left(slot))
+
+    async def verify(self, lease: SlotLease) -> None:
+        """Digest the segments again; see `ModelVersions.verify_staged`."""
+        record, fetchers = lease.record, self._versions.fetchers
+        manifest = await self._versions.manifest(record)
+        shards = zip(lease.segments, manifest.layout.shards, strict=True)
+        try:
+            found = await all_done([fetchers.digest(segment, shard) for segment, shard in shards])
+            self._compare(record, manifest, found, "in shared memory")
+        except WeightSyncError as error:
+            if error.reason not in _DAMAGE:
+                raise
+            self._damaged(record, lease.slot)
+            remedy = (
+                "it is read from the store again"
+                if self._versions.store.durable
+                else "push it again"
+            )
+            raise _not_ours(record, error.message, remedy) from error
+
+    def _refuse_incomplete(self, record: VersionRecord) -> None:
+        if record.durability == pb.DURABILITY_COMMITTED:
+            return
+        missing = record.missing() if record.missing else []
+        raise WeightSyncError(
+            Reason.PUSH_INCOMPLETE,
+            f"version {record.version} of model {record.model} is not committed"
+            f"{': missing ' + ', '.join(missing) if missing else ''}; commit its push first",
+            metadata={"version": str(record.version)},
+        )
+
+    async def _loaded(self, record: VersionRecord, timeout_s: float) -> None:
+        task = self._loading.get(record.version)
+        if task is None:
+            # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
+            task = asyncio.create_task(self._load(record, timeout_s))
+            self._loading[record.version] = task
+            task.add_done_callback(lambda _: self._loading.pop(record.version, None))
+        done, _ = await asyncio.wait([task], timeout=max(0.0, timeout_s))
+        if not done:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"version {record.version} is still being read from the store; retry",
+                retry_after_s=1.0,
+            )
+        task.result()
+
+    async def _load(self, record: VersionRecord, timeout_s: float) -> None:
+        ours = self._versions
+        # A little earlier than the caller gives up, so that the caller is told why.
+        slot = await ours.pool.take(record, timeout_s * 0.9)
+        record.residency = pb.RESIDENCY_STAGING
+        ours.changed(record)
+        try:
+            manifest = await ours.manifest(record)
+            self._compare(
+                record, manifest, await self._read(record, slot, manifest), "in the store"
+            )
+        except BaseException as error:
+            record.residency = pb.RESIDENCY_ABSENT
+            ours.pool.release(slot)
+            ours.changed(record)
+            if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
+                remedy = (
+                    "restore the store from a copy, or delete the version and push its content anew"
+                )
+                raise _not_ours(record, error.message, remedy) from error
+            raise
+        ours.staged(record, manifest)
+
+    async def _read(
+        self, record: VersionRecord, slot: Slot, manifest: Manifest
+    ) -> list[list[bytes]]:
+        gate = asyncio.Semaphore(_READERS)
+
+        async def read(shard: int) -> list[bytes]:
+            source = self._versions.store.shard_source(record.model, record.version, shard)
+            if source is None:
+                raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} was not kept")
+            async with gate:
+                return await load_shard(self._versions, slot, manifest.layout, shard, source)
+
+        return await all_done([read(shard) for shard in range(len(manifest.layout.shards))])
+
+    def _compare(
+        self,
+        record: VersionRecord,
+        manifest: Manifest,
+        found: Sequence[Sequence[bytes]],
+        where: str,
+    ) -> None:
+        flat = [digest for digests in found for digest in digests]
+        if record.commit is not None and len(flat) == len(manifest.digests):
+            tensor = first_difference(manifest.layout.tensors, manifest.digests, flat)
+            if tensor is None:
+                return
+            name = json.dumps(tensor.name[:100])
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
+            )
+        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
+
+    def _damaged(self, record: VersionRecord, slot: Slot) -> None:
+        if record.slot is not slot:
+            return
+        record.manifest = None
+        record.residency = pb.RESIDENCY_ABSENT
+        if not self._versions.store.durable:
+            # Its only copy is gone: no apply may choose it.
+            record.durability = pb.DURABILITY_FAILED
+        self._versions.pool.release(slot)
+        self._versions.changed(record)
+
+    async def _document(self, record: VersionRecord, slot: Slot) -> str:
+        async with self._documents:
+            if slot.document is None:
+                manifest = await self._versions.manifest(record)
+                ids = tuple(segment.id for segment in slot.ordered())
+                document = await asyncio.to_thread(StagedVersion(manifest, ids).to_segment)
+                try:
+                    self._versions.keeper.take(document)
+                except WeightSyncError:
+                    document.close()
+                    raise
+                slot.document = document
+            return slot.document.id
+
+    def _left(self, slot: Slot) -> None:
+        slot.leases -= 1
+        self._versions.pool.wake()
+
+
+#: What a fetcher says about bytes that are not what they were.
+_DAMAGE = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID, Reason.LAYOUT_INVALID})

@@ -1,0 +1,238 @@
+"""A whole receiving side in one process: real segments, real fetcher processes, a real store."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weightsync.digest import content_digest, tensor_digest
+from weightsync.handover import SegmentServer
+from weightsync.layout import build_header
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.fetchers import FetcherPool
+from weightsync_server.ingest import Pushes, PushLimits
+from weightsync_server.store import open_store
+from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from weightsync.manifest import TensorEntry
+    from weightsync_server.versions import Fetchers
+
+MODEL = "m"
+
+#: Name, dtype, shape, bytes.
+Tensor = tuple[str, str, tuple[int, ...], bytes]
+
+
+@dataclass
+class Shard:
+    """A safetensors file made by the test and all that a trainer says about it."""
+
+    index: int
+    data: bytes
+    header_size: int
+    entries: tuple[TensorEntry, ...]
+    digests: list[bytes]
+    name: str = ""
+
+    def layout(self, per_part: int = 10_000) -> list[pb.PushWeightsRequest]:
+        specs = [
+            pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, begin=t.begin, end=t.end)
+            for t in self.entries
+        ]
+        groups = [specs[at : at + per_part] for at in range(0, len(specs), per_part)] or [[]]
+        return [
+            pb.PushWeightsRequest(
+                layout=pb.LayoutPart(
+                    shard=self.index,
+                    shard_name=self.name,
+                    size_bytes=len(self.data),
+                    header_bytes=self.header_size,
+                    tensors=group,
+                    last=number == len(groups) - 1,
+                )
+            )
+            for number, group in enumerate(groups)
+        ]
+
+    def chunks(self, size: int = 1 << 20, start: int = 0) -> list[pb.PushWeightsRequest]:
+        return [
+            chunk(self.index, at, self.data[at : at + size])
+            for at in range(start, len(self.data), size)
+        ]
+
+    def given(self, per_part: int = 50_000) -> list[pb.PushWeightsRequest]:
+        return [
+            pb.PushWeightsRequest(
+                digests=pb.ShardDigests(
+                    shard=self.index,
+                    first=at,
+                    digests=b"".join(self.digests[at : at + per_part]),
+                )
+            )
+            for at in range(0, len(self.digests), per_part)
+        ]
+
+    def all(self, size: int = 1 << 20) -> list[pb.PushWeightsRequest]:
+        return [*self.layout(), *self.chunks(size), *self.given()]
+
+
+def chunk(shard: int, offset: int, data: bytes) -> pb.PushWeightsRequest:
+    return pb.PushWeightsRequest(chunk=pb.Chunk(shard=shard, offset=offset, data=data))
+
+
+def make_shard(index: int, tensors: Sequence[Tensor]) -> Shard:
+    by_name = {name: data for name, _, _, data in tensors}
+    header, entries = build_header([(n, d, s) for n, d, s, _ in tensors], index)
+    body = b"".join(by_name[entry.name] for entry in entries)
+    digests = [tensor_digest(by_name[entry.name]) for entry in entries]
+    data = struct.pack("<Q", len(header)) + header + body
+    return Shard(index, data, len(header), entries, digests, f"model-{index}.safetensors")
+
+
+def content(shards: Iterable[Shard]) -> str:
+    return content_digest(
+        (entry.name, entry.dtype, entry.shape, digest)
+        for shard in shards
+        for entry, digest in zip(shard.entries, shard.digests, strict=True)
+    )
+
+
+def simple(seed: int = 0, shards: int = 2, size: int = 1000) -> list[Shard]:
+    """Return a small version whose bytes depend on `seed`."""
+    return [
+        make_shard(
+            index,
+            [
+                (
+                    f"s{index}.a",
+                    "F32",
+                    (size,),
+                    bytes((seed + index + i) % 256 for i in range(4 * size)),
+                ),
+                (f"s{index}.b", "BF16", (3,), bytes([seed % 256, index, 2, 3, 4, 5])),
+            ],
+        )
+        for index in range(shards)
+    ]
+
+
+def begin(**fields: Any) -> pb.BeginPushRequest:
+    return pb.BeginPushRequest(**{"model": MODEL, **fields})
+
+
+async def sending(
+    messages: Iterable[pb.PushWeightsRequest],
+) -> AsyncIterator[pb.PushWeightsRequest]:
+    for message in messages:
+        yield message
+
+
+def one_stream(
+    shards: Sequence[Shard], *, commit: str | None = "", **fields: Any
+) -> AsyncIterator[pb.PushWeightsRequest]:
+    """Return the messages of a trainer that does all in one call."""
+    messages = [pb.PushWeightsRequest(begin=begin(**fields))]
+    for shard in shards:
+        messages += shard.all()
+    if commit is not None:
+        messages.append(pb.PushWeightsRequest(commit=pb.CommitPushRequest(content_digest=commit)))
+    return sending(messages)
+
+
+@dataclass
+class Counts:
+    """Meters that remember."""
+
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    pushes: dict[str, int] = field(default_factory=dict)
+    received: int = 0
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        self.phases.setdefault(phase, []).append(seconds)
+
+    def count_push(self, outcome: str) -> None:
+        self.pushes[outcome] = self.pushes.get(outcome, 0) + 1
+
+    def add_received(self, size: int) -> None:
+        self.received += size
+
+
+@dataclass
+class World:
+    versions: ModelVersions
+    pushes: Pushes
+    meters: Counts
+    budget: SegmentBudget
+    fetchers: Fetchers
+    server: SegmentServer
+
+    async def push(self, shards: Sequence[Shard], version: int = 0, **fields: Any) -> int:
+        """Push and commit; return the version."""
+        response = await self.pushes.stream(one_stream(shards, version=version, **fields))
+        return response.version
+
+    async def join(
+        self, push_id: str, messages: Iterable[pb.PushWeightsRequest]
+    ) -> pb.PushWeightsResponse:
+        first = pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id))
+        return await self.pushes.stream(sending([first, *messages]))
+
+    def read(self, version: int) -> list[bytes]:
+        """Return what lies in the version's slot."""
+        record = self.versions.get(version)
+        assert record.slot is not None
+        assert record.manifest is not None
+        shards = record.manifest.layout.shards
+        pairs = zip(record.slot.ordered(), shards, strict=True)
+        return [bytes(segment.view[: shard.size]) for segment, shard in pairs]
+
+
+@contextlib.asynccontextmanager
+async def world(
+    folder: Path,
+    *,
+    fetchers: Fetchers,
+    store: str = "",
+    slots: int = 2,
+    limits: Mapping[str, float] | None = None,
+    retention: Retention | None = None,
+    memory: int = 1 << 30,
+) -> AsyncIterator[World]:
+    keeper = open_store(store or f"file://{folder / 'store'}")
+    records = await keeper.open()
+    server = SegmentServer(folder / "segments.sock")
+    budget = SegmentBudget(memory)
+    versions = ModelVersions(
+        MODEL,
+        store=keeper,
+        fetchers=fetchers,
+        server=server,
+        budget=budget,
+        slots=slots,
+        retention=retention,
+    )
+    await versions.open(records)
+    meters = Counts()
+    pushes = Pushes({MODEL: versions}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    try:
+        yield World(versions, pushes, meters, budget, fetchers, server)
+    finally:
+        await pushes.close()
+        await versions.close()
+        server.close()
+
+
+@contextlib.asynccontextmanager
+async def real_fetchers(count: int = 1) -> AsyncIterator[FetcherPool]:
+    pool = FetcherPool(count)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
