@@ -1,0 +1,1 @@
+"""A model learns a sentence while vLLM generates with it. Run `python -m examples.demo`."""
