@@ -164,15 +164,12 @@ class FetcherPool:
         else:
             await self._work(self._files, "load", segment, size, source_fd=source_fd)
 
-    def forget(self, segment_id: str) -> asyncio.Future[None]:
+    def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
         """Have every process unmap a segment that will not be used again.
 
         It is asked for at once; the result comes when all have done so and need not be awaited.
         """
-        forgotten: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        every = asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
-        every.add_done_callback(lambda _: forgotten.done() or forgotten.set_result(None))
-        return forgotten
+        return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
 
     async def _work(
         self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
