@@ -1,1 +1,106 @@
-"""The WeightSync client: pushes versions, applies them and reads them back."""
+"""The WeightSync client: pushes versions, applies them and reads them back.
+
+from weightsync_client import Client
+
+with Client("127.0.0.1:50551") as client:
+    pushed = client.push(model.state_dict(), metadata={"step": "120"})
+    client.apply(pushed.version)
+"""
+
+from __future__ import annotations
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_client.aio import AsyncClient, AsyncPushHandle
+from weightsync_client.client import Client
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    DataError,
+    DeadlineError,
+    DeniedError,
+    ExhaustedError,
+    InvalidError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
+from weightsync_client.handle import PushHandle
+from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
+from weightsync_client.pull import PulledTensor
+from weightsync_client.sources import PushSource
+from weightsync_client.types import (
+    ApplyOutcome,
+    ApplyPlan,
+    ApplyReport,
+    CacheMode,
+    Durability,
+    EngineState,
+    EngineStatus,
+    ModelStatus,
+    PauseMode,
+    PauseUsed,
+    Phases,
+    PullResult,
+    PushResult,
+    PushStatus,
+    RankResult,
+    Residency,
+    RollbackReport,
+    Serving,
+    SlotStatus,
+    Status,
+    TensorInfo,
+    Verification,
+    Version,
+    VersionChange,
+)
+
+__all__ = [
+    "AbortedError",
+    "ApplyOptions",
+    "ApplyOutcome",
+    "ApplyPlan",
+    "ApplyReport",
+    "AsyncClient",
+    "AsyncPushHandle",
+    "CacheMode",
+    "Client",
+    "ClientError",
+    "DataError",
+    "DeadlineError",
+    "DeniedError",
+    "Durability",
+    "EngineState",
+    "EngineStatus",
+    "ExhaustedError",
+    "InvalidError",
+    "ModelStatus",
+    "NotFoundError",
+    "PauseChoices",
+    "PauseMode",
+    "PauseUsed",
+    "Phases",
+    "PullResult",
+    "PulledTensor",
+    "PushHandle",
+    "PushOptions",
+    "PushResult",
+    "PushSource",
+    "PushStatus",
+    "RankResult",
+    "Reason",
+    "RefusedError",
+    "Residency",
+    "Retry",
+    "RollbackReport",
+    "Serving",
+    "SlotStatus",
+    "Status",
+    "TensorInfo",
+    "Timeouts",
+    "UnavailableError",
+    "Verification",
+    "Version",
+    "VersionChange",
+    "WeightSyncError",
+]

@@ -1,0 +1,282 @@
+"""The client for asyncio. Calls are asyncio's own; bytes are moved by threads.
+
+Reading, digesting and sending weights keeps a processor busy for seconds, so pushes and pulls run
+as in `weightsync_client.client`, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, cast
+
+import grpc
+
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
+from weightsync_client import calls, convert, types
+from weightsync_client.client import Client, default_holder
+from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc
+from weightsync_client.handle import PushHandle
+from weightsync_client.link import Link
+from weightsync_client.options import (
+    DEFAULT_ADDRESS,
+    ApplyOptions,
+    PauseChoices,
+    PushOptions,
+    Retry,
+    Timeouts,
+)
+from weightsync_client.pull import PulledTensor
+from weightsync_client.sources import PushSource
+
+__all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
+
+T = TypeVar("T")
+_END = object()
+
+#: What `Client.push` takes, and asynchronous iterables of name and tensor pairs.
+AsyncPushSource = PushSource | AsyncIterable[tuple[str, Any]]
+
+
+class AsyncPushHandle:
+    """A push that runs in the background; see `PushHandle`.
+
+    Attributes:
+        source_free: Done when the server holds every byte: the source may be changed from then on.
+        committed: Done when the version is committed, with its PushResult, or with the error.
+    """
+
+    def __init__(self, handle: PushHandle) -> None:
+        self._handle = handle
+        self.source_free = asyncio.wrap_future(handle.source_free)
+        self.committed = asyncio.wrap_future(handle.committed)
+        # A failure is told by `committed`; nobody need ask twice.
+        self.source_free.add_done_callback(lambda f: f.cancelled() or f.exception())
+
+    def cancel(self) -> None:
+        """End the push; `committed` then fails with AbortedError, unless the commit came first."""
+        self._handle.cancel()
+
+
+class AsyncClient:
+    """Speaks with one server about one model; belongs to one event loop.
+
+    Takes the arguments of `Client`, and its methods do what those of `Client` do.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        model: str | None = None,
+        token: str | None = None,
+        timeouts: Timeouts | None = None,
+        retry: Retry | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._link = Link(address, token, credentials, timeouts or Timeouts())
+        self._retry = retry or Retry()
+        self._model = model
+        self._channel: grpc.aio.Channel | None = None
+        self._closed = False
+        self._arguments: dict[str, Any] = {
+            "token": token, "timeouts": timeouts, "retry": retry, "credentials": credentials
+        }  # fmt: skip
+        self._bulk_client: Client | None = None
+
+    def _stub(self) -> pb_grpc.WeightSyncAsyncStub:
+        if self._channel is None:
+            self._channel = self._link.aio_channel()
+        return pb_grpc.WeightSyncStub(self._channel)
+
+    async def _invoke(self, call: calls.Call[T]) -> T:
+        try:
+            reply = await getattr(self._stub(), call.method)(
+                call.request, timeout=call.timeout_s, metadata=self._link.metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc(error, method=call.method, address=self._link.address) from None
+        return call.read(reply)
+
+    async def model(self) -> str:
+        """Name of the model; asks the server once if none was given."""
+        if self._model is None:
+            self._model = calls.single_model(await self.status())
+        return self._model
+
+    async def _bulk(self) -> Client:
+        """Return the client whose threads move bytes."""
+        model = await self.model()
+        if self._bulk_client is None:
+            self._bulk_client = Client(self._link.address, model=model, **self._arguments)
+        return self._bulk_client
+
+    # Pushing.
+
+    async def push(
+        self, source: AsyncPushSource, **options: Unpack[PushOptions]
+    ) -> types.PushResult:
+        """Push a version as `Client.push` does; cancelling it ends the push."""
+        handle = await self.push_async(source, **options)
+        try:
+            return await asyncio.shield(handle.committed)
+        except asyncio.CancelledError:
+            handle.cancel()
+            raise
+
+    async def push_async(
+        self, source: AsyncPushSource, **options: Unpack[PushOptions]
+    ) -> AsyncPushHandle:
+        """Begin a push in the background; see `Client.push_async`."""
+        client = await self._bulk()
+        if isinstance(source, (str, os.PathLike)):
+            return AsyncPushHandle(await asyncio.to_thread(client.push_async, source, **options))
+        if isinstance(source, AsyncIterable):
+            source = _in_step(source, asyncio.get_running_loop())
+        return AsyncPushHandle(client.push_async(source, **options))
+
+    async def acquire_epoch(self, holder: str = "") -> int:
+        """Become the writer: pushes under older epochs are refused from then on."""
+        return await self._invoke(
+            calls.acquire_epoch(await self.model(), holder or default_holder(), self._link.timeouts)
+        )
+
+    async def abort(self, push_id: str) -> None:
+        """Drop an open push of anyone; ids are in `status`."""
+        await self._invoke(calls.abort_push(push_id, self._link.timeouts))
+
+    # Serving.
+
+    async def apply(self, version: int = 0, **options: Unpack[ApplyOptions]) -> types.ApplyReport:
+        """Make a version live on every rank, proved from live parameters, or change nothing."""
+        return await self._invoke(
+            calls.apply_version(await self.model(), version, options, self._link.timeouts)
+        )
+
+    async def rollback(
+        self, reason: str = "", **options: Unpack[PauseChoices]
+    ) -> types.RollbackReport:
+        """Go back to the previous verified version and mark the one that is left rejected."""
+        return await self._invoke(
+            calls.rollback(await self.model(), reason, options, self._link.timeouts)
+        )
+
+    async def verify(self, version: int = 0) -> types.Verification:
+        """Prove what every rank serves, from its live parameters."""
+        return await self._invoke(
+            calls.verify_version(await self.model(), version, self._link.timeouts)
+        )
+
+    # Versions.
+
+    async def versions(self) -> list[types.Version]:
+        """List all versions, newest first."""
+        versions: list[types.Version] = []
+        token, more = "", True
+        while more:
+            call = calls.list_versions(await self.model(), token, self._link.timeouts)
+            page, token = await self._invoke(call)
+            versions += page
+            more = bool(token)
+        return versions
+
+    async def get_version(self, version: int = 0) -> types.Version:
+        """Tell one version; 0: the live one."""
+        call = calls.get_version(await self.model(), version, self._link.timeouts)
+        return (await self._invoke(call))[0]
+
+    async def watch(self) -> AsyncIterator[types.VersionChange]:
+        """Yield the present state of every version, then each change; see `Client.watch`."""
+        request = pb.WatchVersionsRequest(model=await self.model())
+        failures = 0
+        while not self._closed:
+            call = self._stub().WatchVersions(
+                request, timeout=self._link.timeouts.watch_s, metadata=self._link.metadata
+            )
+            try:
+                async for message in call:
+                    failures = 0
+                    yield convert.to_change(message)
+            except grpc.RpcError as rpc_error:
+                error = from_rpc(rpc_error, method="WatchVersions", address=self._link.address)
+                if isinstance(error, DeadlineError):
+                    continue
+                failures += 1
+                lasting = not isinstance(error, (UnavailableError, AbortedError))
+                if lasting or failures >= self._retry.attempts:
+                    raise error from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(self._retry.delay_s(max(1, failures)))
+
+    async def pin(self, version: int, *, pinned: bool = True) -> types.Version:
+        """Keep a version from being collected, or let it go."""
+        return await self._invoke(
+            calls.pin_version(
+                await self.model(), version, pinned=pinned, timeouts=self._link.timeouts
+            )
+        )
+
+    async def delete(self, version: int) -> None:
+        """Delete a version that is neither live, staged for an apply, pinned nor a base."""
+        await self._invoke(calls.delete_version(await self.model(), version, self._link.timeouts))
+
+    async def pull(
+        self,
+        path: str | os.PathLike[str],
+        version: int = 0,
+        *,
+        on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> types.PullResult:
+        """Write a version as safetensors; the folder appears whole and proved, or not at all."""
+        client = await self._bulk()
+        return await asyncio.to_thread(client.pull, path, version, on_progress=on_progress)
+
+    async def tensors(self, version: int = 0) -> AsyncIterator[PulledTensor]:
+        """Yield the tensors of a version (0: the live one), each proved; one is held at a time."""
+        iterator = (await self._bulk()).tensors(version)
+        while (tensor := await asyncio.to_thread(next, iterator, None)) is not None:
+            yield tensor
+
+    # The server and this client.
+
+    async def status(self) -> types.Status:
+        """Tell the state of the server: engine, ranks, slots, pushes, invariants."""
+        return await self._invoke(calls.get_status("", self._link.timeouts))
+
+    async def close(self) -> None:
+        """Wait for background pushes, then close the connections."""
+        self._closed = True
+        if self._bulk_client is not None:
+            await asyncio.to_thread(self._bulk_client.close)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._bulk_client is not None:
+            self._bulk_client.cancel_pushes()
+        await self.close()
+
+
+def _in_step(
+    source: AsyncIterable[tuple[str, Any]], loop: asyncio.AbstractEventLoop
+) -> Iterator[tuple[str, Any]]:
+    """Read an asynchronous iterable from a thread; each step runs on its event loop."""
+    iterator = aiter(source)
+
+    async def step() -> object:
+        return await anext(iterator, _END)
+
+    while (pair := asyncio.run_coroutine_threadsafe(step(), loop).result()) is not _END:
+        yield cast("tuple[str, Any]", pair)

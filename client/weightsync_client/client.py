@@ -1,0 +1,294 @@
+"""The client for ordinary code: every method returns when the answer is there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
+from weightsync_client import calls, convert, types
+from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc, refuse
+from weightsync_client.handle import PushHandle
+from weightsync_client.link import Link
+from weightsync_client.options import (
+    DEFAULT_ADDRESS,
+    SHARD_BYTES,
+    ApplyOptions,
+    PauseChoices,
+    PushOptions,
+    Retry,
+    Timeouts,
+)
+from weightsync_client.pull import PulledTensor, Puller
+from weightsync_client.pusher import Push
+from weightsync_client.sources import PushSource, make_source
+
+__all__ = ["Client", "default_holder"]
+
+T = TypeVar("T")
+
+
+def default_holder() -> str:
+    """Return who asks for an epoch, unless the caller says: host and process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Client:
+    """Speaks with one server about one model. Threads may share it.
+
+    Errors are `ClientError`s (see `weightsync_client.errors`); nothing of gRPC's is raised. Calls
+    that only read or can be repeated are tried again for about a second when the link breaks;
+    pushes and pulls go on where a cut left them.
+
+    Args:
+        address: HOST:PORT or unix:PATH.
+        model: Name of the model; None: the server's only one, asked for once.
+        token: Sent with every call as a bearer token.
+        timeouts: Longest time of each kind of call.
+        retry: How long a cut push or pull is taken up again.
+        credentials: TLS; None: plain text, as the server listens on loopback or a unix socket.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        model: str | None = None,
+        token: str | None = None,
+        timeouts: Timeouts | None = None,
+        retry: Retry | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._link = Link(address, token, credentials, timeouts or Timeouts())
+        self._retry = retry or Retry()
+        self._model = model
+        self._channel = self._link.channel()
+        self._stub = pb_grpc.WeightSyncStub(self._channel)
+        self._handles: weakref.WeakSet[PushHandle] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def model(self) -> str:
+        """Name of the model; asks the server once if none was given."""
+        if self._model is None:
+            self._model = calls.single_model(self.status())
+        return self._model
+
+    def _invoke(self, call: calls.Call[T]) -> T:
+        self._check_open()
+        try:
+            reply = getattr(self._stub, call.method)(
+                call.request, timeout=call.timeout_s, metadata=self._link.metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc(error, method=call.method, address=self._link.address) from None
+        return call.read(reply)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise refuse(Reason.REQUEST_INVALID, "this client was closed; make a new one")
+
+    # Pushing.
+
+    def push(self, source: PushSource, **options: Unpack[PushOptions]) -> types.PushResult:
+        """Push a version: when this returns it is committed, verified and, in a store, durable.
+
+        The source is not in use any more then. Nothing exists of a push that fails.
+
+        Args:
+            source: A state dict (name to tensor), a safetensors file or a folder of them, or an
+                iterable of name and tensor pairs. An iterable is never collected: at most
+                `streams` + 1 shards of it are held, and a tensor that was handed over must not
+                change before the push is over.
+            **options: See `PushOptions`.
+
+        Raises:
+            ClientError: With the reason and the remedy.
+        """
+        return self._prepare(source, options).run()
+
+    def push_async(self, source: PushSource, **options: Unpack[PushOptions]) -> PushHandle:
+        """Begin a push in the background; see `push` and `PushHandle`.
+
+        What can be checked before a byte is sent is checked before this returns. An iterable is
+        read by another thread.
+        """
+        handle = PushHandle()
+        push = self._prepare(source, options, lambda: handle.source_free.set_result(None))
+        with self._lock:
+            self._handles.add(handle)
+        handle.start(push.run, push.cancel)
+        return handle
+
+    def _prepare(
+        self,
+        source: PushSource,
+        options: PushOptions,
+        on_source_free: Callable[[], None] | None = None,
+    ) -> Push:
+        shards = make_source(source, options.get("shard_bytes", SHARD_BYTES))
+        return Push(
+            self._link, self._invoke, self.model, shards, options, self._retry, on_source_free
+        )
+
+    def acquire_epoch(self, holder: str = "") -> int:
+        """Become the writer: pushes under older epochs are refused from then on."""
+        return self._invoke(
+            calls.acquire_epoch(self.model, holder or default_holder(), self._link.timeouts)
+        )
+
+    def abort(self, push_id: str) -> None:
+        """Drop an open push of anyone; ids are in `status`."""
+        self._invoke(calls.abort_push(push_id, self._link.timeouts))
+
+    # Serving.
+
+    def apply(self, version: int = 0, **options: Unpack[ApplyOptions]) -> types.ApplyReport:
+        """Make a version live on every rank, proved from live parameters, or change nothing.
+
+        Args:
+            version: 0: the newest committed one that is not rejected.
+            **options: See `ApplyOptions` and `PauseChoices`.
+        """
+        return self._invoke(calls.apply_version(self.model, version, options, self._link.timeouts))
+
+    def rollback(self, reason: str = "", **options: Unpack[PauseChoices]) -> types.RollbackReport:
+        """Go back to the previous verified version and mark the one that is left rejected."""
+        return self._invoke(calls.rollback(self.model, reason, options, self._link.timeouts))
+
+    def verify(self, version: int = 0) -> types.Verification:
+        """Prove what every rank serves, from its live parameters.
+
+        Args:
+            version: What should be live; 0: what the server believes to be live.
+        """
+        return self._invoke(calls.verify_version(self.model, version, self._link.timeouts))
+
+    # Versions.
+
+    def versions(self) -> list[types.Version]:
+        """List all versions, newest first."""
+        versions: list[types.Version] = []
+        token, more = "", True
+        while more:
+            page, token = self._invoke(calls.list_versions(self.model, token, self._link.timeouts))
+            versions += page
+            more = bool(token)
+        return versions
+
+    def get_version(self, version: int = 0) -> types.Version:
+        """Tell one version; 0: the live one."""
+        return self._invoke(calls.get_version(self.model, version, self._link.timeouts))[0]
+
+    def watch(self) -> Iterator[types.VersionChange]:
+        """Yield the present state of every version, then each change, until it is closed.
+
+        A broken link is taken up again; the state is then told once more, marked `initial`.
+        """
+        request = pb.WatchVersionsRequest(model=self.model)
+        failures = 0
+        while not self._closed:
+            try:
+                for message in self._stream("WatchVersions", request, self._link.timeouts.watch_s):
+                    failures = 0
+                    yield convert.to_change(message)
+            except DeadlineError:
+                continue  # Renewed, so that a half-open link is not watched for ever.
+            except (UnavailableError, AbortedError):
+                failures += 1
+                if failures >= self._retry.attempts and not self._closed:
+                    raise
+            time.sleep(self._retry.delay_s(max(1, failures)))
+
+    def pin(self, version: int, *, pinned: bool = True) -> types.Version:
+        """Keep a version from being collected, or let it go."""
+        return self._invoke(
+            calls.pin_version(self.model, version, pinned=pinned, timeouts=self._link.timeouts)
+        )
+
+    def delete(self, version: int) -> None:
+        """Delete a version that is neither live, staged for an apply, pinned nor a base."""
+        self._invoke(calls.delete_version(self.model, version, self._link.timeouts))
+
+    def pull(
+        self,
+        path: str | os.PathLike[str],
+        version: int = 0,
+        *,
+        on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> types.PullResult:
+        """Write a version as safetensors; the folder appears whole and proved, or not at all.
+
+        Args:
+            path: A folder that does not exist yet, or an empty one.
+            version: 0: the live one.
+            on_progress: Called with bytes written and bytes in all.
+        """
+        return self._puller(version).to_folder(Path(path), on_progress)
+
+    def tensors(self, version: int = 0) -> Iterator[PulledTensor]:
+        """Yield the tensors of a version (0: the live one), each proved; one is held at a time."""
+        yield from self._puller(version).tensors()
+
+    def _puller(self, version: int) -> Puller:
+        def open_pull(request: pb.PullWeightsRequest) -> Iterator[pb.PullWeightsResponse]:
+            return self._stream("PullWeights", request, self._link.timeouts.stream_s)
+
+        return Puller(self._link, self._invoke, open_pull, self.model, version, self._retry)
+
+    def _stream(self, method: str, request: Any, timeout_s: float) -> Iterator[Any]:
+        self._check_open()
+        call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=self._link.metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise from_rpc(error, method=method, address=self._link.address) from None
+        finally:
+            call.cancel()
+
+    # The server and this client.
+
+    def status(self) -> types.Status:
+        """Tell the state of the server: engine, ranks, slots, pushes, invariants."""
+        return self._invoke(calls.get_status("", self._link.timeouts))
+
+    def cancel_pushes(self) -> None:
+        """End every push that runs in the background."""
+        for handle in self._running():
+            handle.cancel()
+
+    def close(self) -> None:
+        """Wait for background pushes, then close the connection; ends every `watch`."""
+        for handle in self._running():
+            handle.join()
+        self._closed = True
+        self._channel.close()
+
+    def _running(self) -> list[PushHandle]:
+        with self._lock:
+            return list(self._handles)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.cancel_pushes()
+        self.close()

@@ -1,0 +1,209 @@
+"""From protobuf messages to the client's types; nothing of protobuf's is left in them."""
+
+from __future__ import annotations
+
+import enum
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeVar
+
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import types
+
+if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+__all__ = [
+    "to_change",
+    "to_report",
+    "to_rollback",
+    "to_status",
+    "to_tensor",
+    "to_verification",
+    "to_version",
+]
+
+_E = TypeVar("_E", bound=enum.StrEnum)
+
+
+def _enum(kind: type[_E], value: int, names: dict[int, str]) -> _E:
+    # A value of a newer server has no name here.
+    try:
+        return kind(names[value])
+    except (KeyError, ValueError):
+        return kind("unspecified")
+
+
+def _names(descriptor: object) -> dict[int, str]:
+    values = {v.number: v.name for v in descriptor.values}  # type: ignore[attr-defined] # upb's
+    prefix = values[0].removesuffix("UNSPECIFIED")
+    return {number: name.removeprefix(prefix).lower() for number, name in values.items()}
+
+
+_DURABILITY = _names(pb.Durability.DESCRIPTOR)
+_RESIDENCY = _names(pb.Residency.DESCRIPTOR)
+_SERVING = _names(pb.Serving.DESCRIPTOR)
+_PAUSE = _names(pb.PauseMode.DESCRIPTOR)
+_CACHE = _names(pb.CacheMode.DESCRIPTOR)
+_OUTCOME = _names(pb.ApplyOutcome.DESCRIPTOR)
+_ENGINE = _names(pb.EngineState.DESCRIPTOR)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9
+
+
+def _time(timestamp: Timestamp) -> datetime:
+    return timestamp.ToDatetime(tzinfo=UTC)
+
+
+def to_version(m: pb.VersionInfo) -> types.Version:
+    """Convert a version."""
+    return types.Version(
+        model=m.model,
+        version=m.version,
+        durability=_enum(types.Durability, m.durability, _DURABILITY),
+        residency=_enum(types.Residency, m.residency, _RESIDENCY),
+        serving=_enum(types.Serving, m.serving, _SERVING),
+        rejected_reason=m.rejected_reason,
+        content_digest=m.content_digest,
+        manifest_digest=m.manifest_digest,
+        layout_digest=m.layout_digest,
+        size_bytes=m.size_bytes,
+        tensor_count=m.tensor_count,
+        shard_count=m.shard_count,
+        epoch=m.epoch,
+        commit_time=_time(m.commit_time) if m.HasField("commit_time") else None,
+        metadata=dict(m.metadata),
+        pinned=m.pinned,
+        trainer_verified=m.trainer_verified,
+    )
+
+
+def to_tensor(m: pb.TensorInfo) -> types.TensorInfo:
+    """Convert a tensor of a version."""
+    spec = m.spec
+    return types.TensorInfo(
+        spec.name, spec.dtype, tuple(spec.shape), m.shard, spec.begin, spec.end, m.digest
+    )
+
+
+def to_change(m: pb.WatchVersionsResponse) -> types.VersionChange:
+    """Convert a message of a watch."""
+    return types.VersionChange(to_version(m.version), m.revision, m.deleted, m.initial)
+
+
+def _rank(m: pb.RankResult) -> types.RankResult:
+    return types.RankResult(
+        m.rank,
+        m.version,
+        m.content_digest,
+        m.written_bytes,
+        _seconds(m.commit),
+        _seconds(m.verify),
+        m.error,
+    )
+
+
+def _phases(m: pb.PhaseDurations) -> types.Phases:
+    return types.Phases(
+        prepare_s=_seconds(m.prepare),
+        pause_s=_seconds(m.pause),
+        commit_s=_seconds(m.commit),
+        verify_s=_seconds(m.verify),
+        resume_s=_seconds(m.resume),
+        paused_total_s=_seconds(m.paused_total),
+    )
+
+
+def _pause(m: pb.PauseOptions) -> types.PauseUsed:
+    return types.PauseUsed(
+        mode=_enum(types.PauseMode, m.mode, _PAUSE),
+        cache=_enum(types.CacheMode, m.cache, _CACHE),
+        wait_timeout_s=_seconds(m.wait_timeout),
+        after_wait=_enum(types.PauseMode, m.after_wait, _PAUSE),
+    )
+
+
+def to_report(m: pb.ApplyReport) -> types.ApplyReport:
+    """Convert the report of an apply."""
+    plan = types.ApplyPlan(
+        m.plan.bytes,
+        _seconds(m.plan.predicted_pause),
+        m.plan.memory_bytes,
+        m.plan.read_from_store,
+        m.plan.strategy,
+    )
+    return types.ApplyReport(
+        apply_id=m.apply_id,
+        outcome=_enum(types.ApplyOutcome, m.outcome, _OUTCOME),
+        version=m.version,
+        content_digest=m.content_digest,
+        previous_version=m.previous_version,
+        phases=_phases(m.phases),
+        written_bytes=m.written_bytes,
+        ranks=tuple(map(_rank, m.ranks)),
+        pause=_pause(m.pause),
+        plan=plan if m.HasField("plan") else None,
+    )
+
+
+def to_rollback(m: pb.RollbackResponse) -> types.RollbackReport:
+    """Convert the answer to a rollback."""
+    return types.RollbackReport(to_report(m.report), m.rejected_version)
+
+
+def to_verification(m: pb.VerifyVersionResponse) -> types.Verification:
+    """Convert a proof."""
+    return types.Verification(m.verified, m.version, m.content_digest, tuple(map(_rank, m.ranks)))
+
+
+def _engine(m: pb.EngineStatus) -> types.EngineStatus:
+    return types.EngineStatus(
+        state=_enum(types.EngineState, m.state, _ENGINE),
+        reason=m.reason,
+        engine_id=m.engine_id,
+        vllm_version=m.vllm_version,
+        kind=m.kind,
+        ranks=tuple(map(_rank, m.ranks)),
+        capabilities=tuple(m.capabilities),
+    )
+
+
+def _slot(m: pb.SlotStatus) -> types.SlotStatus:
+    return types.SlotStatus(m.slot, m.version, m.state, m.reserved_bytes, m.used_bytes, m.leases)
+
+
+def _push(m: pb.PushStatus) -> types.PushStatus:
+    return types.PushStatus(m.push_id, m.version, m.received_bytes, m.declared_bytes, m.streams)
+
+
+def _model(m: pb.ModelStatus) -> types.ModelStatus:
+    return types.ModelStatus(
+        model=m.model,
+        live_version=m.live_version,
+        live_content_digest=m.live_content_digest,
+        rollback_version=m.rollback_version,
+        rollback_resident=m.rollback_resident,
+        newest_version=m.newest_version,
+        epoch=m.epoch,
+        engine=_engine(m.engine),
+        slots=tuple(map(_slot, m.slots)),
+        pushes=tuple(map(_push, m.pushes)),
+        apply_id=m.apply_id,
+    )
+
+
+def to_status(m: pb.GetStatusResponse) -> types.Status:
+    """Convert the state of a server."""
+    return types.Status(
+        server_version=m.server_version,
+        start_time=_time(m.start_time) if m.HasField("start_time") else None,
+        models=tuple(map(_model, m.models)),
+        memory_reserved_bytes=m.memory_reserved_bytes,
+        memory_limit_bytes=m.memory_limit_bytes,
+        fetchers=m.fetchers,
+        store=m.store,
+        durable=m.durable,
+        invariant_violations=dict(m.invariant_violations),
+    )

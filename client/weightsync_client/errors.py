@@ -1,0 +1,252 @@
+"""Every error of the client, and the one place that knows gRPC's.
+
+WeightSyncError            reason, message, metadata, retry_after_s, code
+└── ClientError
+    ├── InvalidError       INVALID_ARGUMENT, OUT_OF_RANGE, UNIMPLEMENTED: correct the call
+    ├── NotFoundError      NOT_FOUND: no such model, version or push
+    ├── RefusedError       FAILED_PRECONDITION, ALREADY_EXISTS: do what the sentence says
+    ├── AbortedError       ABORTED, CANCELLED: read the state again, then retry
+    ├── ExhaustedError     RESOURCE_EXHAUSTED: no slot, memory or disk
+    ├── UnavailableError   UNAVAILABLE, and a link that broke: retry the same call
+    ├── DeadlineError      DEADLINE_EXCEEDED
+    ├── DeniedError        UNAUTHENTICATED, PERMISSION_DENIED
+    └── DataError          DATA_LOSS: bytes no longer have their digest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from weightsync.errors import Reason, WeightSyncError
+
+__all__ = [
+    "AbortedError",
+    "ClientError",
+    "DataError",
+    "DeadlineError",
+    "DeniedError",
+    "ExhaustedError",
+    "InvalidError",
+    "NotFoundError",
+    "RefusedError",
+    "UnavailableError",
+    "from_rpc",
+    "refuse",
+    "typed_errors",
+]
+
+_DOMAIN = "weightsync"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class ClientError(WeightSyncError):
+    """Base of all errors that the client raises.
+
+    Args:
+        reason: Stable cause.
+        message: One sentence that names the remedy.
+        metadata: Facts for programs.
+        retry_after_s: Seconds after which a retry may succeed.
+        code: The status that the server or the link gave; default: that of the reason.
+    """
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+        code: grpc.StatusCode | None = None,
+    ) -> None:
+        super().__init__(reason, message, metadata=metadata, retry_after_s=retry_after_s)
+        self._code = code
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status."""
+        return self._code or super().code
+
+
+class InvalidError(ClientError):
+    """The call, its layout or its bytes are wrong: correct them."""
+
+
+class NotFoundError(ClientError):
+    """No such model, version or push."""
+
+
+class RefusedError(ClientError):
+    """The state does not allow it: do what the sentence says, a retry does not help."""
+
+
+class AbortedError(ClientError):
+    """Something else came between: read the state again, then retry."""
+
+
+class ExhaustedError(ClientError):
+    """Out of slots, memory or disk; `retry_after_s` says when to come back, where known."""
+
+
+class UnavailableError(ClientError):
+    """The server, its engine or the link is away: retry the same call later."""
+
+
+class DeadlineError(ClientError):
+    """The call took longer than its timeout."""
+
+
+class DeniedError(ClientError):
+    """The token is missing, wrong, or lacks the role."""
+
+
+class DataError(ClientError):
+    """Bytes that were stored, staged or received do not have their digest."""
+
+
+_CODE = grpc.StatusCode
+
+# Total: a test asks for every status. A link that breaks shows up as UNAVAILABLE, UNKNOWN or
+# INTERNAL; the last two never come from our server.
+_CLASSES: Mapping[grpc.StatusCode, type[ClientError]] = MappingProxyType(
+    {
+        _CODE.OK: UnavailableError,
+        _CODE.CANCELLED: AbortedError,
+        _CODE.UNKNOWN: UnavailableError,
+        _CODE.INVALID_ARGUMENT: InvalidError,
+        _CODE.DEADLINE_EXCEEDED: DeadlineError,
+        _CODE.NOT_FOUND: NotFoundError,
+        _CODE.ALREADY_EXISTS: RefusedError,
+        _CODE.PERMISSION_DENIED: DeniedError,
+        _CODE.RESOURCE_EXHAUSTED: ExhaustedError,
+        _CODE.FAILED_PRECONDITION: RefusedError,
+        _CODE.ABORTED: AbortedError,
+        _CODE.OUT_OF_RANGE: InvalidError,
+        _CODE.UNIMPLEMENTED: InvalidError,
+        _CODE.INTERNAL: UnavailableError,
+        _CODE.UNAVAILABLE: UnavailableError,
+        _CODE.DATA_LOSS: DataError,
+        _CODE.UNAUTHENTICATED: DeniedError,
+    }
+)
+
+# For a status without ErrorInfo, or with a reason of a newer server.
+_REASONS: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
+    {
+        _CODE.OK: Reason.FAULT,
+        _CODE.CANCELLED: Reason.PUSH_ABORTED,
+        _CODE.UNKNOWN: Reason.ENGINE_AWAY,
+        _CODE.INVALID_ARGUMENT: Reason.REQUEST_INVALID,
+        _CODE.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,
+        _CODE.NOT_FOUND: Reason.VERSION_UNKNOWN,
+        _CODE.ALREADY_EXISTS: Reason.VERSION_CONFLICT,
+        _CODE.PERMISSION_DENIED: Reason.REQUEST_INVALID,
+        _CODE.RESOURCE_EXHAUSTED: Reason.LIMIT_EXCEEDED,
+        _CODE.FAILED_PRECONDITION: Reason.ENGINE_REFUSED,
+        _CODE.ABORTED: Reason.PUSH_ABORTED,
+        _CODE.OUT_OF_RANGE: Reason.REQUEST_INVALID,
+        _CODE.UNIMPLEMENTED: Reason.NOT_SUPPORTED,
+        _CODE.INTERNAL: Reason.ENGINE_AWAY,
+        _CODE.UNAVAILABLE: Reason.ENGINE_AWAY,
+        _CODE.DATA_LOSS: Reason.DATA_CORRUPT,
+        _CODE.UNAUTHENTICATED: Reason.REQUEST_INVALID,
+    }
+)
+
+_LINK_CODES = (_CODE.UNAVAILABLE, _CODE.UNKNOWN, _CODE.INTERNAL, _CODE.OK)
+
+
+def refuse(reason: Reason, message: str, **metadata: str) -> ClientError:
+    """Return the error of the right class for something that the client itself found."""
+    probe = ClientError(reason, message, metadata=metadata)
+    return _CLASSES[probe.code](reason, message, metadata=metadata)
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Give errors that the shared checks raise their place in the tree."""
+    try:
+        yield
+    except ClientError:
+        raise
+    except WeightSyncError as error:
+        raise refuse(error.reason, error.message, **error.metadata) from None
+
+
+def _rich_status(error: Any) -> status_pb2.Status | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str) -> str:
+    if code in _LINK_CODES:
+        # gRPC lists every address it tried; the last cause says enough.
+        cause = re.split(r"last error: ", details)[-1] or code.name.lower()
+        return (
+            f"no answer from {address} to {method} ({cause}); check that weightsync-server runs "
+            "there and that the address is right, then try again"
+        )
+    if code is _CODE.DEADLINE_EXCEEDED:
+        return (
+            f"{method} on {address} did not end within its timeout; "
+            "look at the status, then try again or allow more time"
+        )
+    if code in (_CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED):
+        return f"{address} does not let this token call {method} ({details}); check the token"
+    if code is _CODE.UNIMPLEMENTED:
+        return (
+            f"{address} does not serve {method} ({details}); check that it is a weightsync-server"
+        )
+    if code is _CODE.CANCELLED:
+        return f"{method} on {address} was cancelled; call again"
+    return details or f"{method} on {address} failed with {code.name}"
+
+
+def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
+    """Return our error for one of gRPC's (sync or asyncio); nothing of gRPC's is left in it.
+
+    Args:
+        error: `grpc.RpcError` that is also a call, or `grpc.aio.AioRpcError`.
+        method: Name of the RPC, for the sentence.
+        address: Where it was sent, for the sentence and the metadata.
+    """
+    code = error.code() or _CODE.UNKNOWN
+    details = error.details() or ""
+    reason: Reason | None = None
+    metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    status = _rich_status(error)
+    for detail in status.details if status else ():
+        if detail.Unpack(info) and info.domain == _DOMAIN:
+            metadata = dict(info.metadata)
+            try:
+                reason = Reason[info.reason]
+            except KeyError:
+                metadata["reason"] = info.reason
+            code = _CODE.UNKNOWN if code is _CODE.OK else code
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    if status is None or not status.details:
+        details = _sentence(code, details, method=method, address=address)
+        metadata["address"] = address
+    return _CLASSES[code](
+        reason or _REASONS[code],
+        details,
+        metadata=metadata,
+        retry_after_s=retry_after_s,
+        code=code,
+    )

@@ -1,0 +1,386 @@
+"""A push: shards over one or several streams, taken up where a cut left them, then the commit."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from weightsync.digest import content_digest
+from weightsync.errors import Reason
+from weightsync.manifest import TensorEntry
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import calls, messages
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    DeadlineError,
+    NotFoundError,
+    UnavailableError,
+    refuse,
+)
+from weightsync_client.link import Link
+from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.shards import Shard, ShardDigester
+from weightsync_client.sources import Source
+from weightsync_client.streams import Feed, Lane
+from weightsync_client.types import PushResult
+
+__all__ = ["Invoke", "Push"]
+
+T = TypeVar("T")
+
+# How long the clean-up after a failed push may take.
+_ABORT_S = 5.0
+
+
+class Invoke(Protocol):
+    """Sends one unary call."""
+
+    def __call__(self, call: calls.Call[T], /) -> T:
+        """Return what the call's answer says."""
+
+
+@dataclass(slots=True)
+class _Job:
+    shard: Shard
+    digester: ShardDigester
+    offset: int = 0
+    layout_held: bool = False
+
+    def take_up(self, progress: pb.ShardProgress | None) -> None:
+        """Note what the server holds."""
+        self.layout_held = progress is not None
+        self.offset = progress.received_bytes if progress else 0
+
+
+class Push:
+    """One push; `run` is called once.
+
+    Threads: `run` hands out shards, each lane sends with one, gRPC makes messages in one more per
+    stream. A shard belongs to one lane at a time.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        invoke: Invoke,
+        model: str,
+        source: Source,
+        options: PushOptions,
+        retry: Retry,
+        on_source_free: Callable[[], None] | None = None,
+    ) -> None:
+        self._link = link
+        self._invoke = invoke
+        self._source = source
+        self._options = options
+        self._retry = retry
+        self._streams = options.get("streams", 1)
+        self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
+        if self._streams < 1 or self._chunk_bytes < 1:
+            raise refuse(
+                Reason.REQUEST_INVALID, "streams and chunk_bytes must be 1 or more; correct them"
+            )
+        self._request = self._begin_request(model)
+        self._push_id = ""
+        self._commit_asked = False
+        self._on_source_free = on_source_free
+        self._freed = False
+        self._lock = threading.Lock()
+        self._lanes: list[Lane] = []
+        self._sent = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._permits = threading.Semaphore(self._streams)
+        self._held: dict[int, pb.ShardProgress] = {}
+        self._layout_known = False
+        self._done: list[tuple[tuple[TensorEntry, ...], list[bytes]]] = []
+
+    def _begin_request(self, model: str) -> pb.BeginPushRequest:
+        options, layout = self._options, self._source.layout
+        return pb.BeginPushRequest(
+            model=model,
+            version=options.get("version", 0),
+            epoch=options.get("epoch", 0),
+            kind=pb.PUSH_KIND_FULL,
+            idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
+            layout_digest=layout.digest if layout else "",
+            total_bytes=layout.size if layout else 0,
+            shard_count=len(layout.shards) if layout else 0,
+            metadata=options.get("metadata", {}),
+            stream=pb.StreamSource(),
+        )
+
+    # The whole of it.
+
+    def run(self) -> PushResult:
+        """Send everything and return the committed version."""
+        started = time.monotonic()
+        restarts = 0
+        while True:
+            try:
+                reply = self._run_once()
+            except NotFoundError as error:
+                # A server that restarted forgets open pushes; what it committed, it knows.
+                restarts += 1
+                if restarts > 3 or not self._may_restart(error):
+                    raise
+                self._reset()
+            except BaseException as error:
+                self._clean_up(error)
+                raise
+            else:
+                return self._result(reply, time.monotonic() - started)
+
+    def _may_restart(self, error: ClientError) -> bool:
+        # Never from a source that was declared free: it may hold other weights by now.
+        again = self._source.layout is not None and not self._freed
+        return again and error.reason is Reason.PUSH_UNKNOWN and self._error in (None, error)
+
+    def cancel(self) -> None:
+        """End the push from another thread; `run` then raises AbortedError."""
+        self._fail(AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again"))
+
+    def _run_once(self) -> pb.CommitPushResponse:
+        reply = self._invoke(calls.begin_push(self._request, self._link.timeouts))
+        self._push_id = reply.push_id
+        # Should this have to begin again, it is for the same version and under the same epoch.
+        self._request.version, self._request.epoch = reply.version, reply.epoch
+        if not reply.HasField("committed"):
+            self._held = {progress.shard: progress for progress in reply.shards}
+            self._layout_known = reply.layout_known
+            self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
+            self._send_all(list(reply.data_endpoints))
+        if self._on_source_free is not None:
+            self._freed = True
+            self._on_source_free()
+        return reply.committed if reply.HasField("committed") else self._commit()
+
+    def _commit(self) -> pb.CommitPushResponse:
+        digest = content_digest(
+            (tensor.name, tensor.dtype, tensor.shape, tensor_digest)
+            for tensors, digests in self._done
+            for tensor, tensor_digest in zip(tensors, digests, strict=True)
+        )
+        self._commit_asked = True
+        reply = self._persist(
+            calls.commit_push(self._push_id, digest, len(self._done), self._link.timeouts)
+        )
+        if reply.content_digest != digest:
+            raise refuse(
+                Reason.DATA_CORRUPT,
+                f"the server committed content {reply.content_digest}, but {digest} was sent; "
+                "do not apply this version, push again",
+            )
+        return reply
+
+    def _result(self, reply: pb.CommitPushResponse, seconds: float) -> PushResult:
+        return PushResult(
+            version=reply.version,
+            content_digest=reply.content_digest,
+            manifest_digest=reply.manifest_digest,
+            durable=reply.durable,
+            already=reply.already,
+            size_bytes=reply.size_bytes,
+            tensor_count=reply.tensor_count,
+            sent_bytes=self._sent,
+            seconds=seconds,
+        )
+
+    def _clean_up(self, error: BaseException) -> None:
+        lost = isinstance(error, (UnavailableError, DeadlineError))
+        if lost and (self._commit_asked or self._options.get("idempotency_key")):
+            return  # It may be committed, or be taken up again under its key.
+        if self._push_id:
+            call = calls.abort_push(self._push_id, self._link.timeouts)
+            with contextlib.suppress(ClientError):
+                self._invoke(replace(call, timeout_s=_ABORT_S))
+
+    # Handing out.
+
+    def _send_all(self, endpoints: list[str]) -> None:
+        shards = self._source.shards
+        count = min(self._streams, len(shards)) if isinstance(shards, list) else self._streams
+        self._lanes = [
+            Lane(self._link, endpoints[i % len(endpoints)] if endpoints else "")
+            for i in range(count)
+        ]
+        threads = [
+            threading.Thread(target=self._serve, args=(lane,), name="weightsync-push", daemon=True)
+            for lane in self._lanes
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._hand_out(count)
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+            for lane in self._lanes:
+                lane.close()
+        if self._error is not None:
+            raise self._error
+
+    def _hand_out(self, lanes: int) -> None:
+        shards: Iterator[Shard] = iter(self._source.shards)
+        again = isinstance(self._source.shards, list)
+        while not self._stop.is_set() and (shard := next(shards, None)) is not None:
+            job = _Job(shard, ShardDigester(shard))
+            job.take_up(self._held.get(shard.index))
+            job.layout_held |= self._layout_known
+            if not again:
+                # One shard is being filled while each lane sends one, and no more are held.
+                self._permits.acquire()
+            self._queue.put(job)
+            del job, shard
+        for _ in range(lanes):
+            self._queue.put(None)
+        # An iterator that was left early runs its clean-up now, in the thread that ran it.
+        if isinstance(shards, Generator):
+            shards.close()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._stop.set()
+        for _ in range(self._streams):
+            self._permits.release()
+            self._queue.put(None)
+        for lane in self._lanes:
+            lane.cancel()
+
+    # One lane.
+
+    def _serve(self, lane: Lane) -> None:
+        try:
+            while not self._stop.is_set() and (job := self._queue.get()) is not None:
+                pending = [job]
+                del job
+                self._deliver(lane, pending)
+                pending.clear()
+                self._permits.release()
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            self._fail(error)
+
+    def _deliver(self, lane: Lane, pending: list[_Job]) -> None:
+        failures = 0
+        while True:
+            error = self._stream(lane, pending)
+            if error is None:
+                self._finish(pending)
+                return
+            if self._stop.is_set() or not _resumable(error):
+                raise error
+            failures += 1
+            self._stop.wait(self._retry.delay_s(failures))
+            if self._take_up(pending):
+                failures = 1
+            if failures >= self._retry.attempts:
+                raise error
+
+    def _stream(self, lane: Lane, pending: list[_Job]) -> BaseException | None:
+        feed = Feed(self._messages(lane, pending))
+        try:
+            lane.send(feed)
+        except ClientError as error:
+            return feed.error or error
+        finally:
+            feed.close()
+        if feed.error is None and not feed.exhausted:
+            return refuse(
+                Reason.ENGINE_AWAY, "the server ended the stream before all was sent; try again"
+            )
+        return feed.error
+
+    def _messages(
+        self, lane: Lane, pending: list[_Job]
+    ) -> Generator[pb.PushWeightsRequest, None, None]:
+        yield messages.join_message(self._push_id)
+        for job in list(pending):
+            yield from self._job_messages(lane, job)
+        # A source that can be read again needs no acknowledgement before the next shard.
+        while self._source.layout is not None and (next_job := self._next_now()) is not None:
+            pending.append(next_job)
+            yield from self._job_messages(lane, next_job)
+
+    def _next_now(self) -> _Job | None:
+        with contextlib.suppress(queue.Empty):
+            job = self._queue.get_nowait()
+            if job is not None:
+                return job
+            self._queue.put(None)
+        return None
+
+    def _job_messages(self, lane: Lane, job: _Job) -> Iterator[pb.PushWeightsRequest]:
+        if not job.layout_held:
+            yield from messages.layout_messages(job.shard)
+        reader = job.shard.open(lane.scratch)
+        try:
+            yield from messages.shard_bytes(
+                job.shard, reader, job.digester, job.offset, self._chunk_bytes, self._count
+            )
+        finally:
+            reader.close()
+        yield from messages.digest_messages(job.shard, job.digester.digests)
+
+    def _count(self, sent: int) -> None:
+        with self._lock:
+            self._sent += sent
+            total = self._sent
+        report = self._options.get("on_progress")
+        if report is not None:
+            report(total, self._request.total_bytes)
+
+    def _finish(self, pending: list[_Job]) -> None:
+        with self._lock:
+            for job in pending:
+                self._done.append((job.shard.tensors, job.digester.digests))
+
+    # After a cut.
+
+    def _take_up(self, pending: list[_Job]) -> bool:
+        """Ask what the server holds; returns whether it holds more than when last asked."""
+        reply = self._persist(calls.get_push(self._push_id, self._link.timeouts))
+        if reply.durability == pb.DURABILITY_FAILED:
+            raise AbortedError(
+                Reason.PUSH_ABORTED, f"the server dropped the push: {reply.error}; push again"
+            )
+        held = {progress.shard: progress for progress in reply.shards}
+        progressed = False
+        for job in pending:
+            before = job.layout_held, job.offset
+            job.take_up(held.get(job.shard.index))
+            progressed |= (job.layout_held, job.offset) > before
+        return progressed
+
+    def _persist(self, call: calls.Call[T]) -> T:
+        failures = 0
+        while True:
+            try:
+                return self._invoke(call)
+            except UnavailableError:
+                failures += 1
+                if failures >= self._retry.attempts or self._stop.is_set():
+                    raise
+                self._stop.wait(self._retry.delay_s(failures))
+
+
+def _resumable(error: BaseException) -> bool:
+    if isinstance(error, AbortedError):
+        return error.reason in (Reason.OFFSET_MISMATCH, Reason.SHARD_BUSY)
+    return isinstance(error, UnavailableError)

@@ -1,0 +1,226 @@
+"""Shards as the wire wants them: a checked layout, and bytes that can be read from any offset."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from weightsync.digest import TensorDigester, tensor_digest
+from weightsync.errors import Reason
+from weightsync.layout import MAX_HEADER_BYTES, build_header, check_shard, parse_header
+from weightsync.manifest import ShardEntry, TensorEntry
+from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.tensors import Read, Scratch, SourceTensor
+
+__all__ = ["Shard", "ShardDigester", "ShardReader", "cut", "file_shard", "tensor_shard"]
+
+# A header entry: its name as JSON, and this much for dtype, shape, offsets and punctuation.
+_ENTRY_BYTES = 160
+
+
+class ShardReader(Protocol):
+    """Reads the bytes of one shard."""
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return bytes begin to end of the shard."""
+
+    def close(self) -> None:
+        """Let go of the source."""
+
+
+class _Opens(Protocol):
+    def __call__(self, scratch: Scratch) -> ShardReader: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard to push.
+
+    Attributes:
+        index: Its index in the push.
+        entry: Name and sizes.
+        tensors: Its tensors in the order of their bytes.
+        open: Opens the source for reading.
+    """
+
+    index: int
+    entry: ShardEntry
+    tensors: tuple[TensorEntry, ...]
+    open: _Opens
+
+
+def _unreadable(path: Path, error: OSError) -> ClientError:
+    return refuse(
+        Reason.REQUEST_INVALID, f"{path} cannot be read: {error.strerror}; check the path"
+    )
+
+
+class _FileReader:
+    # pread gives one copy straight from the page cache; a mapping would die of SIGBUS when the file
+    # shrinks.
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        self._size = size
+
+    def read(self, begin: int, end: int) -> bytes:
+        data = os.pread(self._fd, end - begin, begin)
+        if len(data) != end - begin:
+            raise refuse(
+                Reason.SHARD_INVALID,
+                f"{self._path} became shorter than {self._size} bytes while it was sent; "
+                "push files that nobody writes",
+            )
+        return data
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def file_shard(path: Path, index: int) -> Shard:
+    """Return the shard that a safetensors file is, its header checked.
+
+    Raises:
+        InvalidError: The file cannot be read, or naming what is wrong with its header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_size = int.from_bytes(file.read(8), "little")
+            header = file.read(min(header_size, MAX_HEADER_BYTES + 1))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if size < 8 or 8 + header_size > size or header_size > MAX_HEADER_BYTES:
+        raise refuse(
+            Reason.SHARD_INVALID,
+            f"{path} is no safetensors file, or was cut: {size} bytes cannot hold a header "
+            f"of {header_size}",
+        )
+    entry = ShardEntry(path.name, size, header_size)
+    with typed_errors():
+        tensors = check_shard(entry, parse_header(header, index))
+    return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
+
+
+class _TensorReader:
+    # Reads go forward, so only the tensor read last is kept open: a copy that a strided tensor
+    # needs lives no longer than that tensor's turn.
+    def __init__(self, header: bytes, tensors: Sequence[SourceTensor], scratch: Scratch) -> None:
+        self._header = header
+        self._tensors = tensors
+        self._scratch = scratch
+        self._starts = [len(header)]
+        for tensor in tensors:
+            self._starts.append(self._starts[-1] + tensor.size)
+        self._open: tuple[int, Read] | None = None
+
+    def read(self, begin: int, end: int) -> bytes:
+        parts: list[bytes | memoryview] = []
+        if begin < len(self._header):
+            parts.append(self._header[begin:end])
+        index = max(0, bisect.bisect_right(self._starts, begin) - 1)
+        while index < len(self._tensors) and self._starts[index] < end:
+            start, stop = self._starts[index], self._starts[index + 1]
+            if stop > max(start, begin):
+                read = self._reader(index)
+                parts.append(read(max(begin, start) - start, min(end, stop) - start))
+            index += 1
+        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+
+    def _reader(self, index: int) -> Read:
+        if self._open is None or self._open[0] != index:
+            self._open = None
+            tensor = self._tensors[index]
+            try:
+                self._open = index, tensor.open(self._scratch)
+            except Exception as error:
+                raise refuse(
+                    Reason.REQUEST_INVALID,
+                    f"tensor {tensor.name!r} cannot be read as plain bytes: {error}",
+                ) from error
+        return self._open[1]
+
+    def close(self) -> None:
+        self._open = None
+
+
+def tensor_shard(tensors: Sequence[SourceTensor], index: int, name: str) -> Shard:
+    """Return a shard of tensors packed in the given order; their bytes are not touched yet."""
+    with typed_errors():
+        json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), index)
+        header = len(json_header).to_bytes(8, "little") + json_header
+        size = len(header) + sum(tensor.size for tensor in tensors)
+        entry = ShardEntry(name, size, len(json_header))
+        check_shard(entry, entries)
+    held = tuple(tensors)
+    return Shard(index, entry, entries, lambda scratch: _TensorReader(header, held, scratch))
+
+
+def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[SourceTensor]]:
+    """Cut a sequence into groups of at most `shard_bytes`, or of one larger tensor.
+
+    Only the group that is being filled is held.
+    """
+    group: list[SourceTensor] = []
+    data = header = 0
+    for tensor in tensors:
+        entry = len(json.dumps(tensor.name)) + _ENTRY_BYTES + 20 * len(tensor.shape)
+        if group and (data + tensor.size > shard_bytes or header + entry > MAX_HEADER_BYTES // 2):
+            yield group
+            group, data, header = [], 0, 0
+        group.append(tensor)
+        data += tensor.size
+        header += entry
+    if group:
+        yield group
+
+
+class ShardDigester:
+    """Digests a shard's tensors while its bytes go by; each byte is read once.
+
+    Bytes may go by again after a cut link: what was digested is skipped.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        start = shard.entry.data_start
+        self._bounds = [start + tensor.begin for tensor in shard.tensors]
+        self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
+        self._state: TensorDigester | None = None
+        self.digests: list[bytes] = []
+        #: Offset up to which the shard has been digested.
+        self.position = start
+
+    @property
+    def done(self) -> bool:
+        """True when every tensor has its digest."""
+        return len(self.digests) == len(self._bounds) - 1
+
+    def update(self, offset: int, data: bytes) -> None:
+        """Take the bytes that begin at `offset`, which is not beyond `position`."""
+        view = memoryview(data)
+        limit = offset + len(data)
+        while not self.done:
+            begin, end = self._bounds[len(self.digests) : len(self.digests) + 2]
+            stop = min(end, limit)
+            if stop < self.position:
+                return
+            piece = view[self.position - offset : stop - offset]
+            if self._state is None and self.position == begin and stop == end:
+                self.digests.append(tensor_digest(piece))
+            else:
+                self._state = self._state or TensorDigester()
+                self._state.update(piece)
+                if stop < end:
+                    self.position = stop
+                    return
+                self.digests.append(self._state.digest())
+                self._state = None
+            self.position = stop

@@ -1,0 +1,135 @@
+"""What can be pushed: a state dict, safetensors files, or a sequence that is never collected."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import Reason
+from weightsync.layout import check_version
+from weightsync.manifest import Layout
+from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.shards import Shard, cut, file_shard, tensor_shard
+from weightsync_client.tensors import SourceTensor, settle_devices, wrap
+
+__all__ = ["PushSource", "Source", "make_source"]
+
+_INDEX = "model.safetensors.index.json"
+
+#: A state dict, a path, or name and tensor pairs.
+PushSource = Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Shards to push.
+
+    Attributes:
+        shards: The shards, in order. A list for a source that can be read again.
+        layout: The whole layout; None when it is not known before the end.
+    """
+
+    shards: list[Shard] | Iterator[Shard]
+    layout: Layout | None
+
+
+def make_source(source: object, shard_bytes: int) -> Source:
+    """Return the shards of whatever the caller pushes; no weight byte is read yet.
+
+    Raises:
+        InvalidError: It is nothing that can be pushed, or its layout is wrong.
+    """
+    if shard_bytes < 1:
+        raise refuse(Reason.REQUEST_INVALID, f"shard_bytes is {shard_bytes}; use 1 or more")
+    if isinstance(source, (str, os.PathLike)):
+        return _known(list(_file_shards(Path(source))))
+    if isinstance(source, Mapping):
+        tensors = [_wrap_pair(pair) for pair in source.items()]
+        settle_devices(tensors)
+        groups = list(cut(tensors, shard_bytes))
+        name = "model.safetensors"
+        return _known(
+            [
+                tensor_shard(
+                    group,
+                    index,
+                    name
+                    if len(groups) == 1
+                    else f"model-{index + 1:05}-of-{len(groups):05}.safetensors",
+                )
+                for index, group in enumerate(groups)
+            ]
+        )
+    if isinstance(source, Iterable):
+        return Source(_cut_shards(iter(source), shard_bytes), None)
+    hint = "a state dict, a path or name and tensor pairs"
+    if hasattr(source, "state_dict"):
+        hint = "its state_dict()"
+    raise refuse(Reason.REQUEST_INVALID, f"a {type(source).__name__} cannot be pushed; push {hint}")
+
+
+def _known(shards: list[Shard]) -> Source:
+    with typed_errors():
+        layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
+    return Source(shards, layout)
+
+
+def _wrap_pair(pair: object) -> SourceTensor:
+    match pair:
+        case (str() as name, value):
+            return wrap(name, value)
+    raise refuse(
+        Reason.REQUEST_INVALID,
+        f"a source must give pairs of a name and a tensor, this one gave a {type(pair).__name__}",
+    )
+
+
+def _cut_shards(pairs: Iterator[object], shard_bytes: int) -> Iterator[Shard]:
+    seen: set[str] = set()
+
+    def tensors() -> Iterator[SourceTensor]:
+        for pair in pairs:
+            tensor = _wrap_pair(pair)
+            if tensor.name in seen:
+                raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {tensor.name!r} twice")
+            seen.add(tensor.name)
+            yield tensor
+
+    for index, group in enumerate(cut(tensors(), shard_bytes)):
+        settle_devices(group)
+        yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
+
+
+def _file_shards(path: Path) -> Iterator[Shard]:
+    files = [path]
+    if path.is_dir():
+        index = path / _INDEX
+        files = _indexed(index) if index.is_file() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"there is no .safetensors file in {path}; give the folder that holds them",
+            )
+    for number, file in enumerate(files):
+        yield file_shard(file, number)
+
+
+def _indexed(index: Path) -> list[Path]:
+    # A folder may hold the same weights a second time (consolidated.safetensors): the index tells
+    # which files belong together.
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        inside = all(isinstance(name, str) and Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        inside = False
+    if not inside:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"{index} is no index of safetensors files; correct it or remove it",
+        )
+    return [index.parent / name for name in names]

@@ -1,0 +1,112 @@
+"""One PushWeights stream: the call, and the iterator that gRPC takes its messages from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
+from weightsync_client.errors import AbortedError, ClientError, from_rpc
+from weightsync_client.tensors import Scratch
+
+if TYPE_CHECKING:
+    from weightsync_client.link import Link
+
+__all__ = ["Feed", "Lane"]
+
+Messages = Generator[pb.PushWeightsRequest, None, None]
+
+
+class Feed(Iterator[pb.PushWeightsRequest]):
+    """Messages for one call, taken by gRPC's thread when the link has room for the next.
+
+    Once `close` returned, no message is being made and none will be: the source is not in use.
+
+    Attributes:
+        exhausted: True when every message was taken.
+        error: What reading the source raised.
+    """
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._lock = threading.Lock()
+        self._closed = False
+        self.exhausted = False
+        self.error: BaseException | None = None
+
+    def __next__(self) -> pb.PushWeightsRequest:
+        """Make the next message."""
+        with self._lock:
+            if self._closed:
+                raise StopIteration
+            try:
+                return next(self._messages)
+            except StopIteration:
+                self.exhausted = True
+                raise
+            except BaseException as error:  # noqa: BLE001 - gRPC would log it and drop it
+                self.error = error
+                self._closed = True
+                raise StopIteration from None
+
+    def close(self) -> None:
+        """End the iteration, waiting for the message that is being made."""
+        with self._lock:
+            self._closed = True
+            self._messages.close()
+
+
+class Lane:
+    """A connection of its own that carries one stream after the other.
+
+    Attributes:
+        scratch: Host memory for device tensors of this lane.
+    """
+
+    def __init__(self, link: Link, address: str) -> None:
+        self._link = link
+        self._address = address or link.address
+        self._channel = link.channel(address)
+        self._stub = pb_grpc.WeightSyncStub(self._channel)
+        self._lock = threading.Lock()
+        self._call: grpc.Future[pb.PushWeightsResponse] | None = None
+        self._cancelled = False
+        self.scratch = Scratch()
+
+    def send(self, feed: Feed) -> pb.PushWeightsResponse:
+        """Send what the feed gives and return the answer, which acknowledges every byte.
+
+        Raises:
+            ClientError: The stream ended otherwise.
+        """
+        with self._lock:
+            if self._cancelled:
+                raise self._was_cancelled()
+            self._call = self._stub.PushWeights.future(
+                feed, timeout=self._link.timeouts.stream_s, metadata=self._link.metadata
+            )
+        try:
+            return self._call.result()
+        except grpc.FutureCancelledError:
+            raise self._was_cancelled() from None
+        except grpc.RpcError as error:
+            raise from_rpc(error, method="PushWeights", address=self._address) from None
+
+    def _was_cancelled(self) -> ClientError:
+        return AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
+
+    def cancel(self) -> None:
+        """End the present stream and refuse new ones."""
+        with self._lock:
+            self._cancelled = True
+            if self._call is not None:
+                self._call.cancel()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()

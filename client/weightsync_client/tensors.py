@@ -1,0 +1,224 @@
+"""Tensors of any library as bytes: PyTorch, NumPy, safetensors, DLPack and the buffer protocol.
+
+No library is imported for it that the caller has not imported, but NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason
+from weightsync.layout import DTYPE_BITS
+from weightsync_client.errors import refuse
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["Scratch", "SourceTensor", "settle_devices", "wrap"]
+
+#: Bytes of a device tensor that are copied to the host at a time.
+_BLOCK_BYTES = 16 << 20
+
+# Names of PyTorch's and NumPy's (ml_dtypes') dtypes.
+_DTYPES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16",
+    "uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+
+#: Reads bytes begin to end of a tensor; what it returns may be read until the tensor changes.
+Read = Callable[[int, int], "memoryview | bytes"]
+
+
+class Scratch:
+    """Host memory of one stream, through which device tensors are copied block by block."""
+
+    def __init__(self) -> None:
+        self._block: torch.Tensor | None = None
+
+    def block(self, device: torch.device) -> torch.Tensor:
+        """Return the block, pinned where the device gains from it; made once."""
+        if self._block is None:
+            import torch
+
+            pinned = device.type == "cuda"
+            self._block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        return self._block
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """One tensor to push; holds a reference to the caller's tensor and copies nothing.
+
+    Attributes:
+        name: Name in the checkpoint.
+        dtype: safetensors dtype name.
+        shape: Dimensions in elements.
+        open: Gives a function that reads ranges of its bytes, row-major and little-endian.
+        device: The PyTorch device that holds it, if that is not the host.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    open: Callable[[Scratch], Read]
+    device: torch.device | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+def wrap(name: str, value: object) -> SourceTensor:
+    """Return the tensor that `value` is, whatever its library.
+
+    Raises:
+        InvalidError: It is no tensor, or of a kind that has no plain bytes.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _wrap_torch(name, value)
+    if isinstance(value, Mapping) and {"dtype", "shape", "data"} <= value.keys():
+        return _wrap_plain(name, value["dtype"], value["shape"], value["data"])
+    if isinstance(getattr(value, "dtype", None), str) and hasattr(value, "data"):
+        return _wrap_plain(name, value.dtype, value.shape, value.data)  # type: ignore[attr-defined] # as checked
+    if hasattr(value, "get_dtype") and hasattr(value, "get_shape"):
+        return wrap(name, value[:] if value.get_shape() else value[...])  # type: ignore[index] # a safetensors slice
+    array = _as_array(value, torch)
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _wrap_torch(name, array)
+    if array is None:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"tensor {name!r} is a {type(value).__name__}; push PyTorch or NumPy tensors, "
+            "or objects with DLPack or the buffer protocol",
+        )
+    return _wrap_numpy(name, array)
+
+
+def _as_array(value: Any, torch: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
+    attempts: list[Callable[[], Any]] = []
+    if hasattr(value, "__dlpack__"):
+        attempts.append(lambda: (torch or np).from_dlpack(value))
+    if hasattr(value, "__array__"):
+        attempts.append(lambda: np.asarray(value))
+    attempts.append(lambda: np.asarray(memoryview(value)))
+    for attempt in attempts:
+        try:
+            return attempt()
+        except Exception:  # noqa: BLE001, S112 - each library refuses in its own way
+            continue
+    return None
+
+
+def _wrap_plain(name: str, dtype: str, shape: Any, data: Any) -> SourceTensor:
+    # What safetensors' own functions take and give: dtype, shape and bytes.
+    view = memoryview(data).cast("B")
+    tensor = SourceTensor(name, dtype, tuple(map(int, shape)), lambda _: lambda a, b: view[a:b])
+    if dtype not in DTYPE_BITS or tensor.size != len(view):
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"tensor {name!r} of dtype {dtype!r} and shape {list(tensor.shape)} has {len(view)} "
+            "bytes; use a safetensors dtype and as many bytes as it needs",
+        )
+    return tensor
+
+
+def _dtype(name: str, dtype: str) -> str:
+    try:
+        return _DTYPES[dtype]
+    except KeyError:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold; "
+            f"convert it to one of {' '.join(_DTYPES)}",
+        ) from None
+
+
+def _wrap_numpy(name: str, array: np.ndarray[Any, Any]) -> SourceTensor:
+    dtype = _dtype(name, array.dtype.newbyteorder("=").name)
+
+    def open_array(_: Scratch) -> Read:
+        import numpy as np
+
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        flat = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
+        view = flat.data
+        return lambda begin, end: view[begin:end]
+
+    return SourceTensor(name, dtype, array.shape, open_array)
+
+
+def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
+    import torch
+
+    problem = ""
+    if hasattr(tensor, "full_tensor"):
+        problem = "is sharded over ranks; push the result of its full_tensor()"
+    elif tensor.layout != torch.strided:
+        problem = f"has the layout {tensor.layout}; push its to_dense()"
+    elif tensor.is_quantized:
+        problem = "is quantised by PyTorch; push its int_repr() and scales as tensors"
+    elif tensor.device.type == "meta":
+        problem = "is on the meta device and has no bytes; load it first"
+    if problem:
+        raise refuse(Reason.REQUEST_INVALID, f"tensor {name!r} {problem}")
+    dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
+    shape = tuple(tensor.shape)
+    if dtype == "F4":
+        # PyTorch counts pairs, safetensors elements.
+        shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
+    device = None if tensor.device.type == "cpu" else tensor.device
+    return SourceTensor(name, dtype, shape, lambda scratch: _open_torch(tensor, scratch), device)
+
+
+def _open_torch(tensor: torch.Tensor, scratch: Scratch) -> Read:
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.element_size() == 1:
+        # Not every 1-byte dtype can be copied under its own name.
+        plain = plain.view(torch.uint8)
+    flat = plain.contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        view: memoryview = flat.numpy().data
+        return lambda begin, end: view[begin:end]
+    block = scratch.block(flat.device)
+    held = range(0)
+
+    def read(begin: int, end: int) -> bytes:
+        # Bytes, not a view: the block is shared by all tensors of the stream.
+        nonlocal held
+        if end - begin > len(block):
+            return flat[begin:end].cpu().numpy().tobytes()
+        if not (held.start <= begin and end <= held.stop):
+            held = range(begin, min(begin + len(block), len(flat)))
+            block[: len(held)].copy_(flat[held.start : held.stop])
+        return block[begin - held.start : end - held.start].numpy().tobytes()
+
+    return read
+
+
+def settle_devices(tensors: list[SourceTensor]) -> None:
+    """Wait until work that the calling thread has queued on the tensors' devices is done.
+
+    Sending threads read on streams of their own, which know nothing of the caller's.
+    """
+    import_torch = sys.modules.get("torch")
+    for device in {tensor.device for tensor in tensors if tensor.device is not None}:
+        module = getattr(import_torch, device.type, None)
+        if module is not None:
+            module.current_stream(device).synchronize()

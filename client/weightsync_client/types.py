@@ -1,0 +1,347 @@
+"""What the client returns: frozen dataclasses, durations in seconds, digests as 32 hex digits."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import datetime
+
+__all__ = [
+    "ApplyOutcome",
+    "ApplyPlan",
+    "ApplyReport",
+    "CacheMode",
+    "Durability",
+    "EngineState",
+    "EngineStatus",
+    "ModelStatus",
+    "PauseMode",
+    "PauseUsed",
+    "Phases",
+    "PullResult",
+    "PushResult",
+    "PushStatus",
+    "RankResult",
+    "Residency",
+    "RollbackReport",
+    "Serving",
+    "SlotStatus",
+    "Status",
+    "TensorInfo",
+    "Verification",
+    "Version",
+    "VersionChange",
+]
+
+
+class Durability(enum.StrEnum):
+    """Whether a version survives a crash of the server."""
+
+    UNSPECIFIED = enum.auto()
+    RECEIVING = enum.auto()
+    COMMITTED = enum.auto()
+    FAILED = enum.auto()
+
+
+class Residency(enum.StrEnum):
+    """Whether a version lies in the server's shared memory."""
+
+    UNSPECIFIED = enum.auto()
+    ABSENT = enum.auto()
+    STAGING = enum.auto()
+    STAGED = enum.auto()
+
+
+class Serving(enum.StrEnum):
+    """Whether the engine serves a version."""
+
+    UNSPECIFIED = enum.auto()
+    NO = enum.auto()
+    LIVE = enum.auto()
+    REJECTED = enum.auto()
+
+
+class PauseMode(enum.StrEnum):
+    """What happens to requests in flight when generation pauses."""
+
+    UNSPECIFIED = enum.auto()
+    KEEP = enum.auto()
+    WAIT = enum.auto()
+    ABORT = enum.auto()
+
+
+class CacheMode(enum.StrEnum):
+    """What happens to caches computed under the old weights."""
+
+    UNSPECIFIED = enum.auto()
+    RECOMPUTE = enum.auto()
+    KEEP = enum.auto()
+
+
+class ApplyOutcome(enum.StrEnum):
+    """How an apply ended."""
+
+    UNSPECIFIED = enum.auto()
+    APPLIED = enum.auto()
+    ALREADY_LIVE = enum.auto()
+    PLANNED = enum.auto()
+
+
+class EngineState(enum.StrEnum):
+    """What the server is doing with the engine."""
+
+    UNSPECIFIED = enum.auto()
+    AWAY = enum.auto()
+    RECONCILING = enum.auto()
+    SERVING = enum.auto()
+    APPLYING = enum.auto()
+    FENCED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """A committed version.
+
+    Attributes:
+        durable: False with the store memory://: the version lives as long as the server.
+        already: True when an earlier push had committed the same content.
+        sent_bytes: Bytes that this push sent, bytes sent again after a cut included.
+        seconds: From the call until the commit was acknowledged.
+    """
+
+    version: int
+    content_digest: str
+    manifest_digest: str
+    durable: bool
+    already: bool
+    size_bytes: int
+    tensor_count: int
+    sent_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """How long each phase of an apply took."""
+
+    prepare_s: float
+    pause_s: float
+    commit_s: float
+    verify_s: float
+    resume_s: float
+    paused_total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What one rank reports.
+
+    Attributes:
+        rank: Data, pipeline and tensor parallel rank, as dp/pp/tp.
+        version: What its live parameters hold; 0: no whole version.
+        content_digest: What its live parameters were proved to hold; empty: nothing.
+        error: Why it refused or failed; empty: it did not.
+    """
+
+    rank: str
+    version: int
+    content_digest: str
+    written_bytes: int
+    commit_s: float
+    verify_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseUsed:
+    """How generation was paused, the server's defaults filled in."""
+
+    mode: PauseMode
+    cache: CacheMode
+    wait_timeout_s: float
+    after_wait: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyPlan:
+    """What an apply would do.
+
+    Attributes:
+        predicted_pause_s: Time without generation; 0: never measured.
+    """
+
+    write_bytes: int
+    predicted_pause_s: float
+    memory_bytes: int
+    read_from_store: bool
+    strategy: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    """What an apply did. `plan` is set for a dry run, `previous_version` 0 means none."""
+
+    apply_id: str
+    outcome: ApplyOutcome
+    version: int
+    content_digest: str
+    previous_version: int
+    phases: Phases
+    written_bytes: int
+    ranks: tuple[RankResult, ...]
+    pause: PauseUsed
+    plan: ApplyPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackReport:
+    """What a rollback did; `rejected_version` is the one that was left."""
+
+    report: ApplyReport
+    rejected_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of a model.
+
+    Attributes:
+        rejected_reason: Why it is rejected; empty: it is not.
+        content_digest: Its identity; empty while it is being received, as are the other digests.
+        epoch: Of its writer; 0: adopted from the engine.
+        trainer_verified: True when the trainer's own digests were compared at the push.
+    """
+
+    model: str
+    version: int
+    durability: Durability
+    residency: Residency
+    serving: Serving
+    rejected_reason: str
+    content_digest: str
+    manifest_digest: str
+    layout_digest: str
+    size_bytes: int
+    tensor_count: int
+    shard_count: int
+    epoch: int
+    commit_time: datetime | None
+    metadata: dict[str, str]
+    pinned: bool
+    trainer_verified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a version; begin and end count from the start of its shard's data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    begin: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChange:
+    """A version as it is now.
+
+    Attributes:
+        revision: Rises with every change of one life of the server.
+        initial: True on changes that tell the state at the beginning, or after a new connection.
+    """
+
+    version: Version
+    revision: int
+    deleted: bool
+    initial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Whether every rank's live parameters hold exactly this version."""
+
+    verified: bool
+    version: int
+    content_digest: str
+    ranks: tuple[RankResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """A version that now lies in a folder, every digest compared."""
+
+    version: Version
+    files: tuple[str, ...]
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """One slot: the shared memory of one resident version (0: none)."""
+
+    slot: int
+    version: int
+    state: str
+    reserved_bytes: int
+    used_bytes: int
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushStatus:
+    """An open push."""
+
+    push_id: str
+    version: int
+    received_bytes: int
+    declared_bytes: int
+    streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The engine behind the server; `reason` says why it is fenced or away."""
+
+    state: EngineState
+    reason: str
+    engine_id: str
+    vllm_version: str
+    kind: str
+    ranks: tuple[RankResult, ...]
+    capabilities: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model; a version of 0 and an empty digest mean none."""
+
+    model: str
+    live_version: int
+    live_content_digest: str
+    rollback_version: int
+    rollback_resident: bool
+    newest_version: int
+    epoch: int
+    engine: EngineStatus
+    slots: tuple[SlotStatus, ...]
+    pushes: tuple[PushStatus, ...]
+    apply_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a server."""
+
+    server_version: str
+    start_time: datetime | None
+    models: tuple[ModelStatus, ...]
+    memory_reserved_bytes: int
+    memory_limit_bytes: int
+    fetchers: int
+    store: str
+    durable: bool
+    invariant_violations: dict[str, int] = field(default_factory=dict)
