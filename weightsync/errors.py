@@ -134,6 +134,6 @@ class WeightSyncError(Exception):
     @property
     def code(self) -> grpc.StatusCode:
         """The gRPC status of this error's reason."""
-        import grpc  # noqa: PLC0415 - see STATUS
+        import grpc
 
         return grpc.StatusCode[STATUS[self.reason]]

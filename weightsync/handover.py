@@ -21,7 +21,7 @@ import struct
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from weightsync.errors import Reason, WeightSyncError
 
@@ -78,7 +78,9 @@ def _receive_fds(sock: socket.socket, count: int) -> list[int]:
     fds: list[int] = []
     try:
         while len(fds) < count:
-            data, some, _, _ = socket.recv_fds(sock, 1, min(BATCH, count - len(fds)))
+            data, some, _, _ = socket.recv_fds(
+                sock, 1, min(BATCH, count - len(fds)), socket.MSG_CMSG_CLOEXEC
+            )
             fds += some
             if not data or not some:
                 raise EOFError
@@ -102,15 +104,20 @@ class SegmentServer:
         self._lock = threading.Lock()
         self._published: dict[str, tuple[int, int]] = {}
         self._offers: dict[str, Future[list[OfferedFile]]] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _bind(self._socket, self.path, mode)
+        self._socket = _listen(self.path, mode)
         self._thread = threading.Thread(target=self._accept, name="segment-socket", daemon=True)
         self._thread.start()
 
     def publish(self, name: str, fd: int, size: int) -> None:
-        """Hand `fd` to whoever asks for `name`. Takes the descriptor: it is closed by `withdraw`."""
+        """Hand `fd` to whoever asks for `name`; `withdraw` closes it.
+
+        What was published under the name before is withdrawn.
+        """
         with self._lock:
+            before = self._published.get(name)
             self._published[name] = (fd, size)
+        if before is not None:
+            os.close(before[0])
 
     def withdraw(self, name: str) -> None:
         """Hand it out no more. Mappings that exist stay."""
@@ -122,11 +129,12 @@ class SegmentServer:
     def expect_offer(self, name: str) -> Future[list[OfferedFile]]:
         """Return a future of the files that a client will offer under `name`.
 
-        Whoever takes the result closes the descriptors.
+        Whoever takes the result closes the descriptors. Cancel it to expect nothing any more.
         """
         future: Future[list[OfferedFile]] = Future()
         with self._lock:
             self._offers[name] = future
+        future.add_done_callback(lambda _: self._offers.pop(name, None))
         return future
 
     def close(self) -> None:
@@ -155,7 +163,7 @@ class SegmentServer:
                     self._answer(peer, _receive(peer))
             except (EOFError, TimeoutError, ConnectionError):
                 return
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - what a client sends ends only its connection
                 logger.warning("segment socket: dropped a client: %s", error)
                 with contextlib.suppress(OSError):
                     _send(peer, {"error": f"not understood: {error}"})
@@ -164,25 +172,26 @@ class SegmentServer:
         if request["op"] == "map":
             self._hand_out(peer, [str(name) for name in request["ids"]])
         elif request["op"] == "offer":
-            self._take_offer(peer, str(request["id"]), request["files"])
+            files = [(str(name), int(size)) for name, size in request["files"]]
+            self._take_offer(peer, str(request["id"]), files)
         else:
             _send(peer, {"error": f"unknown op {request['op']!r}"})
 
     def _hand_out(self, peer: socket.socket, names: list[str]) -> None:
-        with self._lock:
-            missing = [name for name in names if name not in self._published]
-            entries = [] if missing else [self._published[name] for name in names]
-            # Duplicates, so that a withdrawal meanwhile cannot close what is being sent.
-            fds = [os.dup(fd) for fd, _ in entries]
-        try:
+        with contextlib.ExitStack() as stack:
+            fds, sizes = [], []
+            with self._lock:
+                missing = [name for name in names if name not in self._published]
+                for fd, size in [] if missing else map(self._published.__getitem__, names):
+                    # A duplicate, so that a withdrawal meanwhile cannot close what is being sent.
+                    fds.append(os.dup(fd))
+                    sizes.append(size)
+                    stack.callback(os.close, fds[-1])
             if missing:
                 _send(peer, {"error": f"no segment {missing[0]}"})
                 return
-            _send(peer, {"sizes": [size for _, size in entries]})
+            _send(peer, {"sizes": sizes})
             _send_fds(peer, fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def _take_offer(self, peer: socket.socket, name: str, files: list[tuple[str, int]]) -> None:
         with self._lock:
@@ -194,18 +203,18 @@ class SegmentServer:
         try:
             fds = _receive_fds(peer, len(files))
         except BaseException as error:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             raise
-        offered = [(str(n), int(s), fd) for (n, s), fd in zip(files, fds, strict=True)]
         if not future.set_running_or_notify_cancel():
             for fd in fds:
                 os.close(fd)
             return
-        future.set_result(offered)
+        future.set_result([(*file, fd) for file, fd in zip(files, fds, strict=True)])
 
 
-def _bind(listener: socket.socket, path: Path, mode: int) -> None:
-    if path.exists():
+def _listen(path: Path, mode: int) -> socket.socket:
+    if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
                 probe.connect(str(path))
@@ -216,9 +225,15 @@ def _bind(listener: socket.socket, path: Path, mode: int) -> None:
                     Reason.REQUEST_INVALID,
                     f"another server listens on {path}; stop it or choose another run directory",
                 )
-    listener.bind(str(path))
-    path.chmod(mode)
-    listener.listen(16)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(mode)
+        listener.listen(16)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 class SegmentClient:
@@ -259,7 +274,7 @@ class SegmentClient:
         """Close the connection."""
         self._socket.close()
 
-    def __enter__(self) -> SegmentClient:
+    def __enter__(self) -> Self:
         """Return self."""
         return self
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import unicodedata
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ MAX_TENSORS = 200_000
 MAX_NAME_BYTES = 1024
 MAX_DIMS = 32
 MAX_SHARD_BYTES = 1 << 46
+_MAX_BITS = MAX_SHARD_BYTES * 8
 
 #: Bits per element of every safetensors dtype.
 DTYPE_BITS: Mapping[str, int] = {
@@ -68,11 +68,11 @@ def _check_name(name: str) -> None:
             Reason.LAYOUT_INVALID,
             f"tensor name {_shown(name)} has {size} bytes; use 1 to {MAX_NAME_BYTES}",
         )
-    # Format characters (Cf) such as U+202E make two names look alike in a log.
-    if name == "__metadata__" or any(unicodedata.category(c) in ("Cc", "Cf") for c in name):
+    # What is not printable, such as U+202E, makes two names look alike in a log, or breaks it.
+    if name == "__metadata__" or not name.isprintable():
         raise _refuse(
             Reason.LAYOUT_INVALID,
-            f"tensor name {_shown(name)} is reserved or holds control characters; rename the tensor",
+            f"tensor name {_shown(name)} is reserved or not printable; rename the tensor",
         )
 
 
@@ -89,6 +89,12 @@ def _check_tensor(tensor: TensorEntry) -> None:
         raise _refuse(
             Reason.LAYOUT_INVALID,
             f"tensor {_shown(tensor.name)} has {len(tensor.shape)} dimensions; at most {MAX_DIMS}",
+        )
+    # Empty tensors too: other readers of the format overflow on their way to the zero.
+    if min(tensor.shape, default=0) < 0 or math.prod(d or 1 for d in tensor.shape) >= _MAX_BITS:
+        raise _refuse(
+            Reason.LAYOUT_INVALID,
+            f"tensor {_shown(tensor.name)} has the impossible shape {list(tensor.shape)}",
         )
     total_bits = math.prod(tensor.shape) * bits
     if total_bits % 8 or tensor.begin < 0 or tensor.end - tensor.begin != total_bits // 8:
@@ -180,11 +186,26 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
+def _not_minus_zero(digits: str) -> int:
+    if digits == "-0":
+        raise ValueError(digits)
+    return int(digits)
+
+
+def _is_text(value: object) -> bool:
+    try:
+        # Escapes such as \ud800 make strings that are no text.
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def _header_tensor(name: str, value: object, shard: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _refuse(
             Reason.SHARD_INVALID,
-            f"tensor {_shown(name)} in the shard header needs exactly dtype, shape and data_offsets",
+            f"tensor {_shown(name)} in the shard header needs exactly dtype, shape and "
+            "data_offsets",
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     good = (
@@ -225,16 +246,24 @@ def parse_header(header: bytes | memoryview, shard: int = 0) -> list[TensorEntry
     raw = bytes(header)
     if not raw.startswith(b"{"):
         raise _refuse(Reason.SHARD_INVALID, "the shard header does not begin with '{'")
+    # json would take UTF-16 and surrogates too, and -0 for a size.
+    hook = _not_minus_zero if b"-0" in raw else None
     try:
-        document = json.loads(raw, object_pairs_hook=_no_duplicates)
+        document = json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_int=hook)
     except (ValueError, RecursionError):
         raise _refuse(Reason.SHARD_INVALID, "the shard header is not valid JSON") from None
     metadata = document.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
         raise _refuse(
             Reason.SHARD_INVALID, "__metadata__ in the shard header must map text to text"
         )
     return [_header_tensor(name, value, shard) for name, value in document.items()]
+
+
+def _described(t: TensorEntry) -> str:
+    # The dtype is still any text.
+    place = f"{list(t.shape)} at {t.begin} to {t.end}"
+    return f"{_shown(t.name)} as {_shown(t.dtype)} {place}"
 
 
 def check_header(header: bytes | memoryview, expected: Sequence[TensorEntry]) -> None:
@@ -249,9 +278,7 @@ def check_header(header: bytes | memoryview, expected: Sequence[TensorEntry]) ->
         if theirs != ours:
             raise _refuse(
                 Reason.SHARD_INVALID,
-                f"the shard header tells {_shown(theirs.name)} as {theirs.dtype} "
-                f"{list(theirs.shape)} at {theirs.begin} to {theirs.end}, the layout tells "
-                f"{_shown(ours.name)} as {ours.dtype} {list(ours.shape)} at {ours.begin} to {ours.end}",
+                f"the shard header tells {_described(theirs)}, the layout {_described(ours)}",
             )
     if len(found) != len(expected):
         raise _refuse(

@@ -67,7 +67,8 @@ class Layout:
         """Digest of names, dtypes, shapes and places; 32 hexadecimal digits."""
         ordered = sorted(self.tensors, key=lambda tensor: tensor.name.encode())
         return lines_digest(
-            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))} {t.shard} {t.begin} {t.end}"
+            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))} "
+            f"{t.shard} {t.begin} {t.end}"
             for t in ordered
         )
 

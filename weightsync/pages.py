@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PAGE_BYTES", "PageReader", "PageWriter"]
 
-#: Bytes of one page; a report that does not fit is cut to its short fields.
+#: Bytes of one page; a report that does not fit is refused.
 PAGE_BYTES = 64 << 10
 
 _HEAD = struct.Struct("<QQI")
@@ -66,7 +66,9 @@ class PageWriter:
             self._mapping = mmap.mmap(fd, PAGE_BYTES)
         finally:
             os.close(fd)
-        self._sequence = 0
+        # A writer before this one may have died halfway through a report.
+        (last,) = struct.unpack_from("<Q", self._mapping)
+        self._sequence = last + last % 2
 
     def write(self, report: Mapping[str, Any]) -> None:
         """Replace the report; readers see the old one, none, or this one whole.

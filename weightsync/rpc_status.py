@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["DOMAIN", "from_call", "to_status"]
 
 DOMAIN = "weightsync"
+#: A status travels twice in the trailers, which peers refuse above 8 KiB.
+_MAX_MESSAGE_BYTES = 2000
+
+
+def _cut(text: str) -> str:
+    data = text.encode(errors="backslashreplace")
+    if len(data) <= _MAX_MESSAGE_BYTES:
+        return data.decode()
+    return data[: _MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "..."
 
 
 def _packed(message: Message) -> any_pb2.Any:
@@ -40,7 +50,7 @@ def to_status(error: WeightSyncError) -> grpc.Status:
         details.append(_packed(retry))
     code: int = error.code.value[0]
     return rpc_status.to_status(
-        status_pb2.Status(code=code, message=error.message, details=details)
+        status_pb2.Status(code=code, message=_cut(error.message), details=details)
     )
 
 
@@ -54,14 +64,17 @@ def from_call(call: Any) -> WeightSyncError | None:
     data = trailing.get("grpc-status-details-bin")
     if data is None:
         return None
-    status = status_pb2.Status.FromString(data)
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     seconds = None
-    for detail in status.details:
-        if detail.Unpack(retry):
-            seconds = retry.retry_delay.ToNanoseconds() / 1e9
-        else:
-            detail.Unpack(info)
+    try:
+        status = status_pb2.Status.FromString(data)
+        for detail in status.details:
+            if detail.Unpack(retry):
+                seconds = retry.retry_delay.ToNanoseconds() / 1e9
+            else:
+                detail.Unpack(info)
+    except DecodeError:
+        return None
     if info.domain != DOMAIN or info.reason not in Reason.__members__:
         return None
     return WeightSyncError(

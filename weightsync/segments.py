@@ -42,6 +42,8 @@ def _populate(mapping: mmap.mmap, size: int) -> None:
     # pages then become warm with the first push.
     anchor = ctypes.c_char.from_buffer(mapping)
     address = ctypes.c_void_p(ctypes.addressof(anchor))
+    # The traceback of an error must not keep the mapping.
+    del anchor
     if _libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.ENOSYS):
@@ -75,19 +77,25 @@ class Segment:
             WeightSyncError: MEMORY_EXHAUSTED when the host has not got the memory.
         """
         capacity = reserved_size(size)
-        fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(fd, 0, capacity)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-            segment = cls(fd, capacity)
-            _populate(segment._mapping, capacity)
-        except OSError as error:
-            os.close(fd)
-            raise WeightSyncError(
-                Reason.MEMORY_EXHAUSTED,
-                f"the host refused {capacity} bytes of shared memory ({error.strerror}); free memory "
-                "or lower the number of slots",
-            ) from error
+        with contextlib.ExitStack() as undo:
+            try:
+                fd = os.memfd_create("weightsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                undo.callback(os.close, fd)
+                # Who is handed a read-only descriptor must not open it again for writing.
+                os.fchmod(fd, 0o600)
+                os.posix_fallocate(fd, 0, capacity)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+                segment = cls(fd, capacity)
+                undo.pop_all()
+                undo.callback(segment.close)
+                _populate(segment._mapping, capacity)
+            except OSError as error:
+                raise WeightSyncError(
+                    Reason.MEMORY_EXHAUSTED,
+                    f"the host refused {capacity} bytes of shared memory ({error.strerror}); free "
+                    "memory or lower the number of slots",
+                ) from error
+            undo.pop_all()
         return segment
 
     def read_only_fd(self) -> int:
@@ -95,12 +103,14 @@ class Segment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Give the memory back as soon as no other process maps it. Views become invalid."""
-        self.view.release()
+        """Give the memory back as soon as nobody maps it; further calls do nothing."""
         # A view that somebody still holds keeps the mapping; the descriptor goes in any case.
         with contextlib.suppress(BufferError):
+            self.view.release()
             self._mapping.close()
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class MappedSegment:

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from weightsync.manifest import Manifest
 from weightsync.segments import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 __all__ = ["StagedVersion"]
 
@@ -52,14 +48,14 @@ class StagedVersion:
             ValueError: The memory holds no such document.
         """
         magic, ids_size, body_size = _HEAD.unpack_from(view)
-        if magic != _MAGIC:
+        end = _HEAD.size + ids_size
+        if magic != _MAGIC or end + body_size > len(view):
             msg = "not a staged version"
             raise ValueError(msg)
-        end = _HEAD.size + ids_size
         ids = bytes(view[_HEAD.size : end]).decode()
         manifest = Manifest.from_json(view[end : end + body_size])
-        return cls(manifest, _split(ids.split(",")))
-
-
-def _split(ids: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in ids if name)
+        segments = tuple(ids.split(","))
+        if len(segments) != len(manifest.layout.shards):
+            msg = f"{len(segments)} segments for {len(manifest.layout.shards)} shards"
+            raise ValueError(msg)
+        return cls(manifest, segments)
