@@ -93,8 +93,11 @@ class AsyncClient:
         return pb_grpc.WeightSyncStub(self._channel)
 
     async def _invoke(self, call: calls.Call[T]) -> T:
+        stub = self._stub()
+        if call.stub is not None:
+            stub = call.stub(self._channel)
         try:
-            reply = await getattr(self._stub(), call.method)(
+            reply = await getattr(stub, call.method)(
                 call.request, timeout=call.timeout_s, metadata=self._link.metadata
             )
         except grpc.RpcError as error:
@@ -246,6 +249,10 @@ class AsyncClient:
     async def status(self) -> types.Status:
         """Tell the state of the server: engine, ranks, slots, pushes, invariants."""
         return await self._invoke(calls.get_status("", self._link.timeouts))
+
+    async def health(self, service: str = "") -> bool:
+        """Tell whether a service of the server is serving, by the standard health protocol."""
+        return await self._invoke(calls.health(service, self._link.timeouts))
 
     async def close(self) -> None:
         """Wait for background pushes, then close the connections."""

@@ -32,6 +32,7 @@ __all__ = [
     "get_push",
     "get_status",
     "get_version",
+    "health",
     "list_versions",
     "pin_version",
     "rollback",
@@ -51,12 +52,14 @@ class Call(Generic[T]):
         request: Its request message.
         timeout_s: Its deadline, in seconds.
         read: Turns the response message into the result.
+        stub: Makes the stub from a channel; None: WeightSync's own.
     """
 
     method: str
     request: Any
     timeout_s: float
     read: Callable[[Any], T]
+    stub: Callable[[Any], Any] | None = None
 
 
 def _ident(message: Any) -> Any:
@@ -212,6 +215,24 @@ def get_status(model: str, timeouts: Timeouts) -> Call[types.Status]:
     """Ask for the state."""
     request = pb.GetStatusRequest(model=model)
     return Call("GetStatus", request, timeouts.call_s, convert.to_status)
+
+
+def health(service: str, timeouts: Timeouts) -> Call[bool]:
+    """Ask the standard health service; empty: the server as a whole."""
+    try:
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+    except ImportError:
+        raise refuse(
+            Reason.NOT_SUPPORTED,
+            "health checks need the package grpcio-health-checking; install weightsync[server]",
+        ) from None
+    return Call(
+        "Check",
+        health_pb2.HealthCheckRequest(service=service),
+        timeouts.call_s,
+        lambda m: bool(m.status == health_pb2.HealthCheckResponse.SERVING),
+        health_pb2_grpc.HealthStub,
+    )
 
 
 def single_model(status: types.Status) -> str:

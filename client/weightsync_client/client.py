@@ -89,7 +89,8 @@ class Client:
     def _invoke(self, call: calls.Call[T]) -> T:
         self._check_open()
         try:
-            reply = getattr(self._stub, call.method)(
+            stub = call.stub(self._channel) if call.stub else self._stub
+            reply = getattr(stub, call.method)(
                 call.request, timeout=call.timeout_s, metadata=self._link.metadata
             )
         except grpc.RpcError as error:
@@ -263,6 +264,14 @@ class Client:
     def status(self) -> types.Status:
         """Tell the state of the server: engine, ranks, slots, pushes, invariants."""
         return self._invoke(calls.get_status("", self._link.timeouts))
+
+    def health(self, service: str = "") -> bool:
+        """Tell whether a service of the server is serving, by the standard health protocol.
+
+        Args:
+            service: "push", "serving", or empty for the server as a whole.
+        """
+        return self._invoke(calls.health(service, self._link.timeouts))
 
     def cancel_pushes(self) -> None:
         """End every push that runs in the background."""

@@ -194,7 +194,7 @@ def _rich_status(error: Any) -> status_pb2.Status | None:
 def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str) -> str:
     if code in _LINK_CODES:
         # gRPC lists every address it tried; the last cause says enough.
-        cause = re.split(r"last error: ", details)[-1] or code.name.lower()
+        cause = re.split(r"last error: (?:UNKNOWN: )?", details)[-1] or code.name.lower()
         return (
             f"no answer from {address} to {method} ({cause}); check that weightsync-server runs "
             "there and that the address is right, then try again"

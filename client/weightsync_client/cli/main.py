@@ -1,0 +1,98 @@
+"""The program: commands, and errors as one sentence and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import click
+import typer
+
+from weightsync import __version__
+from weightsync_client.cli import versions, weights
+from weightsync_client.cli.exits import MEANINGS, ExitCode, exit_code
+from weightsync_client.errors import ClientError
+
+__all__ = ["app", "main"]
+
+logger = logging.getLogger(__name__)
+
+_TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
+
+app = typer.Typer(
+    name="weightsync",
+    help="Pushes weights to a weightsync-server, applies them and reads them back.",
+    epilog=f"\b\nExit codes:\n{_TABLE}",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for command in (
+    weights.push,
+    weights.apply,
+    weights.rollback,
+    versions.versions,
+    versions.watch,
+    versions.pull,
+    versions.verify,
+    versions.status,
+    versions.pin,
+    versions.delete,
+    weights.epoch,
+    weights.abort,
+):
+    app.command()(command)
+
+
+def _show_version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    *,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version.",
+        callback=lambda value: _show_version(wanted=value),
+        is_eager=True,
+    ),
+) -> None:
+    pass
+
+
+def _fail(code: ExitCode, sentence: str) -> ExitCode:
+    typer.echo(f"weightsync: {sentence}", err=True)
+    return code
+
+
+def _run() -> int:
+    try:
+        result = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return ExitCode.INTERRUPTED
+    except ClientError as error:
+        return _fail(exit_code(error), error.message)
+    except BrokenPipeError:
+        # Whoever read the output has gone; the rest of it is nobody's.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except Exception as error:
+        logger.debug("the fault", exc_info=error)
+        name = type(error).__name__
+        return _fail(ExitCode.FAULT, f"{name}: {error}; this is a fault of weightsync, report it")
+    return result if isinstance(result, int) else ExitCode.OK
+
+
+def main() -> None:
+    """Run `weightsync` and exit."""
+    if os.environ.get("WEIGHTSYNC_LOG_LEVEL") == "DEBUG":
+        logging.basicConfig(level=logging.DEBUG)
+    sys.exit(_run())

@@ -1,0 +1,65 @@
+"""Options that several commands share, and the client they make."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weightsync_client.client import Client
+from weightsync_client.options import DEFAULT_ADDRESS
+
+__all__ = [
+    "Address",
+    "After",
+    "Cache",
+    "Json",
+    "Key",
+    "Model",
+    "Pause",
+    "Token",
+    "Wait",
+    "connect",
+]
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="WEIGHTSYNC_ADDRESS",
+        help="Server, HOST:PORT or unix:PATH.",
+        show_default=DEFAULT_ADDRESS,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        envvar="WEIGHTSYNC_MODEL",
+        help="Model name; not needed if the server has one model.",
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option("--token", envvar="WEIGHTSYNC_TOKEN", help="Bearer token; better by variable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", help="Idempotency key: a repeated call with it joins the first."),
+]
+Pause = Annotated[
+    str, typer.Option("--pause", help="Requests in flight: keep, wait (finish first) or abort.")
+]
+Cache = Annotated[
+    str, typer.Option("--cache", help="Caches: recompute (exact) or keep (shortest gap).")
+]
+Wait = Annotated[
+    float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
+]
+After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
+
+
+def connect(address: str, model: str | None, token: str | None) -> Client:
+    """Return a client; closed by `with`."""
+    return Client(address or DEFAULT_ADDRESS, model=model or None, token=token or None)

@@ -1,0 +1,147 @@
+"""Commands that read and tend versions: versions, watch, pull, verify, status, pin, delete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync_client.cli import render
+from weightsync_client.cli.exits import ExitCode
+from weightsync_client.cli.options import Address, Json, Model, Token, connect
+from weightsync_client.options import DEFAULT_ADDRESS
+
+__all__ = ["delete", "pin", "pull", "status", "verify", "versions", "watch"]
+
+_Version = Annotated[int, typer.Argument(help="Version; 0: the live one.")]
+
+
+def versions(
+    version: Annotated[int | None, typer.Argument(help="Only this one; 0: the live one.")] = None,
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """List versions, newest first. With a number, only that one."""
+    with connect(address, model, token) as client:
+        found = client.versions() if version is None else [client.get_version(version)]
+    if json:
+        render.show_json(found if version is None else found[0])
+    else:
+        render.show_versions(found)
+
+
+def watch(
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Print versions and each change. Ends when interrupted; --json prints a line each."""
+    with connect(address, model, token) as client:
+        for change in client.watch():
+            if json:
+                render.show_json(change, lines=True)
+            else:
+                render.show_version(change.version, "deleted" if change.deleted else "")
+
+
+def pull(
+    folder: Annotated[Path, typer.Argument(help="A folder that does not exist, or is empty.")],
+    version: _Version = 0,
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Write a version to a folder. It appears whole and proved, or not at all."""
+    with connect(address, model, token) as client, render.progress("pull") as update:
+        result = client.pull(folder, version, on_progress=update)
+    if json:
+        render.show_json(result)
+    else:
+        typer.echo(
+            f"version {result.version.version} in {folder}: {len(result.files)} files, "
+            f"{render.size(result.size_bytes)}, content {result.version.content_digest}"
+        )
+
+
+def verify(
+    version: _Version = 0,
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Prove what every rank serves. Exit code 6: not what it should."""
+    with connect(address, model, token) as client:
+        result = client.verify(version)
+    if json:
+        render.show_json(result)
+    else:
+        render.show_verification(result)
+    if not result.verified:
+        raise typer.Exit(ExitCode.DATA)
+
+
+def status(
+    *,
+    service: Annotated[
+        str | None,
+        typer.Option(help="Ask grpc.health.v1 about 'push' or 'serving' instead."),
+    ] = None,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="For health checks: 5 when not serving.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Tell the state of the server."""
+    with connect(address, model, token) as client:
+        if not exit_code and service is None:
+            found = client.status()
+            render.show_json(found) if json else render.show_status(found)
+            return
+        serving = client.health(service or "")
+    if json:
+        render.show_json({"service": service or "", "serving": serving})
+    else:
+        typer.echo(f"{service or 'server'}: {'serving' if serving else 'not serving'}")
+    if exit_code and not serving:
+        raise typer.Exit(ExitCode.UNAVAILABLE)
+
+
+def pin(
+    version: Annotated[int, typer.Argument(help="Version.")],
+    *,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it go instead.")] = False,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Keep a version from being collected."""
+    with connect(address, model, token) as client:
+        found = client.pin(version, pinned=not undo)
+    render.show_json(found) if json else render.show_version(found)
+
+
+def delete(
+    version: Annotated[int, typer.Argument(help="Version.")],
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+) -> None:
+    """Delete a version. Refused if it is live, staged for an apply, pinned or a base."""
+    with connect(address, model, token) as client:
+        client.delete(version)
+    typer.echo(f"version {version} deleted")

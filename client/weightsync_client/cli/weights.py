@@ -1,0 +1,170 @@
+"""Commands that change something: push, apply, rollback, epoch, abort."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync.errors import Reason
+from weightsync_client.cli import render
+from weightsync_client.cli.options import (
+    Address,
+    After,
+    Cache,
+    Json,
+    Key,
+    Model,
+    Pause,
+    Token,
+    Wait,
+    connect,
+)
+from weightsync_client.errors import refuse
+from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
+
+__all__ = ["abort", "apply", "epoch", "push", "rollback"]
+
+
+def _metadata(pairs: list[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise refuse(Reason.REQUEST_INVALID, f"--metadata {pair!r} is not KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def _pause(
+    pause: str, cache: str, wait_timeout: float | None, after_wait: str, key: str | None
+) -> PauseChoices:
+    choices = PauseChoices(pause=pause, cache=cache)
+    if wait_timeout is not None:
+        choices["wait_timeout_s"] = wait_timeout
+    if pause == "wait":
+        choices["after_wait"] = after_wait
+    if key:
+        choices["idempotency_key"] = key
+    return choices
+
+
+def push(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file or a folder of them.")],
+    *,
+    version: Annotated[int, typer.Option(help="Its number; 0: the next.")] = 0,
+    epoch: Annotated[int, typer.Option(help="The writer's epoch; 0: the newest.")] = 0,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that send at the same time.")] = 1,
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Push a version. It is committed and verified when this ends well, or not there at all."""
+    options = PushOptions(
+        version=version, epoch=epoch, metadata=_metadata(metadata or []), streams=streams
+    )
+    if key:
+        options["idempotency_key"] = key
+    with connect(address, model, token) as client, render.progress("push") as update:
+        options["on_progress"] = update
+        result = client.push(path, **options)
+    render.show_json(result) if json else render.show_push(result)
+
+
+def apply(
+    version: Annotated[int, typer.Argument(help="0: the newest that is not rejected.")] = 0,
+    *,
+    pause: Pause = "keep",
+    cache: Cache = "recompute",
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan, change nothing.")
+    ] = False,
+    allow_not_durable: Annotated[
+        bool, typer.Option("--allow-not-durable", help="Also before it is durable.")
+    ] = False,
+    clear_rejected: Annotated[
+        bool, typer.Option("--clear-rejected", help="Accept a rejected version again.")
+    ] = False,
+    prepare_timeout: Annotated[
+        float | None, typer.Option(help="Longest preparation in seconds.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest wait in seconds.")] = None,
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Make a version live. Every rank proves it, or nothing changes."""
+    options = ApplyOptions(
+        dry_run=dry_run,
+        require_durable=not allow_not_durable,
+        clear_rejected=clear_rejected,
+    )
+    options.update(_pause(pause, cache, wait_timeout, after_wait, key))
+    if prepare_timeout is not None:
+        options["prepare_timeout_s"] = prepare_timeout
+    if timeout is not None:
+        options["timeout_s"] = timeout
+    with connect(address, model, token) as client:
+        report = client.apply(version, **options)
+    render.show_json(report) if json else render.show_apply(report)
+
+
+def rollback(
+    *,
+    reason: Annotated[str, typer.Option(help="Why, for logs and status.")] = "",
+    pause: Pause = "keep",
+    cache: Cache = "recompute",
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Go back to the previous version. The one that is left is marked rejected."""
+    choices = _pause(pause, cache, wait_timeout, after_wait, key)
+    with connect(address, model, token) as client:
+        result = client.rollback(reason, **choices)
+    if json:
+        render.show_json(result)
+        return
+    render.show_apply(result.report)
+    typer.echo(f"version {result.rejected_version} is now rejected")
+
+
+def epoch(
+    *,
+    holder: Annotated[str, typer.Option(help="Who asks; default: host and process.")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Become the writer. Pushes under older epochs are refused from then on."""
+    with connect(address, model, token) as client:
+        number = client.acquire_epoch(holder)
+    render.show_json({"epoch": number}) if json else typer.echo(str(number))
+
+
+def abort(
+    push_id: Annotated[str, typer.Argument(help="From `weightsync status`.")],
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    token: Token = None,
+) -> None:
+    """Drop an open push and free its slot."""
+    with connect(address, model, token) as client:
+        client.abort(push_id)
+    typer.echo(f"push {push_id} dropped")
