@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
@@ -54,6 +55,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
+#: Permissions of unix sockets that it listens on.
+_SOCKET_MODE = 0o660
 #: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
 _PUSH, _SERVING = "push", "serving"
 
@@ -177,6 +180,7 @@ class App:
             host = address.rpartition(":")[0]
             self.addresses.append(address if address.startswith("unix:") else f"{host}:{port}")
         await server.start()
+        _admit_group(self.addresses)
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
@@ -201,6 +205,13 @@ def _limits(settings: Settings) -> PushLimits:
         max_version_jump=settings.max_version_jump,
         idle_timeout_s=settings.push_idle_timeout_s,
     )
+
+
+def _admit_group(addresses: Sequence[str]) -> None:
+    # As the other sockets: owner and group may connect, whatever the umask.
+    for address in addresses:
+        if address.startswith("unix:"):
+            Path(address.removeprefix("unix:")).chmod(_SOCKET_MODE)
 
 
 class _Parts(NamedTuple):
@@ -267,4 +278,5 @@ def _track(
     metrics.track(
         "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
     )
-    metrics.track("weightsync_start_time_seconds", "Start, Unix time.", time.time)
+    started = time.time()
+    metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)
