@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import struct
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ from weightsync.digest import content_digest, tensor_digest
 from weightsync.handover import SegmentServer
 from weightsync.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.fetchers import FetcherPool
+from weightsync_server.fetchers import FetcherPool, tasks
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.store import open_store
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from weightsync.manifest import TensorEntry
+    from weightsync.manifest import ShardEntry, TensorEntry
+    from weightsync.segments import Segment
     from weightsync_server.versions import Fetchers
 
 MODEL = "m"
@@ -197,13 +201,14 @@ class World:
 async def world(
     folder: Path,
     *,
-    fetchers: Fetchers,
+    fetchers: Fetchers | None = None,
     store: str = "",
     slots: int = 2,
     limits: Mapping[str, float] | None = None,
     retention: Retention | None = None,
     memory: int = 1 << 30,
 ) -> AsyncIterator[World]:
+    fetchers = fetchers or Threads()
     keeper = open_store(store or f"file://{folder / 'store'}")
     records = await keeper.open()
     server = SegmentServer(folder / "segments.sock")
@@ -226,6 +231,50 @@ async def world(
         await pushes.close()
         await versions.close()
         server.close()
+
+
+class Threads:
+    """Does a fetcher's work in threads of this process, for tests of other things than processes.
+
+    Attributes:
+        errors: Raised by the next digests, one each.
+        gate: Persists wait for it when it is set to an event.
+        forgotten: Ids of segments that were to be unmapped.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self.gate: asyncio.Event | None = None
+        self.forgotten: list[str] = []
+        self.persisted: list[str] = []
+
+    async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
+        if self.errors:
+            raise self.errors.pop(0)
+        blob = await asyncio.to_thread(tasks.digest, segment.view, shard, threading.Event())
+        return [blob[at : at + 16] for at in range(0, len(blob), 16)]
+
+    async def persist(self, segment: Segment, size: int, target: str) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        with memoryview(segment.view)[:size] as view:
+            temporary = f"{target}.x.tmp"
+            await asyncio.to_thread(tasks.persist, view, target, temporary, threading.Event())
+        self.persisted.append(target)
+
+    async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
+        fd = os.open(source_fd, os.O_RDONLY) if isinstance(source_fd, str) else os.dup(source_fd)
+        try:
+            with memoryview(segment.view)[:size] as view:
+                await asyncio.to_thread(tasks.load, fd, view, threading.Event())
+        finally:
+            os.close(fd)
+
+    def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
+        self.forgotten.append(segment_id)
+        done: asyncio.Future[list[None]] = asyncio.get_running_loop().create_future()
+        done.set_result([])
+        return done
 
 
 @contextlib.asynccontextmanager
