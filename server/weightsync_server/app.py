@@ -154,7 +154,7 @@ class App:
             # Imports vLLM and torch, which a server beside a bridge has no need of.
             from weightsync_server.engines.embedded import start_embedded
 
-            engine = await start_embedded(self._settings, self._engine_args)
+            engine: Engine = await start_embedded(self._settings, self._engine_args)
         else:
             engine = BridgeEngine(self._settings.engine)
         stack.push_async_callback(engine.close)

@@ -182,9 +182,17 @@ class Keeper:
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
+            await self._unmap_retired()
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
+
+    async def _unmap_retired(self) -> None:
+        # Retired segments count in the budget until every rank has let go of them.
+        retired = self._versions.keeper.retired
+        if retired and self._session is not None:
+            await self._session.unmap(self._versions.keeper.exposed - retired)
+            self._versions.let_go(retired)
 
     async def _connect(self) -> None:
         self._forget()

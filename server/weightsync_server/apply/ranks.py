@@ -146,9 +146,20 @@ class Ranks:
         replies = await self._call("weightsync_commit", {"apply_id": apply_id}, timeout_s)
         return [_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
 
-    async def release(self, keep: Iterable[str], timeout_s: float) -> None:
-        """Let every rank drop what it prepared, but for the named applies."""
-        await self._call("weightsync_release", {"keep": list(keep)}, timeout_s)
+    async def release(
+        self, keep: Iterable[str], timeout_s: float, segments: Iterable[str] | None = None
+    ) -> None:
+        """Let every rank drop what it prepared, but for the named applies.
+
+        Args:
+            keep: Apply ids.
+            timeout_s: Longest wait, seconds.
+            segments: Segments that still exist: every other one is unmapped. None: all stay mapped.
+        """
+        args: dict[str, Any] = {"keep": list(keep)}
+        if segments is not None:
+            args["segments"] = list(segments)
+        await self._call("weightsync_release", args, timeout_s)
 
     async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
         # A ticket tells this answer from the one that lay on the page before.

@@ -14,7 +14,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.handover import SegmentServer
@@ -167,3 +167,8 @@ class Session:
             self.live.lease.release()
         self.live = prepared
         await self.ranks.release([prepared.apply_id], QUICK_S)
+
+    async def unmap(self, existing: Iterable[str]) -> None:
+        """Let every rank unmap the segments that do not exist any more."""
+        keep = [self.live.apply_id] if self.live else []
+        await self.ranks.release(keep, QUICK_S, existing)

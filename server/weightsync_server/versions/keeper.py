@@ -43,6 +43,11 @@ class SegmentKeeper:
         return frozenset(self._exposed)
 
     @property
+    def retired(self) -> frozenset[str]:
+        """Ids of retired segments that an engine may still map."""
+        return frozenset(self._retired)
+
+    @property
     def retired_bytes(self) -> int:
         """Bytes that count only because an engine has not let go."""
         return sum(self._retired.values())

@@ -80,6 +80,10 @@ class VersionRecord:
         """Identity of the content; empty while receiving."""
         return self.commit.content_digest if self.commit else ""
 
+    def missing_text(self) -> str:
+        """Tell what has not arrived; empty when nothing is known of it."""
+        return ", ".join(self.missing()) if self.missing else ""
+
     def to_info(self) -> pb.VersionInfo:
         """Return the wire form of the present state."""
         info = pb.VersionInfo(

@@ -95,11 +95,11 @@ class Stager:
     def _refuse_incomplete(self, record: VersionRecord) -> None:
         if record.durability == pb.DURABILITY_COMMITTED:
             return
-        missing = record.missing() if record.missing else []
+        missing = record.missing_text()
         raise WeightSyncError(
             Reason.PUSH_INCOMPLETE,
             f"version {record.version} of model {record.model} is not committed"
-            f"{': missing ' + ', '.join(missing) if missing else ''}; commit its push first",
+            f"{': missing ' + missing if missing else ''}; commit its push first",
             metadata={"version": str(record.version)},
         )
 
