@@ -1,0 +1,244 @@
+"""How fast a push is, against what gRPC itself can do on this machine.
+
+memcpy_gbps             one thread copies one warm block of all bytes
+grpc_floor_gbps         a bare grpcio client stream of flat messages with the same chunks into a
+                        warm buffer, over TCP, allocator and channels set as in our server
+stream_gbps             the public client against a real weightsync-server: the whole push call,
+                        which begins before the first byte and ends when every tensor is verified
+                        and the version is staged; the trainer's digests are computed in that time
+stream_over_grpc_floor  median of the ratios within each pair of rounds
+
+The same with suffix _unix over a unix socket. GB are 10^9 bytes. Floor and push alternate, who
+goes first changes from pair to pair, every byte changes before each of them, slots are warm, the
+store is memory://, and no engine is attached.
+
+With --memory instead: how much the anonymous memory (RssAnon) of server and fetchers together
+grows at most over its idle value, while 8 GiB are pushed as 8 versions, and as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import report
+from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
+from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
+from weightsync_client import Client, Residency
+
+__all__ = ["main"]
+
+_CHUNK_BYTES = 1 << 20
+_SAMPLE_S = 0.05
+_TENSORS_PER_SHARD = 25
+#: Rounds that warm connections, slots and the floor's buffer and are not counted.
+_WARM_UP = 3
+
+
+class _Source:
+    """Weights to push: equal shards of equal tensors that lie one after the other.
+
+    Attributes:
+        tensors: By name; each shard's data section is exactly `shard_bytes` long.
+        shard_bytes: Size of a shard's data.
+    """
+
+    def __init__(self, size: int, shards: int) -> None:
+        self.shard_bytes = size // shards
+        self._words: npt.NDArray[np.uint64] = np.zeros(size // 8, dtype=np.uint64)
+        self._words[:] = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        flat = self._words.view(np.uint16)
+        self.tensors: dict[str, npt.NDArray[np.uint16]] = {}
+        for shard, part in enumerate(np.split(flat, shards)):
+            cuts = np.linspace(0, len(part), _TENSORS_PER_SHARD + 1).astype(int)
+            for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                self.tensors[f"shard{shard:02}.tensor{index:02}.weight"] = part[begin:end]
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes."""
+        return self._words.data.cast("B")
+
+    def change(self) -> None:
+        """Change every byte."""
+        self._words += np.uint64(0x0101010101010101)
+
+
+def main() -> None:
+    """Read the command line, measure and print."""
+    parser = report.arguments(__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="bytes per push (default 1024 MiB)")
+    parser.add_argument("--shards", type=int, default=16, help="shards per push (default 16)")
+    parser.add_argument("--rounds", type=int, default=9, help="pairs that count (default 9)")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of speed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
+        if options.memory:
+            _report_memory(Path(folder), as_json=options.json)
+            return
+        source = _Source(options.mib << 20, options.shards)
+        parameters = {
+            "bytes": options.mib << 20,
+            "shards": options.shards,
+            "tensors": len(source.tensors),
+            "chunk_bytes": _CHUNK_BYTES,
+            "rounds": options.rounds,
+            "streams": 1,
+            "store": "memory://",
+            "warm_slots": True,
+        }
+        samples = _measure(Path(folder), source, options.shards, options.rounds)
+        report.emit("push", parameters, samples, as_json=options.json)
+
+
+def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[str, list[float]]:
+    samples = {"memcpy_gbps": _memcpy(source.view, rounds)}
+    ports = {"": f"127.0.0.1:{free_port()}", "_unix": f"unix:{folder}/push.sock"}
+    floors = {"": "127.0.0.1:0", "_unix": f"unix:{folder}/floor.sock"}
+    with weightsync_server(folder, list(ports.values())):
+        for suffix, address in ports.items():
+            with (
+                _floor(folder, floors[suffix], source, shards) as floor,
+                _ours(address, source) as ours,
+            ):
+                pairs = _alternate(floor, ours, source, rounds)
+            samples[f"grpc_floor_gbps{suffix}"] = [pair[0] for pair in pairs]
+            samples[f"stream_gbps{suffix}"] = [pair[1] for pair in pairs]
+            samples[f"stream_over_grpc_floor{suffix}"] = [own / bare for bare, own in pairs]
+    return samples
+
+
+def _memcpy(source: memoryview, rounds: int) -> list[float]:
+    block = np.frombuffer(source, dtype=np.uint8)
+    target = np.ones_like(block)
+    np.copyto(target, block)
+    return [_speed(len(block), lambda: np.copyto(target, block)) for _ in range(rounds)]
+
+
+def _speed(size: int, work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return size / (time.perf_counter() - started) / 1e9
+
+
+@contextlib.contextmanager
+def _floor(
+    folder: Path, address: str, source: _Source, shards: int
+) -> Iterator[Callable[[], float]]:
+    """Yield a function that sends everything once and returns GB/s."""
+    chunk_class, view = make_chunk_class(), source.view
+    arguments = ("-m", "benchmarks.floor", address, str(len(view)))
+    with process(*arguments, log=folder / "floor.log", piped=True) as server:
+        target = _floor_target(server, address)
+        with grpc.insecure_channel(target, CLIENT_OPTIONS) as channel:
+
+            def send() -> None:
+                received = push_floor(channel, view, shards, _CHUNK_BYTES, chunk_class)
+                assert received == len(view), f"the floor's server got {received} bytes"
+
+            yield lambda: _speed(len(view), send)
+
+
+def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
+    assert server.stdout is not None
+    port = server.stdout.readline().decode().strip()
+    return address if address.startswith("unix:") else f"127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def _ours(address: str, source: _Source) -> Iterator[Callable[[], float]]:
+    """Yield a function that pushes everything once and returns GB/s."""
+    size = len(source.view)
+    with Client(address) as client:
+
+        def push() -> None:
+            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes)
+            version = client.get_version(pushed.version)
+            assert version.residency == Residency.STAGED, version
+            assert version.trainer_verified, version
+            assert pushed.sent_bytes >= size, pushed
+
+        yield lambda: _speed(size, push)
+
+
+def _alternate(
+    floor: Callable[[], float], ours: Callable[[], float], source: _Source, rounds: int
+) -> list[tuple[float, float]]:
+    pairs = []
+    gc.disable()
+    for number in range(_WARM_UP + rounds):
+        speeds: dict[str, float] = {}
+        both = [("floor", floor), ("ours", ours)]
+        for name, measure in both if number % 2 else reversed(both):
+            source.change()
+            speeds[name] = measure()
+        if number >= _WARM_UP:
+            pairs.append((speeds["floor"], speeds["ours"]))
+    gc.enable()
+    return pairs
+
+
+def _report_memory(folder: Path, *, as_json: bool) -> None:
+    total = 8 << 30
+    growth = {}
+    for versions in (8, 1):
+        growth[versions] = _memory_growth(folder / str(versions), total, versions)
+    facts = {f"rss_anon_growth_mb_{n}_versions": round(mb / 1e6, 1) for n, mb in growth.items()}
+    parameters = {"bytes": total, "chunk_bytes": _CHUNK_BYTES, "sampled_every_s": _SAMPLE_S}
+    report.emit("push_memory", parameters, {}, facts, as_json=as_json)
+
+
+def _memory_growth(folder: Path, total: int, versions: int) -> int:
+    """Return by how many bytes RssAnon of server and fetchers rose at most over idle."""
+    folder.mkdir()
+    address = f"127.0.0.1:{free_port()}"
+    source = _Source(1 << 30, 16)
+    with weightsync_server(folder, [address]) as server, Client(address) as client:
+        idle = rss_anon(descendants(server.pid))
+        with _peak(server.pid) as peak:
+            for _ in range(versions):
+                source.change()
+                pushed = client.push(
+                    _repeated(source, total // versions), shard_bytes=source.shard_bytes
+                )
+                assert pushed.size_bytes >= total // versions, pushed
+        return peak[0] - idle
+
+
+def _repeated(source: _Source, size: int) -> Iterator[tuple[str, npt.NDArray[np.uint16]]]:
+    # The same bytes under new names: a trainer of 8 GiB would need 8 GiB more on this machine.
+    for copy in range(size >> 30):
+        for name, tensor in source.tensors.items():
+            yield f"copy{copy}.{name}", tensor
+
+
+@contextlib.contextmanager
+def _peak(pid: int) -> Iterator[list[int]]:
+    peak, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(_SAMPLE_S):
+            peak[0] = max(peak[0], rss_anon(descendants(pid)))
+
+    thread = threading.Thread(target=watch, name="rss")
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

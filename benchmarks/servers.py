@@ -1,0 +1,112 @@
+"""Starts weightsync-server and other programs for a benchmark and stops them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightsync_client import Client, ClientError
+
+__all__ = ["descendants", "free_port", "process", "rss_anon", "weightsync_server"]
+
+_START_S = 60.0
+_STOP_S = 30.0
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def process(*arguments: str, log: Path, piped: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a Python program until the block ends.
+
+    Args:
+        *arguments: Of the interpreter.
+        log: Where it writes.
+        piped: Whether its standard output is a pipe instead.
+    """
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else output,
+            stderr=output,
+        )
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@contextlib.contextmanager
+def weightsync_server(
+    folder: Path, listen: list[str], *flags: str, engine: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a real weightsync-server with the store memory:// until the block ends.
+
+    Args:
+        folder: For its sockets, state and log.
+        listen: Addresses.
+        *flags: More flags.
+        engine: Socket of the bridge; empty: one that does not exist, which pushes do not need.
+    """
+    arguments = [
+        *("-m", "weightsync_server.cli", "--name", "bench", "--store", "memory://"),
+        *("--engine", f"unix:{engine or folder / 'absent.sock'}", "--metrics", ""),
+        *("--run-dir", str(folder), "--state-dir", str(folder / "state")),
+        *("--drain-timeout-s", "2"),
+    ]
+    for address in listen:
+        arguments += ["--listen", address]
+    log = folder / "server.log"
+    with process(*arguments, *flags, log=log) as child:
+        deadline = time.monotonic() + _START_S
+        while not _answers(listen[0]):
+            if child.poll() is not None or time.monotonic() > deadline:
+                msg = f"weightsync-server did not start:\n{log.read_text()[-3000:]}"
+                raise RuntimeError(msg)
+            time.sleep(0.1)
+        yield child
+
+
+def _answers(address: str) -> bool:
+    with contextlib.suppress(ClientError), Client(address) as client:
+        return bool(client.status().models)
+    return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all processes below it."""
+    found = [pid]
+    for parent in found:
+        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in tasks.read_text().split()]
+    return found
+
+
+def rss_anon(pids: list[int]) -> int:
+    """Return the bytes of anonymous memory that processes hold together; not shared memory."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("RssAnon:"):
+                    total += int(line.split()[1]) << 10
+    return total
