@@ -171,8 +171,8 @@ class BridgeClient:
             assert reply["ok"], reply
         deadline = time.monotonic() + _JOB_S
         while time.monotonic() < deadline:
-            reports = [page.read() for page in pages]
-            if all(r is not None and r["phase"] != "running" for r in reports):
+            reports = [report for page in pages if (report := page.read())]
+            if len(reports) == len(pages) and all(r["phase"] != "running" for r in reports):
                 return reports
             time.sleep(0.002)
         msg = f"no report: {[page.read() for page in pages]}"

@@ -13,6 +13,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightsync.engine import EngineState
 from weightsync.vllm.gate import Gate, GateState
 from weightsync.vllm.settings import EngineSettings
 
@@ -69,7 +70,9 @@ class Bridge:
             RuntimeError: There are several API server processes, or the socket is taken.
         """
         del state
-        if engine_client is None:
+        if engine_client is None or getattr(engine_client, "weightsync_hosted", False):
+            # No engine, or one that weightsync-server hosts itself, with a gate of its own.
+            self._gate.condition = lambda: (EngineState.SERVING, "")
             return
         count = getattr(args, "api_server_count", None) or 1
         if count > 1:

@@ -6,14 +6,11 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
-
 from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.rpc_status import to_status
 
 if TYPE_CHECKING:
     import grpc
@@ -37,13 +34,7 @@ _STATES = {
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: WeightSyncError) -> NoReturn:
-    detail = any_pb2.Any()
-    info = error_details_pb2.ErrorInfo(
-        reason=error.reason.value, domain="weightsync", metadata=error.metadata
-    )
-    detail.Pack(info)
-    status = status_pb2.Status(code=error.code.value[0], message=error.message, details=[detail])
-    await context.abort_with_status(rpc_status.to_status(status))
+    await context.abort_with_status(to_status(error))
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):

@@ -60,6 +60,7 @@ class Bench:
 @contextmanager
 def running_bench(model: Path, run_dir: Path, **options: Any) -> Iterator[Bench]:
     """Start vLLM with the bridge; everything is stopped at the end."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     fault = run_dir / "fault.json"
     extension = "tests.support.fault_extension.FaultExtension"
     vllm = VllmServer(

@@ -1,0 +1,134 @@
+"""After an apply, a running vLLM answers exactly as one that was started from the new checkpoint.
+
+Tokens and log probabilities are compared, over families, dtypes, tied heads and tensor parallelism,
+with CPU repacking off. With it on, prepare refuses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integration.vllm.conftest import running_bench
+from tests.support.vllm_server import VllmServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.staging import BridgeClient, Version
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPTS = ("The quick brown", "Weights move from the trainer", "One two three four five")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of what changes how weights are laid out."""
+
+    arch: str
+    dtype: str
+    tp: int
+    tied: bool
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{self.dtype}-tp{self.tp}-{'tied' if self.tied else 'untied'}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "tied": self.tied}
+
+
+#: Every pair of values of dtype, tp and tied, and every family.
+PAIRWISE = (
+    Cell("qwen2", "float32", 2, tied=False),
+    Cell("llama", "bfloat16", 1, tied=False),
+    Cell("qwen3", "float32", 1, tied=True),
+    Cell("gemma2", "bfloat16", 2, tied=True),
+    Cell("gemma3", "bfloat16", 1, tied=True),
+)
+#: vLLM's Gemma models are always tied.
+ALL = tuple(
+    Cell(arch, dtype, tp, tied=tied)
+    for arch, dtype, tp, tied in product(
+        ("llama", "qwen2", "qwen3", "gemma2", "gemma3"),
+        ("float32", "bfloat16"),
+        (1, 2),
+        (False, True),
+    )
+    if tied or not arch.startswith("gemma")
+)
+
+
+def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
+    return [vllm.complete(prompt, tokens=24) for prompt in PROMPTS]
+
+
+def _fresh_answers(cell: Cell, model: Path, run_dir: Path) -> list[dict[str, Any]]:
+    vllm = VllmServer(model, run_dir / f"fresh-{cell}", tp=cell.tp, dtype=cell.dtype, bridge=False)
+    try:
+        return _answers(vllm.start())
+    finally:
+        vllm.stop()
+
+
+def _refusal(client: BridgeClient, version: Version) -> dict[str, Any]:
+    _, reports = client.prepare(version)
+    assert all(report["phase"] == "failed" for report in reports), reports
+    first: dict[str, Any] = reports[0]
+    return first
+
+
+def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
+    first, second = (checkpoint(cell.arch, seed=seed, **cell.options) for seed in (1, 2))
+    place = run_dir / str(cell)
+    with running_bench(first, place, tp=cell.tp, dtype=cell.dtype) as bench:
+        a, b = bench.staging.stage(first), bench.staging.stage(second)
+        adopted = bench.client.adopt(a)
+        before = _answers(bench.vllm)
+        replies = bench.client.apply(b, 2)
+        assert [reply["rank"] for reply in replies] == bench.client.ranks
+        assert len(replies) == cell.tp
+        after = _answers(bench.vllm)
+        bench.client.apply(a, 3, apply_id=adopted)
+        assert _answers(bench.vllm) == before
+    assert after != before
+    assert after == _fresh_answers(cell, second, run_dir)
+
+
+@pytest.mark.parametrize("cell", PAIRWISE, ids=str)
+def test_equal_to_a_fresh_engine(
+    cell: Cell, checkpoint: Callable[..., Path], run_dir: Path
+) -> None:
+    _check(cell, checkpoint, run_dir)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", [c for c in ALL if c not in PAIRWISE], ids=str)
+def test_equal_to_a_fresh_engine_in_all_cells(
+    cell: Cell, checkpoint: Callable[..., Path], run_dir: Path
+) -> None:
+    _check(cell, checkpoint, run_dir)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("qwen2", "bfloat16", 1, tied=True),
+        pytest.param(Cell("llama", "float32", 2, tied=False), marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_repacked_engine_is_refused_in_prepare(
+    cell: Cell, checkpoint: Callable[..., Path], run_dir: Path
+) -> None:
+    model = checkpoint(cell.arch, seed=1, **cell.options)
+    place = run_dir / f"packed-{cell}"
+    with running_bench(model, place, tp=cell.tp, dtype=cell.dtype, plain=False) as bench:
+        assert [reply["plain"] for reply in bench.client.call("hello")] == [False] * cell.tp
+        report = _refusal(bench.client, bench.staging.stage(model))
+        assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in report["error"]

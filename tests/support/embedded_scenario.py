@@ -1,0 +1,128 @@
+"""A program for one test: hosts vLLM, applies a version under a request, prints what it saw.
+
+Usage: python -m tests.support.embedded_scenario CHECKPOINT_A CHECKPOINT_B RUN_DIR
+The last line of its output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engine import PauseSpec
+
+if TYPE_CHECKING:
+    from tests.support.staging import Staging, Version
+    from weightsync.vllm.embedded import EmbeddedEngine
+
+
+def _get(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+async def _prepare(
+    engine: EmbeddedEngine, staging: Staging, name: str, version: Version, *, live: bool = False
+) -> dict[str, Any]:
+    ranks = list((await engine.hello()).ranks)
+    page, pages = staging.pages(ranks)
+    # The workers know the segment socket from the environment that `launch` set.
+    args = {"apply_id": name, "document": version.document.id, "page": page, "compare_live": live}
+    await engine.call_workers("weightsync_prepare", args)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        report = pages[0].read()
+        if report is not None and report["phase"] != "running":
+            return report
+        await asyncio.sleep(0.005)
+    raise TimeoutError
+
+
+async def _long_request(engine: EmbeddedEngine, tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    llm = engine._vllm.llm
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    final = None
+    async for output in llm.generate("The quick brown", params, f"long-{time.monotonic_ns()}"):
+        final = output
+    return final
+
+
+async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, Any]:
+    from tests.support.staging import Staging
+    from weightsync.vllm.embedded import EmbeddedEngine
+
+    staging = Staging(run_dir / "segments.sock")
+    flags = [
+        "--model", str(model_a), "--served-model-name", "model", "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "512", "--port", "0", "--max-num-seqs", "8",
+    ]  # fmt: skip
+    engine = await EmbeddedEngine.launch(flags, str(run_dir / "segments.sock"))
+    seen: dict[str, Any] = {"address": engine.address, "state": str((await engine.health()).state)}
+    a, b = staging.stage(model_a), staging.stage(model_b)
+    models = f"{engine.address}/v1/models"
+    seen["closed"] = await asyncio.to_thread(_get, models)
+    seen["first_phase"] = (await _prepare(engine, staging, "a", a, live=True))["phase"]
+    await engine.call_workers("weightsync_capture", {"document": a.document.id})
+    seen["adopted"] = (await _prepare(engine, staging, "a", a, live=True))["proved"]
+    await engine.resume("", 1, a.content_digest)
+    seen["open"] = await asyncio.to_thread(_get, models)
+    seen["prepared"] = (await _prepare(engine, staging, "b", b))["phase"]
+    request = asyncio.create_task(_long_request(engine, 300))
+    await asyncio.sleep(0.8)
+    lease = await engine.pause(PauseSpec(mode="keep", clear_cache=True), 30)
+    seen["requests"] = (await engine.health()).requests
+    replies = await engine.call_workers("weightsync_commit", {"apply_id": "b"})
+    seen["committed"] = replies[0]["content_digest"] == b.content_digest
+    seen["label_set"] = await engine.resume(lease.lease_id, 2, b.content_digest)
+    output = (await request).outputs[0]
+    seen["tokens"] = len(output.token_ids)
+    spans = getattr(output, "weight_versions", None) or []
+    seen["spans"] = [_span(span) for span in spans]
+    begin = time.monotonic()
+    waiting = asyncio.create_task(_long_request(engine, 400))
+    await asyncio.sleep(0.3)
+    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.2, after_wait="keep")
+    lease = await engine.pause(spec, 30)
+    seen["wait_became"] = lease.mode
+    seen["wait_s"] = time.monotonic() - begin
+    seen["still_running"] = not waiting.done()
+    await engine.resume(lease.lease_id, 2, b.content_digest)
+    seen["kept_tokens"] = len((await waiting).outputs[0].token_ids)
+    aborted = asyncio.create_task(_long_request(engine, 400))
+    await asyncio.sleep(0.3)
+    spec = PauseSpec(mode="wait", clear_cache=True, wait_timeout_s=0.1, after_wait="abort")
+    lease = await engine.pause(spec, 30)
+    seen["abort_became"] = lease.mode
+    seen["aborted_tokens"] = len((await asyncio.wait_for(aborted, 30)).outputs[0].token_ids)
+    await engine.resume(lease.lease_id, 2, b.content_digest)
+    spec = PauseSpec(mode="wait", clear_cache=True, wait_timeout_s=5, after_wait="keep")
+    lease = await engine.pause(spec, 30)
+    seen["idle_wait"] = lease.mode
+    await engine.resume(lease.lease_id, 2, b.content_digest)
+    await engine.close()
+    staging.close()
+    await engine.close()
+    return seen
+
+
+def _span(span: Any) -> list[Any]:
+    if isinstance(span, tuple | list):
+        return list(span)
+    return [getattr(span, name) for name in getattr(span, "__struct_fields__", ())]
+
+
+if __name__ == "__main__":
+    result = asyncio.run(_scenario(*(Path(argument) for argument in sys.argv[1:4])))
+    sys.stdout.write(json.dumps(result) + "\n")

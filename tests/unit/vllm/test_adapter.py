@@ -1,0 +1,301 @@
+"""Leases, fences and failures of the engine adapter, over a stand-in for vLLM's AsyncLLM.
+
+The stand-in only lets the test choose when vLLM answers and what; the same paths run against a real
+vLLM in tests/integration/vllm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.engine import EngineState, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.adapter import VllmEngine
+
+DIGEST = "ab" * 16
+
+
+class Llm:
+    """What `VllmCalls` uses of AsyncLLM; remembers what was asked."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.engine_core = self
+        self.errored = False
+        self.asleep = False
+        self.log: list[Any] = []
+        self.digests = [DIGEST, DIGEST]
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.drained = asyncio.Event()
+        self.fail: Exception | None = None
+        self.output_processor = SimpleNamespace(request_states={"a": 1})
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self._cleared)
+        parallel = {
+            "data_parallel_size": 1, "data_parallel_rank": 0, "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 1, "_api_process_count": 1,
+        }  # fmt: skip
+        parallel |= changes.pop("parallel", {})
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(**parallel),
+            model_config=SimpleNamespace(
+                model="m", quantization=changes.pop("quantization", None), revision=None
+            ),
+            lora_config=changes.pop("lora", None),
+            speculative_config=changes.pop("speculative", None),
+        )
+
+    async def _cleared(self) -> None:
+        self.log.append("mm")
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self.log.append((mode, clear_cache))
+        if mode == "wait":
+            await self.drained.wait()
+        else:
+            self.drained.set()
+
+    async def resume_generation(self) -> None:
+        self.log.append("resume")
+
+    async def is_sleeping(self) -> bool:
+        return self.asleep
+
+    async def update_weight_version(self, label: str) -> None:
+        self.log.append(f"label {label}")
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[dict[str, Any]]:
+        self.log.append(method)
+        await self.gate.wait()
+        if self.fail is not None:
+            raise self.fail
+        return [{"ok": True, "content_digest": digest} for digest in self.digests]
+
+
+async def _serving(llm: Llm) -> VllmEngine:
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    await engine.resume("", 7, DIGEST)
+    llm.log.clear()
+    return engine
+
+
+def _state(engine: VllmEngine) -> EngineState:
+    return engine.condition()[0]
+
+
+async def _until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - nobody tells when the state changes
+            await asyncio.sleep(0.005)
+
+
+async def _refused(call: Any) -> WeightSyncError:
+    with pytest.raises(WeightSyncError) as caught:
+        await call
+    return caught.value
+
+
+async def test_starts_paused_and_serves_only_what_the_ranks_proved() -> None:
+    llm = Llm()
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    assert llm.log == [("keep", False)]
+    assert _state(engine) is EngineState.UNRECONCILED
+    llm.digests = [DIGEST, ""]
+    assert (await _refused(engine.resume("", 1, DIGEST))).reason is Reason.ENGINE_REFUSED
+    llm.digests = [DIGEST, DIGEST]
+    assert (await _refused(engine.resume("", 1, "cd" * 16))).reason is Reason.ENGINE_REFUSED
+    assert await engine.resume("", 1, DIGEST) is True
+    assert _state(engine) is EngineState.SERVING
+    info = await engine.hello()
+    assert info.ranks == ("0/0/0", "0/0/1")
+    assert info.state is EngineState.SERVING
+    assert info.refusals == ()
+
+
+async def test_pause_clears_the_caches_it_was_asked_to() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(PauseSpec(clear_cache=True), 10)
+    assert llm.log == ["mm", ("keep", True)]
+    assert lease.mode == "keep"
+    llm.log.clear()
+    assert await engine.resume(lease.lease_id, 8, DIGEST) is True
+    # No commit in between and the same content: nobody needs to be asked.
+    assert llm.log == ["label 8", "resume"]
+
+
+async def test_resume_after_commit_needs_the_digest_of_every_rank() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(PauseSpec(), 10)
+    llm.digests = [DIGEST, ""]
+    await engine.call_workers("weightsync_commit", {"apply_id": "x"})
+    error = await _refused(engine.resume(lease.lease_id, 8, DIGEST))
+    assert "commit a version on every rank" in error.message
+    llm.digests = ["cd" * 16] * 2
+    await engine.call_workers("weightsync_commit", {"apply_id": "y"})
+    await engine.resume(lease.lease_id, 8, "cd" * 16)
+    assert _state(engine) is EngineState.SERVING
+
+
+async def test_expired_lease_resumes_with_the_label_of_what_is_held() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.02)
+    await _until(lambda: _state(engine) is EngineState.SERVING)
+    assert llm.log[-3:] == ["weightsync_state", "label 7", "resume"]
+
+
+async def test_expired_lease_fences_on_a_mixture() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.02)
+    llm.digests = [DIGEST, "cd" * 16]
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    assert "resume" not in llm.log
+    llm.digests = [DIGEST, DIGEST]
+    await engine.resume("", 7, DIGEST)
+    assert _state(engine) is EngineState.SERVING
+
+
+async def test_lease_that_ends_during_a_hanging_call_fences_then_asks() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.02)
+    llm.gate.clear()
+    hanging = asyncio.create_task(engine.call_workers("weightsync_commit", {"apply_id": "x"}))
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    assert "had not returned" in engine.condition()[1]
+    assert (await engine.health()).state is EngineState.FENCED
+    llm.gate.set()
+    await hanging
+    await _until(lambda: _state(engine) is EngineState.SERVING)
+
+
+async def test_renewed_lease_holds_and_an_old_one_is_refused() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(PauseSpec(), 0.05)
+    for _ in range(4):
+        await asyncio.sleep(0.03)
+        await engine.renew(lease.lease_id, 0.05)
+    assert _state(engine) is EngineState.PAUSED
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.APPLY_BUSY
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    assert (await _refused(engine.renew(lease.lease_id, 1))).reason is Reason.ENGINE_REFUSED
+    assert (await _refused(engine.resume(lease.lease_id, 7, DIGEST))).reason is (
+        Reason.ENGINE_REFUSED
+    )
+
+
+async def test_fence_holds_over_leases() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.fence("why")
+    assert engine.condition() == (EngineState.FENCED, "why")
+    assert llm.log == [("keep", False)]
+    lease = await engine.pause(PauseSpec(), 0.02)
+    assert _state(engine) is EngineState.FENCED
+    await asyncio.sleep(0.06)
+    assert _state(engine) is EngineState.FENCED
+    assert (await _refused(engine.renew(lease.lease_id, 1))).reason is Reason.ENGINE_REFUSED
+
+
+async def test_wait_turns_into_the_other_mode() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    llm.drained.clear()
+    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.02, after_wait="abort")
+    lease = await engine.pause(spec, 10)
+    assert lease.mode == "abort"
+    assert llm.log == [("wait", False), ("abort", False)]
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    llm.drained.set()
+    assert (await engine.pause(spec, 10)).mode == "wait"
+
+
+async def test_cancelled_caller_does_not_cancel_the_call() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    llm.gate.clear()
+    task = asyncio.create_task(engine.call_workers("weightsync_state", {}))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    llm.gate.set()
+    await asyncio.sleep(0.01)
+    assert len(await engine.call_workers("weightsync_state", {})) == 2
+
+
+async def test_failure_inside_vllm_fences_for_good() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    llm.fail = RuntimeError("cancelled")
+    error = await _refused(engine.call_workers("weightsync_state", {}))
+    assert error.reason is Reason.ENGINE_AWAY
+    assert _state(engine) is EngineState.FENCED
+    llm.fail = None
+    assert "restart vLLM" in (await _refused(engine.call_workers("weightsync_state", {}))).message
+
+
+async def test_dead_sleeping_and_generating_engines_are_told_apart() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    error = await _refused(engine.call_workers("weightsync_commit", {}))
+    assert "pause it before" in error.message
+    llm.asleep = True
+    assert (await engine.health()).sleeping is True
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
+    llm.errored = True
+    health = await engine.health()
+    assert (health.state, health.requests) == (EngineState.DEAD, 1)
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_AWAY
+
+
+async def test_failed_pause_lets_generation_go_on() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+
+    async def fail(**_: Any) -> None:
+        raise RuntimeError("no cache")
+
+    llm.pause_scheduler_async = fail  # type: ignore[method-assign]
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_AWAY
+    assert llm.log == ["mm", "resume"]
+    assert _state(engine) is EngineState.SERVING
+
+
+@pytest.mark.parametrize(
+    ("spec", "lease_s"),
+    [(PauseSpec(mode="stop"), 1), (PauseSpec(after_wait="wait"), 1), (PauseSpec(), 0)],
+)
+async def test_nonsense_is_refused(spec: PauseSpec, lease_s: float) -> None:
+    engine = await _serving(Llm())
+    assert (await _refused(engine.pause(spec, lease_s))).reason is Reason.REQUEST_INVALID
+    error = await _refused(engine.call_workers("shutdown", {}))
+    assert error.reason is Reason.REQUEST_INVALID
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"parallel": {"data_parallel_size": 2}}, "data parallel"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "context"),
+        ({"parallel": {"_api_process_count": 2}}, "API server"),
+        ({"lora": object()}, "LoRA"),
+        ({"quantization": "fp8"}, "fp8"),
+        ({"speculative": object()}, "speculative"),
+    ],
+)
+async def test_unsupported_engines_say_so_in_one_sentence(changes: Any, word: str) -> None:
+    info = await VllmEngine(Llm(**changes), "0.32.0", "bridge").hello()
+    (sentence,) = info.refusals
+    assert word in sentence
+    assert ";" in sentence

@@ -1,0 +1,105 @@
+"""The environment of the parts inside vLLM, and the files that are offered."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.handover import SegmentServer
+from weightsync.vllm.checkpoint import checkpoint_files, offer_files
+from weightsync.vllm.endpoint import Bridge, _claim
+from weightsync.vllm.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_defaults_and_overrides() -> None:
+    settings = EngineSettings.load({})
+    assert settings.engine_socket == "/run/weightsync/engine.sock"
+    assert settings.segment_socket == "/run/weightsync/segments.sock"
+    assert settings.cpu_plain_weights is False
+    settings = EngineSettings.load(
+        {"WEIGHTSYNC_ENGINE_SOCKET": "unix:/a/e.sock", "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1"}
+    )
+    assert (settings.segment_socket, settings.cpu_plain_weights) == ("/a/segments.sock", True)
+    settings = EngineSettings.load({"WEIGHTSYNC_SEGMENT_SOCKET": "/b/s.sock"})
+    assert settings.segment_socket == "/b/s.sock"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WEIGHTSYNC_ENGINE_SOCKET": "localhost:1"}, {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "yes"}],
+)
+def test_nonsense_is_named(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"unix:/absolute/path|WEIGHTSYNC_CPU_PLAIN_WEIGHTS"):
+        EngineSettings.load(environment)
+
+
+def _config(model: Path | str, load_format: str = "auto") -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+    )
+
+
+def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors", "extra.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [path.name for path in checkpoint_files(_config(tmp_path))]
+    assert names == ["model-1.safetensors", "model-2.safetensors"]
+    server = SegmentServer(tmp_path / "s.sock")
+    offer = server.expect_offer("o")
+    assert offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "o") == names
+    for name, size, fd in offer.result(5):
+        with os.fdopen(fd, "rb") as file:
+            assert file.read() == name.encode()
+            assert size == len(name)
+    with pytest.raises(WeightSyncError) as caught:
+        offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "unexpected")
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+    server.close()
+
+
+def test_mistral_format_is_chosen_as_vllm_does(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "model.safetensors"):
+        (tmp_path / name).touch()
+    (path,) = checkpoint_files(_config(tmp_path))
+    assert path.name == "consolidated.safetensors"
+    (path,) = checkpoint_files(_config(tmp_path, "safetensors"))
+    assert path.name == "model.safetensors"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_no_safetensors_no_adoption(tmp_path: Path, load_format: str) -> None:
+    if load_format == "dummy":
+        (tmp_path / "model.safetensors").touch()
+    with pytest.raises(WeightSyncError) as caught:
+        checkpoint_files(_config(tmp_path, load_format))
+    assert caught.value.reason is Reason.ENGINE_UNSUPPORTED
+
+
+def test_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "e.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(RuntimeError, match="another engine listens"):
+            _claim(str(path))
+    _claim(str(path))
+    assert not path.exists()
+    _claim(str(path))
+
+
+async def test_several_api_servers_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="--api-server-count 1"):
+        await Bridge().init_state(object(), None, SimpleNamespace(api_server_count=2))
+    await Bridge().init_state(None, None, SimpleNamespace())
