@@ -208,7 +208,12 @@ class Pushes:
             push.committing = asyncio.create_task(self._commit(push, request.content_digest))
             # Whoever asked may have left: the push remembers how it ended.
             push.committing.add_done_callback(lambda task: task.cancelled() or task.exception())
-        response = await asyncio.shield(push.committing)
+        try:
+            response = await asyncio.shield(push.committing)
+        except WeightSyncError:
+            # Whoever is told that it failed finds its slot free and nothing left in the store.
+            await push.closed()
+            raise
         self._check_same(response, request)
         return response
 

@@ -20,7 +20,7 @@ from weightsync_server.store import open_store
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from weightsync.manifest import ShardEntry, TensorEntry
@@ -233,6 +233,16 @@ async def world(
         server.close()
 
 
+async def _thread(work: Callable[..., Any], *args: Any) -> Any:
+    """Run in a thread; a cancelled caller still waits for its end, as fetchers promise."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
 class Threads:
     """Does a fetcher's work in threads of this process, for tests of other things than processes.
 
@@ -251,7 +261,7 @@ class Threads:
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:
             raise self.errors.pop(0)
-        blob = await asyncio.to_thread(tasks.digest, segment.view, shard, threading.Event())
+        blob = await _thread(tasks.digest, segment.view, shard, threading.Event())
         return [blob[at : at + 16] for at in range(0, len(blob), 16)]
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
@@ -259,14 +269,14 @@ class Threads:
             await self.gate.wait()
         with memoryview(segment.view)[:size] as view:
             temporary = f"{target}.x.tmp"
-            await asyncio.to_thread(tasks.persist, view, target, temporary, threading.Event())
+            await _thread(tasks.persist, view, target, temporary, threading.Event())
         self.persisted.append(target)
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         fd = os.open(source_fd, os.O_RDONLY) if isinstance(source_fd, str) else os.dup(source_fd)
         try:
             with memoryview(segment.view)[:size] as view:
-                await asyncio.to_thread(tasks.load, fd, view, threading.Event())
+                await _thread(tasks.load, fd, view, threading.Event())
         finally:
             os.close(fd)
 
