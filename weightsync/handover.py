@@ -78,10 +78,11 @@ def _receive_fds(sock: socket.socket, count: int) -> list[int]:
     fds: list[int] = []
     try:
         while len(fds) < count:
-            data, some, _, _ = socket.recv_fds(
-                sock, 1, min(BATCH, count - len(fds)), socket.MSG_CMSG_CLOEXEC
-            )
+            data, some, _, _ = socket.recv_fds(sock, 1, min(BATCH, count - len(fds)))
             fds += some
+            for fd in some:
+                # Python passes no MSG_CMSG_CLOEXEC on (recv_fds ignores its flags).
+                os.set_inheritable(fd, False)
             if not data or not some:
                 raise EOFError
     except BaseException:
@@ -229,7 +230,8 @@ def _listen(path: Path, mode: int) -> socket.socket:
     try:
         listener.bind(str(path))
         path.chmod(mode)
-        listener.listen(16)
+        # All workers of an engine may come at once; with a full queue they would be refused.
+        listener.listen(256)
     except BaseException:
         listener.close()
         raise
