@@ -1,0 +1,298 @@
+"""One engine of the apply benchmark: vLLM's AsyncLLM in this process, with our bridge beside it.
+
+`python -m benchmarks.apply_engine JSON` prints one JSON line: {"samples": ..., "facts": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.checkpoints import write_variant
+from benchmarks.servers import weightsync_server
+from weightsync_client import ApplyReport, Client, ClientError, EngineState
+
+__all__ = ["Order", "measure"]
+
+_READY_S = 180.0
+_MAX_MODEL_LEN = 1024
+_PROMPT_TOKENS = 16
+#: Generation after each round in which nothing else goes on.
+_CALM_S = 1.0
+_WARM_UP_S = 3.0
+_TOKEN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to measure.
+
+    Attributes:
+        folder: For sockets and logs.
+        base: Checkpoint that vLLM starts with and that reload_weights goes back to, on tmpfs.
+        other: Where other versions of it are written, on tmpfs.
+        plain: Whether CPU repacking is off.
+        rounds: How many reloads, and how many applies of ours, in turn.
+        requests: Requests that run all the time.
+    """
+
+    folder: str
+    base: str
+    other: str
+    plain: bool
+    rounds: int
+    requests: int
+
+
+@dataclass
+class _Load:
+    """Requests that run all the time, and when each of their tokens came."""
+
+    llm: Any
+    count: int
+    times: list[list[float]] = field(default_factory=list)
+    tokens: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Keep the requests running until the block ends."""
+        self.times = [[] for _ in range(self.count)]
+        tasks = [asyncio.create_task(self._generate(number)) for number in range(self.count)]
+        try:
+            # vLLM's first steps are slow.
+            await asyncio.sleep(_WARM_UP_S)
+            await self.spoken(time.perf_counter())
+            yield
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _generate(self, number: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS - 8,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        for turn in itertools.count():
+            prompt = {"prompt_token_ids": [(number * 31 + i) % 1000 for i in range(_PROMPT_TOKENS)]}
+            async for _ in self.llm.generate(prompt, parameters, f"bench-{number}-{turn}"):
+                self.times[number].append(time.perf_counter())
+                async with self.tokens:
+                    self.tokens.notify_all()
+
+    async def spoken(self, since: float) -> None:
+        """Return when every request has got a token after `since`: a gap is known at its end."""
+        async with asyncio.timeout(_TOKEN_S), self.tokens:
+            await self.tokens.wait_for(lambda: all(t and t[-1] > since for t in self.times))
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Return the times between two tokens of one request that touch begin..end."""
+        return [
+            after - before
+            for times in self.times
+            for before, after in itertools.pairwise(times)
+            if after >= begin and before <= end
+        ]
+
+
+class _Measure:
+    """Takes the samples of one engine."""
+
+    def __init__(self, order: Order, llm: Any) -> None:
+        self._order = order
+        self._llm = llm
+        self._load = _Load(llm, order.requests)
+        self.samples: dict[str, list[float]] = {}
+        self.facts: dict[str, Any] = {}
+
+    def _add(self, **values: float) -> None:
+        for name, value in values.items():
+            self.samples.setdefault(name, []).append(value)
+
+    async def reload(self, directory: str) -> None:
+        """Let vLLM reload its weights its own way, and note how long it stood still."""
+        begin = time.perf_counter()
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        finally:
+            await self._llm.resume_generation()
+        self._add(reload_pause_s=time.perf_counter() - begin)
+        await self._note_gaps("reload_max_token_gap_s", begin)
+
+    async def apply(self, client: Client, mask: int) -> None:
+        """Push another version and apply it, and note how long generation stood still."""
+        order = self._order
+        base, other = Path(order.base), Path(order.other)
+        await asyncio.to_thread(write_variant, base, other, mask)
+        pushed = await asyncio.to_thread(client.push, other)
+        begin = time.perf_counter()
+        report: ApplyReport = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        self._add(
+            apply_s=time.perf_counter() - begin,
+            pause_s=report.phases.paused_total_s,
+            prepare_s=report.phases.prepare_s,
+            commit_s=report.phases.commit_s,
+            verify_s=report.phases.verify_s,
+        )
+        await self._note_gaps("max_token_gap_s", begin)
+
+    async def _note_gaps(self, name: str, begin: float) -> None:
+        end = time.perf_counter()
+        await self._load.spoken(end)
+        self._add(**{name: max(self._load.gaps(begin, end))})
+        calm = time.perf_counter()
+        await asyncio.sleep(_CALM_S)
+        self._add(token_gap_p50_s=statistics.median(self._load.gaps(calm, time.perf_counter())))
+
+    async def _live_digest(self) -> str:
+        (digest,) = await self._llm.collective_rpc("bench_live_digest")
+        return str(digest)
+
+    async def plain(self, client: Client) -> None:
+        """Alternate between applies and reloads, then compare what both write."""
+        order = self._order
+        async with self._load.running():
+            for number in range(order.rounds):
+                await self.apply(client, mask=1 + number % 15)
+                digest = await self._live_digest()
+                await self.reload(order.base)
+            base_digest = await self._live_digest()
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": order.other})
+            same = digest == await self._live_digest()
+            await self._llm.resume_generation()
+        # The two contents differ, so a digest that never changes would not pass.
+        self.facts["bitwise_equal"] = same and digest != base_digest
+        self.samples["reload_over_ours"] = [
+            reload / ours
+            for reload, ours in zip(
+                self.samples["reload_pause_s"], self.samples["pause_s"], strict=True
+            )
+        ]
+
+    async def repacked(self) -> None:
+        """Reload only: what ours does about such an engine is asked afterwards."""
+        order = self._order
+        async with self._load.running():
+            for number in range(order.rounds):
+                await self.reload(order.base if number % 2 else order.other)
+
+    async def try_apply(self, client: Client) -> None:
+        """Push and apply to an engine whose weights are repacked; note a refusal."""
+        try:
+            pushed = await asyncio.to_thread(client.push, Path(self._order.other))
+            report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        except ClientError as error:
+            self.facts |= {"pause_s": None, "reload_over_ours": None, "refusal": str(error)}
+        else:
+            self._add(pause_s=report.phases.paused_total_s)
+
+
+async def measure(order: Order) -> dict[str, Any]:
+    """Start vLLM, measure and stop it."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=order.base,
+        dtype="bfloat16",
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=max(4, order.requests),
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        worker_extension_cls="benchmarks.live.LiveParameters",
+    )
+    llm = AsyncLLM.from_engine_args(arguments)
+    try:
+        measured = _Measure(order, llm)
+        if not order.plain:
+            await measured.repacked()
+        async with _bridged(order, llm) as client:
+            if order.plain:
+                await _serving(client)
+                await measured.plain(client)
+            else:
+                await measured.try_apply(client)
+        return {"samples": measured.samples, "facts": measured.facts}
+    finally:
+        llm.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+    """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
+    from weightsync.vllm.endpoint import Bridge
+
+    bridge = Bridge()
+    await bridge.init_state(llm, None, SimpleNamespace(api_server_count=1))
+    folder = Path(order.folder)
+    address = f"unix:{folder}/push.sock"
+    try:
+        server = weightsync_server(folder, [address], engine=str(folder / "engine.sock"))
+        # Starting and stopping wait, and the bridge lives on this loop.
+        await asyncio.to_thread(server.__enter__)
+        try:
+            with Client(address) as client:
+                yield client
+        finally:
+            await asyncio.to_thread(server.__exit__, None, None, None)
+    finally:
+        await bridge.stop()
+
+
+async def _serving(client: Client) -> None:
+    deadline = time.monotonic() + _READY_S
+    while True:
+        engine = (await asyncio.to_thread(client.status)).models[0].engine
+        if engine.state == EngineState.SERVING:
+            return
+        if time.monotonic() > deadline:
+            msg = f"the engine does not serve: {engine.state}, {engine.reason}"
+            raise RuntimeError(msg)
+        await asyncio.sleep(0.2)
+
+
+def main() -> None:
+    """Set the environment that vLLM's processes inherit, measure and print."""
+    order = Order(**json.loads(sys.argv[1]))
+    os.environ |= {
+        "VLLM_PLUGINS": "weightsync",
+        "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{order.folder}/engine.sock",
+        "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": str(int(order.plain)),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    print(json.dumps(asyncio.run(measure(order))), flush=True)
+
+
+def order_json(order: Order) -> str:
+    """Return an order as the argument of this program."""
+    return json.dumps(asdict(order))
+
+
+if __name__ == "__main__":
+    main()
