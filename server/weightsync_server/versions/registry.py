@@ -13,6 +13,7 @@ from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
 from weightsync_server.versions.adoption import adopt
+from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
 from weightsync_server.versions.epochs import Epochs
 from weightsync_server.versions.feed import Feed
@@ -42,7 +43,7 @@ __all__ = ["ModelVersions"]
 logger = logging.getLogger(__name__)
 
 
-class ModelVersions:
+class ModelVersions(Catalog):
     """All versions of one model. A committed version never changes; numbers only rise.
 
     State changes on the event loop only. Call `open` before anything else.
@@ -68,7 +69,7 @@ class ModelVersions:
         slots: int = 2,
         retention: Retention | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name, Marks(name, store))
         self.store = store
         self.fetchers = fetchers
         self.live = 0
@@ -78,8 +79,6 @@ class ModelVersions:
         self.pool = SlotPool(slots, self.keeper, self._collector.order, self._collector.evict)
         self.layouts = Layouts()
         self._feed = Feed()
-        self._marks = Marks(name, store)
-        self._records: dict[int, VersionRecord] = {}
         self._history = History()
         self._stager = Stager(self)
 
@@ -123,18 +122,6 @@ class ModelVersions:
         """
         return self.epochs.check(epoch)
 
-    # Looking up
-
-    @property
-    def newest(self) -> int:
-        """Newest committed version; 0: none."""
-        return max((r.version for r in self._records.values() if r.commit), default=0)
-
-    @property
-    def highest(self) -> int:
-        """Highest number that was ever committed, deleted versions included."""
-        return max(self.newest, self._marks.highest)
-
     @property
     def rollback_to(self) -> int:
         """The version that was live before and is still good; 0: none."""
@@ -144,45 +131,6 @@ class ModelVersions:
             return record is not None and not record.rejected_reason
 
         return self._history.before(self.live, good)
-
-    def find(self, version: int) -> VersionRecord | None:
-        """Return a version, or None."""
-        return self._records.get(version)
-
-    def get(self, version: int) -> VersionRecord:
-        """Return a version.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN.
-        """
-        record = self._records.get(version)
-        if record is None:
-            newest = self.newest
-            known = f"the newest is {newest}" if newest else "it has none yet; push one"
-            raise WeightSyncError(
-                Reason.VERSION_UNKNOWN,
-                f"model {self.name} has no version {version}: {known}",
-                metadata={"newest_version": str(newest)},
-            )
-        return record
-
-    def list(self) -> builtins.list[VersionRecord]:
-        """Return all versions, newest first."""
-        return sorted(self._records.values(), key=lambda record: -record.version)
-
-    def newest_applicable(self) -> VersionRecord:
-        """Return the newest version that is committed and not rejected.
-
-        Raises:
-            WeightSyncError: VERSION_UNKNOWN.
-        """
-        for record in self.list():
-            if record.durability == pb.DURABILITY_COMMITTED and not record.rejected_reason:
-                return record
-        raise WeightSyncError(
-            Reason.VERSION_UNKNOWN,
-            f"model {self.name} has no committed version that is not rejected; push one",
-        )
 
     def watch(self) -> AsyncIterator[Change]:
         """Yield the present state of every version, oldest first, then each change."""
@@ -194,10 +142,6 @@ class ModelVersions:
 
     # Coming in
 
-    def next_version(self) -> int:
-        """Return the lowest number above all versions, those that are being pushed included."""
-        return max(self.highest, *self._records, 0) + 1
-
     def unlisted(
         self, version: int, epoch: int = 0, metadata: dict[str, str] | None = None
     ) -> VersionRecord:
@@ -208,10 +152,6 @@ class ModelVersions:
         """Register a version whose bytes arrive."""
         self._records[record.version] = record
         self.changed(record)
-
-    def same_content(self, content_digest: str) -> VersionRecord | None:
-        """Return the newest committed version with this content, or None."""
-        return next((r for r in self.list() if r.content_digest == content_digest), None)
 
     async def drop(self, record: VersionRecord) -> None:
         """Forget a version that was not committed, its slot and what was stored of it.
@@ -413,15 +353,6 @@ class ModelVersions:
         """Remove what the store holds of a version, for ever."""
         await self._marks.change(record.version, deleted=True)
         await self.store.delete(self.name, record.version)
-
-    def not_above(self, version: int) -> WeightSyncError:
-        """Return the refusal of a number that is not above all that were used."""
-        return WeightSyncError(
-            Reason.VERSION_NOT_ABOVE,
-            f"version {version} is not above {self.highest}, the newest of model {self.name}; push "
-            f"it as {self.highest + 1} or higher, or as 0 for the next number",
-            metadata={"newest_version": str(self.highest)},
-        )
 
     def changed(self, record: VersionRecord) -> None:
         """Tell watchers, and those who wait for a slot."""
