@@ -191,9 +191,10 @@ class Puller:
             raise refuse(
                 Reason.REQUEST_INVALID, f"{path} exists and is not an empty folder; name another"
             )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        work: Path | None = None
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             files = self._write(work, on_progress)
             # mkdtemp lets nobody else in; the folder gets the rights that mkdir would give.
             umask = os.umask(0)
@@ -206,7 +207,8 @@ class Puller:
                 f"{path} cannot be written: {error.strerror}; free some space or name another",
             ) from None
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if work is not None:
+                shutil.rmtree(work, ignore_errors=True)
         size = sum(path.joinpath(name).stat().st_size for name in files)
         names = tuple(str(path / name) for name in files)
         return PullResult(self.version, names, size, time.monotonic() - started)

@@ -167,6 +167,8 @@ class Push:
         return reply.committed if reply.HasField("committed") else self._commit()
 
     def _commit(self) -> pb.CommitPushResponse:
+        if not self._done:
+            raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
         digest = content_digest(
             (tensor.name, tensor.dtype, tensor.shape, tensor_digest)
             for tensors, digests in self._done

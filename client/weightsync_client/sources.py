@@ -69,7 +69,10 @@ def make_source(source: object, shard_bytes: int) -> Source:
     hint = "a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
-    raise refuse(Reason.REQUEST_INVALID, f"a {type(source).__name__} cannot be pushed; push {hint}")
+    raise refuse(
+        Reason.REQUEST_INVALID,
+        f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
+    )
 
 
 def _known(shards: list[Shard]) -> Source:

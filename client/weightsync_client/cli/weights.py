@@ -37,17 +37,21 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def _pause(
-    pause: str, cache: str, wait_timeout: float | None, after_wait: str, key: str | None
-) -> PauseChoices:
-    choices = PauseChoices(pause=pause, cache=cache)
+def _set_pause(
+    choices: PauseChoices,
+    pause: str,
+    cache: str,
+    wait_timeout: float | None,
+    after_wait: str,
+    key: str | None,
+) -> None:
+    choices["pause"], choices["cache"] = pause, cache
     if wait_timeout is not None:
         choices["wait_timeout_s"] = wait_timeout
     if pause == "wait":
         choices["after_wait"] = after_wait
     if key:
         choices["idempotency_key"] = key
-    return choices
 
 
 def push(
@@ -105,11 +109,9 @@ def apply(
 ) -> None:
     """Make a version live. Every rank proves it, or nothing changes."""
     options = ApplyOptions(
-        dry_run=dry_run,
-        require_durable=not allow_not_durable,
-        clear_rejected=clear_rejected,
+        dry_run=dry_run, require_durable=not allow_not_durable, clear_rejected=clear_rejected
     )
-    options.update(_pause(pause, cache, wait_timeout, after_wait, key))
+    _set_pause(options, pause, cache, wait_timeout, after_wait, key)
     if prepare_timeout is not None:
         options["prepare_timeout_s"] = prepare_timeout
     if timeout is not None:
@@ -133,7 +135,8 @@ def rollback(
     json: Json = False,
 ) -> None:
     """Go back to the previous version. The one that is left is marked rejected."""
-    choices = _pause(pause, cache, wait_timeout, after_wait, key)
+    choices = PauseChoices()
+    _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
     with connect(address, model, token) as client:
         result = client.rollback(reason, **choices)
     if json:

@@ -36,10 +36,11 @@ class Shard:
     def complete(self) -> bool:
         return bool(self.tensors) and len(self.data) == self.entry.size
 
-    def digests(self) -> list[bytes]:
+    def digests(self, first: int = 0, count: int | None = None) -> list[bytes]:
         start = self.entry.data_start
         view = memoryview(self.data)
-        return [tensor_digest(view[start + t.begin : start + t.end]) for t in self.tensors]
+        tensors = self.tensors[first:] if count is None else self.tensors[first : first + count]
+        return [tensor_digest(view[start + t.begin : start + t.end]) for t in tensors]
 
 
 @dataclass
@@ -178,7 +179,9 @@ class Servicer(pb_grpc.WeightSyncServicer):
     def _upload(self, push_id: str) -> Upload:
         upload = self.uploads.get(push_id)
         if upload is None or upload.aborted:
-            raise WeightSyncError(Reason.PUSH_UNKNOWN, f"there is no open push {push_id}; push again")
+            raise WeightSyncError(
+                Reason.PUSH_UNKNOWN, f"there is no open push {push_id}; push again"
+            )
         return upload
 
     def _layout(self, upload: Upload, part: pb.LayoutPart) -> None:
@@ -215,11 +218,12 @@ class Servicer(pb_grpc.WeightSyncServicer):
     def _digests(self, upload: Upload, message: pb.ShardDigests) -> None:
         shard = upload.shards[message.shard]
         assert shard.complete, "digests before the bytes"
-        check_header(shard.data[8 : shard.entry.data_start], shard.tensors)
-        ours = shard.digests()
-        for i in range(len(message.digests) // 16):
+        if message.first == 0:
+            check_header(shard.data[8 : shard.entry.data_start], shard.tensors)
+        ours = shard.digests(message.first, len(message.digests) // 16)
+        for i, digest in enumerate(ours):
             theirs = message.digests[16 * i : 16 * i + 16]
-            if theirs != ours[message.first + i]:
+            if theirs != digest:
                 raise WeightSyncError(
                     Reason.DIGEST_MISMATCH,
                     f"tensor {shard.tensors[message.first + i].name!r} came with another digest",

@@ -132,7 +132,9 @@ def test_a_slow_reader_holds_the_source_back(client: Client, servicer: Any) -> N
         nonlocal sent
         sent = done
 
-    handle = client.push_async({"w": torch.zeros(64 * MIB, dtype=torch.uint8)}, on_progress=progress)
+    handle = client.push_async(
+        {"w": torch.zeros(64 * MIB, dtype=torch.uint8)}, on_progress=progress
+    )
     time.sleep(0.5)
     held = sent
     assert not handle.source_free.done()
@@ -233,8 +235,13 @@ def test_a_forgotten_push_begins_again_for_the_same_version(client: Client, serv
     result = client.push(tensors)
     assert forgot
     assert result.content_digest == digest_of(tensors)
-    begins = [r for m, r in zip(servicer.calls, servicer.requests, strict=False) if m == "BeginPush"]
-    assert [r.version for r in servicer.requests if type(r).__name__ == "BeginPushRequest"] == [0, 1]
+    begins = [
+        r for m, r in zip(servicer.calls, servicer.requests, strict=False) if m == "BeginPush"
+    ]
+    assert [r.version for r in servicer.requests if type(r).__name__ == "BeginPushRequest"] == [
+        0,
+        1,
+    ]
     assert begins
 
 
@@ -351,7 +358,9 @@ def test_close_waits_for_background_pushes(running: Any, retry: Retry) -> None:
 
 def test_37000_small_tensors(client: Client, servicer: Any) -> None:
     block = np.arange(37_000, dtype=np.int32)
-    tensors = {f"model.layers.{i}.some.quite.long.name.weight": block[i : i + 1] for i in range(37_000)}
+    tensors = {
+        f"model.layers.{i}.some.quite.long.name.weight": block[i : i + 1] for i in range(37_000)
+    }
     result = client.push(tensors)
     assert result.tensor_count == 37_000
     loaded = load(bytes(servicer.uploads["push-0"].shards[0].data))

@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import datetime as dt
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import weightsync_client
+from weightsync.errors import WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import (
+    ApplyOutcome,
+    CacheMode,
+    Client,
+    DataError,
+    DeadlineError,
+    Durability,
+    InvalidError,
+    NotFoundError,
+    PauseMode,
+    Reason,
+    Retry,
+    Serving,
+    Timeouts,
+    UnavailableError,
+)
+from weightsync_client.link import Link
+from weightsync_client.shards import file_shard
+
+PUBLIC = ["AbortedError", "ApplyOptions", "ApplyOutcome", "ApplyPlan", "ApplyReport", "AsyncClient", "AsyncPushHandle", "CacheMode", "Client", "ClientError", "DataError", "DeadlineError", "DeniedError", "Durability", "EngineState", "EngineStatus", "ExhaustedError", "InvalidError", "ModelStatus", "NotFoundError", "PauseChoices", "PauseMode", "PauseUsed", "Phases", "PullResult", "PulledTensor", "PushHandle", "PushOptions", "PushResult", "PushSource", "PushStatus", "RankResult", "Reason", "RefusedError", "Residency", "Retry", "RollbackReport", "Serving", "SlotStatus", "Status", "TensorInfo", "Timeouts", "UnavailableError", "Verification", "Version", "VersionChange", "WeightSyncError"]
+
+
+def test_public_names_are_frozen() -> None:
+    assert weightsync_client.__all__ == PUBLIC
+    for name in PUBLIC:
+        assert getattr(weightsync_client, name) is not None
+
+
+def test_import_needs_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys, weightsync_client, weightsync_client.cli; "
+        "print([m for m in ('torch', 'vllm', 'numpy', 'safetensors', 'weightsync_server') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def arrays(seed: int, count: int = 5) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return {f"t{i}": rng.standard_normal(1000).astype(np.float32) for i in range(count)}
+
+
+# Calls.
+
+
+def test_apply_says_what_was_asked_and_reads_the_report(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    client.push(arrays(1))
+    report = client.apply(
+        2, pause="wait", cache=CacheMode.KEEP, wait_timeout_s=1.5, after_wait="abort",
+        require_durable=False, clear_rejected=True, prepare_timeout_s=7, idempotency_key="k",
+    )  # fmt: skip
+    request = servicer.requests[-1]
+    assert (request.model, request.version, request.idempotency_key) == ("policy", 2, "k")
+    assert request.pause.mode == pb.PAUSE_MODE_WAIT
+    assert request.pause.cache == pb.CACHE_MODE_KEEP
+    assert request.pause.wait_timeout.ToMilliseconds() == 1500
+    assert request.pause.after_wait == pb.PAUSE_MODE_ABORT
+    assert (request.require_durable, request.clear_rejected) == (False, True)
+    assert request.prepare_timeout.seconds == 7
+    assert report.outcome is ApplyOutcome.APPLIED
+    assert report.phases.paused_total_s == 0.0125
+    assert report.pause.mode is PauseMode.WAIT
+    assert report.ranks[0].rank == "0/0/0"
+    assert report.plan is None
+
+
+def test_apply_leaves_defaults_to_the_server(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    client.apply()
+    request = servicer.requests[-1]
+    assert request.version == 0
+    assert not request.HasField("require_durable")
+    assert request.pause == pb.PauseOptions()
+    assert len(request.idempotency_key) == 32
+    assert client.apply(dry_run=True).plan.write_bytes == 42  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "options", [{"pause": "stop"}, {"cache": "unspecified"}, {"after_wait": "wait a bit"}]
+)
+def test_unknown_modes_are_refused_here(client: Client, options: Any) -> None:
+    with pytest.raises(InvalidError, match="use one of keep, wait, abort|recompute, keep"):
+        client.apply(1, **options)
+
+
+def test_rollback_verify_pin_delete_epoch_abort(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    client.push(arrays(1))
+    client.apply(2)
+    assert client.verify().verified
+    assert not client.verify(1).verified
+    result = client.rollback("looks wrong", pause="abort")
+    assert (result.rejected_version, result.report.version) == (2, 1)
+    assert servicer.requests[-1].reason == "looks wrong"
+    assert client.pin(1).pinned
+    assert not client.pin(1, pinned=False).pinned
+    client.delete(2)
+    with pytest.raises(NotFoundError):
+        client.get_version(2)
+    assert client.acquire_epoch() == 1
+    assert servicer.requests[-1].holder.endswith(f":{os.getpid()}")
+    assert client.acquire_epoch("me") == 2
+    client.abort("push-7")
+    assert servicer.requests[-1].push_id == "push-7"
+
+
+def test_versions_follow_pages(client: Client, servicer: Any) -> None:
+    for seed in range(5):
+        client.push(arrays(seed), metadata={"step": str(seed)})
+    client.apply(3)
+    versions = client.versions()
+    assert [v.version for v in versions] == [5, 4, 3, 2, 1]
+    assert servicer.calls.count("ListVersions") == 3
+    assert versions[0].metadata == {"step": "4"}
+    assert versions[2].serving is Serving.LIVE
+    assert versions[0].durability is Durability.COMMITTED
+    assert versions[0].commit_time == dt.datetime(2025, 6, 15, 15, 6, 40, tzinfo=dt.UTC)
+    assert client.get_version().version == 3
+
+
+def test_status(client: Client) -> None:
+    status = client.status()
+    assert status.models[0].engine.state == "serving"
+    assert status.models[0].slots[0].state == "free"
+    assert status.start_time is None
+
+
+def test_values_of_a_newer_server_are_unspecified(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    info = servicer._info
+
+    def newer(upload: Any) -> Any:
+        message = info(upload)
+        message.serving = 77
+        return message
+
+    servicer._info = newer
+    assert client.versions()[0].serving is Serving.UNSPECIFIED
+
+
+# Model, token, retries, timeouts.
+
+
+def test_the_model_is_asked_for_once(client: Client, servicer: Any) -> None:
+    client.versions()
+    client.versions()
+    assert servicer.calls == ["GetStatus", "ListVersions", "ListVersions"]
+
+
+def test_a_server_with_two_models_wants_a_name(running: Any, servicer: Any) -> None:
+    servicer.models = ["actor", "critic"]
+    with Client(running.address) as client, pytest.raises(InvalidError, match="actor, critic"):
+        client.versions()
+    with Client(running.address, model="critic") as client:
+        assert client.versions() == []
+    with Client(running.address, model="other") as client, pytest.raises(NotFoundError) as caught:
+        client.versions()
+    assert caught.value.reason is Reason.MODEL_UNKNOWN
+
+
+def test_the_token_goes_with_every_call_and_is_not_shown(running: Any, servicer: Any) -> None:
+    with Client(running.address, token="s3cret") as client:
+        client.push(arrays(0))
+        list(client.tensors(1))
+    assert {m.get("authorization") for m in servicer.metadata} == {"Bearer s3cret"}
+    assert "s3cret" not in repr(Link("a:1", "s3cret"))
+
+
+def test_unary_calls_are_tried_again(client: Client, servicer: Any, status_error: Any) -> None:
+    failures = [1, 2]
+
+    def refuse(method: str, _request: Any) -> None:
+        if method == "ListVersions" and failures:
+            failures.pop()
+            raise status_error(grpc.StatusCode.UNAVAILABLE, "connection reset")
+
+    servicer.before = refuse
+    assert client.versions() == []
+    assert servicer.calls.count("ListVersions") == 3
+
+
+def test_refusals_are_not_tried_again(client: Client, servicer: Any) -> None:
+    def refuse(method: str, _request: Any) -> None:
+        if method == "ApplyVersion":
+            raise WeightSyncError(
+                Reason.ENGINE_FENCED, "the engine is fenced; roll back", metadata={"rank": "0/0/1"}
+            )
+
+    servicer.before = refuse
+    with pytest.raises(weightsync_client.RefusedError) as caught:
+        client.apply(1)
+    assert caught.value.metadata == {"rank": "0/0/1"}
+    assert caught.value.__cause__ is None
+    assert servicer.calls.count("ApplyVersion") == 1
+
+
+def test_timeouts_end_calls(running: Any, servicer: Any) -> None:
+    servicer.before = lambda method, _request: time.sleep(1) if method == "GetStatus" else None
+    with Client(running.address, timeouts=Timeouts(call_s=0.2)) as client:
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match="GetStatus on 127"):
+            client.status()
+        assert time.monotonic() - started < 0.9
+
+
+def test_no_server(tmp_path: Path) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(UnavailableError, match="127.0.0.1:1"):
+        client.push(arrays(0))
+    with pytest.raises(InvalidError, match="address is empty"):
+        Client("")
+
+
+def test_unix_socket(start_server: Any, servicer: Any, tmp_path: Path) -> None:
+    server = start_server(servicer, f"unix:{tmp_path}/s.sock")
+    with Client(f"unix:{tmp_path}/s.sock") as client:
+        assert client.push(arrays(0)).version == 1
+    server.stop()
+
+
+def test_a_closed_client_says_so(running: Any) -> None:
+    client = Client(running.address)
+    client.close()
+    with pytest.raises(InvalidError, match="was closed"):
+        client.status()
+
+
+# Sources that are wrong.
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (7, "type int cannot be pushed"),
+        ({}, "holds no tensor"),
+        (iter([]), "gave no tensor"),
+        (iter([("a", np.zeros(1)), ("a", np.zeros(1))]), "'a' twice"),
+        (iter([np.zeros(1)]), "pairs of a name and a tensor"),
+        ({"a\u202eb": np.zeros(1)}, "not printable"),
+        ({3: np.zeros(1)}, "pairs of a name and a tensor"),
+        ("/nowhere/x.safetensors", "cannot be read: No such file"),
+    ],
+)
+def test_bad_sources(client: Client, source: Any, sentence: str) -> None:
+    with pytest.raises(weightsync_client.ClientError, match=sentence):
+        client.push(source)
+
+
+def test_a_module_is_told_to_give_its_state_dict(client: Client) -> None:
+    import torch
+
+    with pytest.raises(InvalidError, match=r"push its state_dict\(\)"):
+        client.push(torch.nn.Linear(1, 1))  # type: ignore[arg-type] # the mistake
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "no safetensors file"),
+        (b"\x08\0\0\0\0\0\0\0{}", "no safetensors file"),
+        (b"\xff" * 16, "no safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0[]", "does not begin with"),
+        (b"\x08\0\0\0\0\0\0\0{}      \x00", "fill 0 bytes"),
+    ],
+)
+def test_bad_files(tmp_path: Path, data: bytes, sentence: str) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(InvalidError, match=sentence):
+        file_shard(tmp_path / "x.safetensors", 0)
+
+
+def test_a_folder_with_the_same_tensor_twice_is_refused(client: Client, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"w": np.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(InvalidError, match='"w" is in the version twice'):
+        client.push(tmp_path)
+
+
+def test_the_index_tells_which_files_belong_together(
+    client: Client, servicer: Any, tmp_path: Path
+) -> None:
+    for name in ("a", "consolidated"):
+        save_file({"w": np.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "a.safetensors"}}')
+    client.push(tmp_path)
+    assert servicer.uploads["push-0"].shards[0].entry.name == "a.safetensors"
+    for bad in ('{"weight_map": {"w": "../a.safetensors"}}', "[]", "{"):
+        index.write_text(bad)
+        with pytest.raises(InvalidError, match="is no index"):
+            client.push(tmp_path)
+
+
+def test_a_file_that_shrinks_is_told(client: Client, servicer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros(1_000_000)}, path)
+    servicer.before = lambda method, _: method != "BeginPush" or os.truncate(path, 5_000_000)
+    with pytest.raises(InvalidError, match="became shorter than"):
+        client.push(path)
+    assert servicer.uploads["push-0"].aborted
+
+
+# Pulling.
+
+
+def test_pull_writes_what_was_pushed(client: Client, tmp_path: Path) -> None:
+    tensors = arrays(3)
+    client.push(tensors, shard_bytes=8000)
+    client.apply()
+    seen: list[tuple[int, int]] = []
+    result = client.pull(tmp_path / "new" / "out", on_progress=lambda *a: seen.append(a))
+    assert [Path(f).name for f in result.files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    loaded = {}
+    for file in result.files:
+        loaded.update(load_file(file))
+    assert all(np.array_equal(loaded[n], t) for n, t in tensors.items())
+    assert result.size_bytes == seen[-1][0] == seen[-1][1]
+    # It can be pushed again as it is, index and all.
+    assert client.push(tmp_path / "new" / "out", version=1).already
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["out"]
+    assert (tmp_path / "new" / "out").stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_pull_takes_up_a_cut_stream(client: Client, servicer: Any, tmp_path: Path) -> None:
+    client.push(arrays(3))
+    servicer.cut_at = [3000, 3000, 9000]
+    result = client.pull(tmp_path / "out", 1)
+    with safe_open(result.files[0], "np") as file:
+        assert np.array_equal(file.get_tensor("t2"), arrays(3)["t2"])
+    offsets = [r.offset for r in servicer.requests if isinstance(r, pb.PullWeightsRequest)]
+    assert offsets == [0, 3000, 3000, 9000]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "tensor 't4' came without its digest"),
+        (lambda data: data[:-8], "tensor 't4' came without its digest"),
+        (lambda data: data + b"\0", "longer than its tensors"),
+        (lambda data: data.replace(b"F32", b"I32"), "header tells"),
+        (lambda data: data[:5], "header"),
+    ],
+)
+def test_pull_proves_every_tensor(
+    client: Client, servicer: Any, tmp_path: Path, change: Any, sentence: str
+) -> None:
+    client.push(arrays(3))
+    servicer.rewrite = change
+    with pytest.raises((DataError, InvalidError), match=sentence):
+        client.pull(tmp_path / "out", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pull_wants_an_empty_folder(client: Client, tmp_path: Path) -> None:
+    client.push(arrays(0))
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidError, match="not an empty folder"):
+        client.pull(tmp_path, 1)
+    (tmp_path / "file").unlink()
+    assert len(client.pull(tmp_path, 1).files) == 1
+    with pytest.raises(InvalidError, match="cannot be written"):
+        client.pull("/proc/nowhere/out", 1)
+
+
+def test_tensors_come_one_by_one(client: Client, servicer: Any) -> None:
+    client.push(arrays(1, 8), shard_bytes=9000)
+    pulled = client.tensors(1)
+    assert np.array_equal(next(pulled).numpy(), arrays(1)["t0"])
+    assert servicer.calls.count("PullWeights") == 1
+    assert [t.name for t in pulled] == [f"t{i}" for i in range(1, 8)]
+    assert servicer.calls.count("PullWeights") == 4
+    with pytest.raises(NotFoundError):
+        next(client.tensors(99))
+
+
+# Watching.
+
+
+def test_watch_tells_the_state_then_changes(client: Client) -> None:
+    client.push(arrays(0))
+    watch = client.watch()
+    first = next(watch)
+    assert (first.version.version, first.initial) == (1, True)
+    client.push(arrays(1))
+    second = next(watch)
+    assert (second.version.version, second.initial, second.revision) == (2, False, 7)
+    watch.close()
+
+
+def test_watch_is_taken_up_again(client: Client, servicer: Any, status_error: Any) -> None:
+    client.push(arrays(0))
+    watch = client.watch()
+    next(watch)
+    while not servicer.watchers:
+        time.sleep(0.01)
+    servicer.watchers[0].put(status_error(grpc.StatusCode.UNAVAILABLE, "going away"))
+    assert next(watch).initial
+    assert servicer.calls.count("WatchVersions") == 2
+    watch.close()
+
+
+def test_watch_is_renewed_before_its_deadline_shows(running: Any, retry: Retry) -> None:
+    with Client(running.address, timeouts=Timeouts(watch_s=0.2), retry=retry) as client:
+        client.push(arrays(0))
+        watch = client.watch()
+        assert [next(watch).initial for _ in range(3)] == [True] * 3
+        watch.close()
+
+
+def test_close_ends_a_watch(running: Any, retry: Retry) -> None:
+    client = Client(running.address, retry=retry)
+    client.push(arrays(0))
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.extend(client.watch()))
+    thread.start()
+    while not seen and not running.servicer.watchers:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    client.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_watch_gives_up_on_a_refusal(client: Client, servicer: Any) -> None:
+    def refuse(method: str, _request: Any) -> None:
+        if method == "WatchVersions":
+            raise WeightSyncError(Reason.MODEL_UNKNOWN, "no such model")
+
+    servicer.before = refuse
+    with pytest.raises(NotFoundError):
+        next(client.watch())
