@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 from tests.support.processes import descriptors, names, state
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fetchers import FetcherPool
+from weightsync_server.fetchers import FetcherPool, wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,7 @@ async def _stopped(pid: int) -> None:
     await _until(lambda: state(pid) == "T")
 
 
-async def _until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def _until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - a process changes it
             await asyncio.sleep(0.01)
@@ -95,12 +96,12 @@ async def test_a_stuck_fetcher_is_killed_after_the_deadline(
     await _stopped(pid)
     begun = time.monotonic()
     assert await pool.digest(segment, shard) == digests
-    assert 0.4 < time.monotonic() - begun < 5
+    assert 0.4 < time.monotonic() - begun < 15
     assert not _exists(pid)
 
 
 async def test_a_stuck_fetcher_is_found_without_a_task(pool_of: Callable[..., Any]) -> None:
-    pool = await pool_of(1, heartbeat_s=0.1, ready_timeout_s=3)
+    pool = await pool_of(1, heartbeat_s=0.1, ready_timeout_s=4)
     (pid,) = pool.pids
     await asyncio.sleep(0.5)
     assert pool.pids == [pid]
@@ -160,7 +161,7 @@ async def test_stop_ends_all_and_fails_what_is_open(
     await asyncio.sleep(0.1)
     begun = time.monotonic()
     await pool.stop()
-    assert time.monotonic() - begun < 6
+    assert time.monotonic() - begun < 12
     for outcome in await asyncio.gather(*open_tasks, return_exceptions=True):
         assert isinstance(outcome, WeightSyncError)
         assert outcome.reason == Reason.SHUTTING_DOWN
@@ -208,6 +209,7 @@ async def test_waiting_tasks_are_refused_when_no_fetcher_can_be_started(
     assert await pool.digest(segment, shard) == digests
 
 
+@pytest.mark.timeout(240)  # a second per restart where every core is taken
 async def test_a_hundred_restarts_leak_nothing(
     fill: Callable[..., Any], pool_of: Callable[..., Any]
 ) -> None:
@@ -232,9 +234,24 @@ async def test_a_hundred_restarts_leak_nothing(
     assert len(_children()) == 4  # and no zombie among them
 
 
+def test_a_fetcher_ends_with_its_socket() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "weightsync_server.fetchers.child", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
+        theirs.close()
+        try:
+            assert wire.receive(ours)[0] == {"op": "hello", "protocol": 1, "pid": child.pid}
+            ours.sendall(wire.encode({"op": "start", "parent": os.getpid()}))
+            assert wire.receive(ours)[0] == {"op": "ready"}
+            ours.close()
+            assert child.wait(10) == 0
+        finally:
+            child.kill()
+
+
 _PARENT = """
 import asyncio
-from weightsync_server.fetchers import FetcherPool
+from weightsync_server.fetchers import FetcherPool, wire
 
 async def main():
     pool = FetcherPool(2)
