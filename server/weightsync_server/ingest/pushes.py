@@ -313,7 +313,9 @@ class Pushes:
             if request.layout_digest:
                 known = await push.versions.layout(request.layout_digest)
                 push.check_open()
-            slot.promise(request.total_bytes or (known.layout.size if known else 0))
+            total = request.total_bytes or (known.layout.size if known else 0)
+            await push.versions.pool.promise(slot, total)
+            push.check_open()
             if known is not None:
                 push.describe_known(known)
         except asyncio.CancelledError:

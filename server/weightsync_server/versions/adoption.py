@@ -54,7 +54,7 @@ async def adopt(
     record = versions.unlisted(number)
     slot = await versions.pool.take(record, _SLOT_WAIT_S)
     try:
-        slot.promise(layout.size)
+        await versions.pool.promise(slot, layout.size)
         loads = [
             load_shard(versions, slot, layout, shard, fd)
             for shard, (_, _, fd) in enumerate(ordered)

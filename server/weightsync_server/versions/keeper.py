@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SegmentKeeper"]
 
+_FORGET_S = 5.0
+
 
 class SegmentKeeper:
     """Owns every segment of one model.
@@ -36,6 +38,7 @@ class SegmentKeeper:
         self._fetchers = fetchers
         self._exposed: set[str] = set()
         self._retired: dict[str, int] = {}
+        self._forgetting: set[asyncio.Future[list[None]]] = set()
 
     @property
     def exposed(self) -> frozenset[str]:
@@ -93,12 +96,20 @@ class SegmentKeeper:
         """Hand it out no more; its memory is free when nobody else maps it."""
         self._server.withdraw(segment.id)
         segment.close()
+        forgotten = self._fetchers.forget(segment.id)
+        self._forgetting.add(forgotten)
+        forgotten.add_done_callback(self._forgetting.discard)
         if segment.id in self._exposed:
             self._retired[segment.id] = segment.capacity
-            self._fetchers.forget(segment.id)
         else:
-            forgotten = self._fetchers.forget(segment.id)
             forgotten.add_done_callback(lambda _: self.budget.release(segment.capacity))
+
+    async def forgotten(self) -> None:
+        """Wait until fetchers have unmapped what was retired, for some seconds at most."""
+        if self._forgetting:
+            await asyncio.wait(self._forgetting, timeout=_FORGET_S)
+            # Their callbacks give the memory back.
+            await asyncio.sleep(0)
 
     def expose(self, ids: Iterable[str]) -> None:
         """Remember that an engine may map these from now on."""

@@ -64,6 +64,7 @@ class SlotPool:
         evict: Callable[[VersionRecord], None],
     ) -> None:
         self.slots = [Slot(index, keeper) for index in range(count)]
+        self._keeper = keeper
         self._order = order
         self._evict = evict
         self._waiting: deque[tuple[asyncio.Future[Slot], VersionRecord]] = deque()
@@ -130,11 +131,30 @@ class SlotPool:
         except WeightSyncError as error:
             if error.reason is not Reason.MEMORY_EXHAUSTED:
                 raise
+        await self._trim(slot)
+        return await slot.create(shard, size)
+
+    async def promise(self, slot: Slot, total: int) -> None:
+        """Reserve memory for `total` bytes of shards before the first of them arrives.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED, after the memory of idle slots was given up.
+        """
+        try:
+            slot.promise(total)
+            return
+        except WeightSyncError as error:
+            if error.reason is not Reason.MEMORY_EXHAUSTED:
+                raise
+        await self._trim(slot)
+        slot.promise(total)
+
+    async def _trim(self, slot: Slot) -> None:
         slot.trim()
         for other in self.slots:
             if other.free:
                 other.trim()
-        return await slot.create(shard, size)
+        await self._keeper.forgotten()
 
     def status(self) -> list[pb.SlotStatus]:
         """Return what each slot holds."""

@@ -1,0 +1,216 @@
+"""Numbers, epochs, marks, retention, history and watching."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.unit.server.versions.world import World, begin, simple, world
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions import Retention
+from weightsync_server.versions.history import History
+
+CODE = grpc.StatusCode
+
+
+def numbers(here: World) -> list[int]:
+    return [record.version for record in here.versions.list()]
+
+
+def folders(here: World) -> list[str]:
+    store = Path(here.versions.store.url.removeprefix("file://"))
+    return sorted(path.name for path in store.glob("m/v*"))
+
+
+async def pushed(here: World, count: int) -> None:
+    for seed in range(count):
+        await here.push(simple(seed))
+
+
+async def settled(here: World) -> None:
+    await here.versions._collector.close()
+
+
+async def test_unknown_versions(here: World) -> None:
+    with pytest.raises(WeightSyncError, match="push one") as caught:
+        here.versions.get(1)
+    assert caught.value.code is CODE.NOT_FOUND
+    with pytest.raises(WeightSyncError) as caught:
+        here.versions.newest_applicable()
+    assert caught.value.reason is Reason.VERSION_UNKNOWN
+    await pushed(here, 2)
+    with pytest.raises(WeightSyncError, match="newest is 2"):
+        here.versions.get(9)
+    with pytest.raises(WeightSyncError, match="version 9"):
+        await here.versions.stage(9, 1)
+
+
+async def test_epochs_are_persisted_and_only_rise(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        assert here.versions.check_epoch(0) == 0
+        assert await asyncio.gather(*(here.versions.acquire_epoch("w") for _ in range(3))) == [
+            1,
+            2,
+            3,
+        ]
+        with pytest.raises(WeightSyncError) as caught:
+            await here.versions.acquire_epoch("w" * 257)
+        assert caught.value.reason is Reason.REQUEST_INVALID
+    async with world(tmp_path) as here:
+        assert here.versions.epoch == 3
+        assert here.versions.check_epoch(0) == 3
+        for epoch in (2, 4):
+            with pytest.raises(WeightSyncError) as caught:
+                here.versions.check_epoch(epoch)
+            assert caught.value.reason is Reason.EPOCH_STALE
+            assert caught.value.metadata == {"epoch": "3"}
+
+
+async def test_pins_rejections_and_used_numbers_survive(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await pushed(here, 4)
+        await here.versions.pin(1, True)
+        await here.versions.set_rejected(4, "wrong outputs")
+        assert here.versions.newest_applicable().version == 3
+        await here.versions.delete(3)
+        await here.versions.set_rejected(2, "")
+    async with world(tmp_path) as here:
+        assert numbers(here) == [4, 2, 1]
+        assert here.versions.get(1).pinned
+        info = here.versions.get(4).to_info()
+        assert info.serving == pb.SERVING_REJECTED
+        assert info.rejected_reason == "wrong outputs"
+        assert here.versions.newest_applicable().version == 1
+        await here.versions.clear_rejected(4)
+        assert here.versions.get(4).to_info().serving == pb.SERVING_NO
+        await here.versions.delete(4)
+        await here.versions.pin(1, False)
+        assert not here.versions.get(1).pinned
+    async with world(tmp_path) as here:
+        assert numbers(here) == [2, 1]
+        assert here.versions.highest == 4
+        assert await here.push(simple(9)) == 5
+
+
+async def test_what_is_in_use_cannot_be_deleted(here: World) -> None:
+    await pushed(here, 2)
+    here.versions.set_live(2)
+    await here.versions.pin(1, True)
+    lease = await here.versions.stage(1, 5)
+
+    async def refused(version: int, word: str) -> None:
+        with pytest.raises(WeightSyncError, match=word) as caught:
+            await here.versions.delete(version)
+        assert caught.value.reason is Reason.VERSION_IN_USE
+        assert caught.value.code is CODE.FAILED_PRECONDITION
+
+    await refused(2, "live")
+    await refused(1, "pinned")
+    await here.versions.pin(1, False)
+    await refused(1, "staged for an apply")
+    lease.release()
+    lease.release()
+    assert folders(here) == ["v1", "v2"]
+    await here.versions.delete(1)
+    assert folders(here) == ["v2"]
+    assert [slot.state for slot in here.versions.slots_status()] == ["free", "live"]
+    push = await here.pushes.begin(begin(), 1)
+    await refused(push.version, "abort the push")
+
+
+async def test_retention_by_count(tmp_path: Path) -> None:
+    async with world(tmp_path, retention=Retention(3), slots=3) as here:
+        await pushed(here, 2)
+        here.versions.set_live(1)
+        here.versions.set_live(2)
+        await here.push(simple(3))
+        await here.versions.pin(3, True)
+        for seed in (4, 5, 6, 7):
+            await here.push(simple(seed))
+            await settled(here)
+        # Live 2, its way back 1, pinned 3 and the newest stay.
+        assert numbers(here) == [7, 3, 2, 1]
+        assert folders(here) == ["v1", "v2", "v3", "v7"]
+        await here.versions.pin(3, False)
+        await here.push(simple(8))
+        await settled(here)
+        # 7 lies in a slot still.
+        assert numbers(here) == [8, 7, 2, 1]
+
+
+async def test_retention_by_bytes(tmp_path: Path) -> None:
+    size = sum(len(shard.data) for shard in simple())
+    async with world(tmp_path, retention=Retention(100, 4 * size)) as here:
+        await pushed(here, 7)
+        await settled(here)
+        assert numbers(here) == [7, 6, 5, 4]
+
+
+def test_history() -> None:
+    history = History()
+    for version in (1, 2, 3):
+        history.add(version)
+    assert history.before(3, lambda _: True) == 2
+    assert history.before(3, lambda version: version != 2) == 1
+    assert history.before(3, lambda _: False) == 0
+    history.add(2)
+    assert list(history) == [1, 2]
+    assert history.before(2, lambda _: True) == 1
+
+
+async def test_live_rollback_and_back_again(here: World) -> None:
+    await pushed(here, 3)
+    for version in (1, 2, 3):
+        here.versions.set_live(version)
+    assert (here.versions.live, here.versions.rollback_to) == (3, 2)
+    here.versions.set_live(2)
+    await here.versions.set_rejected(3, "bad")
+    assert (here.versions.live, here.versions.rollback_to) == (2, 1)
+    serving = [record.serving for record in here.versions.list()]
+    assert serving == [pb.SERVING_REJECTED, pb.SERVING_LIVE, pb.SERVING_NO]
+    here.versions.set_live(0)
+    assert here.versions.rollback_to == 2
+    here.versions.restore_history(1, 3, 99)
+    here.versions.set_live(3)
+    assert here.versions.rollback_to == 1
+
+
+async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
+    await pushed(here, 2)
+    watch = here.versions.watch()
+    seen = [await anext(watch) for _ in range(2)]
+    assert [(c.info.version, c.initial) for c in seen] == [(1, True), (2, True)]
+    await here.versions.set_rejected(1, "x")
+    change = await anext(watch)
+    assert change.info.serving == pb.SERVING_REJECTED
+    assert change.revision > seen[-1].revision
+    await here.versions.delete(1)
+    change = await anext(watch)
+    assert change.deleted
+    await here.push(simple(5))
+    kinds: list[int] = []
+    while not kinds or kinds[-1] != pb.DURABILITY_COMMITTED:
+        kinds.append((await anext(watch)).info.durability)
+    assert kinds == [pb.DURABILITY_RECEIVING, pb.DURABILITY_COMMITTED]
+    here.versions._feed.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(watch)
+
+
+async def test_a_watcher_that_is_too_slow_is_told(here: World) -> None:
+    await here.push(simple())
+    watch: Any = here.versions.watch()
+    await anext(watch)
+    for _ in range(1025):
+        here.versions.changed(here.versions.get(1))
+    for _ in range(1024):
+        await anext(watch)
+    with pytest.raises(WeightSyncError) as caught:
+        await anext(watch)
+    assert caught.value.reason is Reason.LIMIT_EXCEEDED
+    assert not here.versions._feed._queues
