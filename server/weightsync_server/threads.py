@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-__all__ = ["in_thread"]
+__all__ = ["in_thread", "to_end"]
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,11 @@ async def in_thread(
         executor: Threads to use; None: the loop's own.
     """
     loop = asyncio.get_running_loop()
-    future = loop.run_in_executor(executor, partial(function, *args))
+    return await to_end(loop.run_in_executor(executor, partial(function, *args)))
+
+
+async def to_end(future: asyncio.Future[_T]) -> _T:
+    """Return the result of a future or task; a cancelled caller learns of it only at its end."""
     interrupted: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -16,6 +16,7 @@ from weightsync_server.faults import write_fault
 from weightsync_server.fetchers.process import FetcherProcess, Gone
 from weightsync_server.fetchers.queues import Task, TaskQueue
 from weightsync_server.fetchers.tending import Tending
+from weightsync_server.threads import to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,10 +114,16 @@ class FetcherPool:
 
     async def stop(self) -> None:
         """End every process, TERM then KILL; tasks that are not done fail with SHUTTING_DOWN."""
+        await to_end(asyncio.create_task(self._stop()))
+
+    async def _stop(self) -> None:
         slots, self._slots = self._slots, []
         for slot in slots:
             slot.cancel()
         await asyncio.gather(*slots, return_exceptions=True)
+        # A slot that was cancelled before its first step has closed nothing.
+        for process in list(self._members):
+            await self._bury(process, [])
         self._fail_all(_shutting_down)
         if self._executor is not None:
             self._executor.shutdown(wait=False)
@@ -226,17 +233,20 @@ class FetcherPool:
             # One of them ends only when the process is gone or by a fault of ours.
             await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            member = self._members.pop(process)
             for lane in lanes:
                 lane.cancel()
             for outcome in await asyncio.gather(*lanes, return_exceptions=True):
                 if not isinstance(outcome, (Gone, asyncio.CancelledError)):
                     logger.error("fault in a fetcher's lane", exc_info=outcome)
-            # Only a process that is gone for certain touches neither segment nor file any more.
-            await process.close(self._threads)
-            member.end()
-            for queue, task in lost:
-                await self._try_again(queue, task)
+            await to_end(asyncio.create_task(self._bury(process, lost)))
+
+    async def _bury(self, process: FetcherProcess, lost: list[tuple[TaskQueue, Task]]) -> None:
+        member = self._members.pop(process)
+        # Only a process that is gone for certain touches neither segment nor file any more.
+        await process.close(self._threads)
+        member.end()
+        for queue, task in lost:
+            await self._try_again(queue, task)
 
     async def _lane(
         self, process: FetcherProcess, queue: TaskQueue, lost: list[tuple[TaskQueue, Task]]

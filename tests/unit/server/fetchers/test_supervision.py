@@ -173,6 +173,37 @@ async def test_stop_ends_all_and_fails_what_is_open(
     await pool.stop()
 
 
+async def test_stop_right_after_start_leaves_nothing() -> None:
+    pool = FetcherPool(2)
+    await pool.start()
+    pids = pool.pids
+    await pool.stop()
+    assert len(pids) == 2
+    assert not any(map(_exists, pids))
+    assert pool.alive == 0
+
+
+async def test_a_cancelled_stop_still_settles_every_task(
+    fill: Callable[..., Any], pool_of: Callable[..., Any]
+) -> None:
+    pool = await pool_of(1)
+    segment, shard, _ = fill(_SMALL)
+    (pid,) = pool.pids
+    await _stopped(pid)
+    digesting = asyncio.create_task(pool.digest(segment, shard))
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(pool.stop())
+    for _ in range(3):
+        await asyncio.sleep(0.1)
+        stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert not _exists(pid)
+    with pytest.raises(WeightSyncError) as caught:
+        await digesting
+    assert caught.value.reason == Reason.SHUTTING_DOWN
+
+
 @pytest.mark.parametrize(
     ("script", "within"), [("#!/bin/sh\nexit 3\n", 5), ("#!/bin/sh\nexec sleep 60\n", 5)]
 )
