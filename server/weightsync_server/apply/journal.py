@@ -6,6 +6,7 @@ record tells where the engine was meant to be.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ class Entry:
     """One record.
 
     Attributes:
-        event: `INTENT`, `DONE` or `FENCED`.
+        event: `INTENT` or `DONE`.
         apply_id: The attempt.
         version: For INTENT where it goes, for DONE what is live.
         previous: The version that was live before; 0: none.
@@ -45,10 +46,8 @@ def _encode(entry: Entry) -> bytes:
 
 
 def _decode(line: bytes) -> Entry | None:
-    checksum, _, body = line.rstrip(b"\n").partition(b" ")
-    if not line.endswith(b"\n") or checksum.decode("ascii", "replace") != xxhash.xxh3_64_hexdigest(
-        body
-    ):
+    checksum, _, body = line.removesuffix(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or checksum != xxhash.xxh3_64_hexdigest(body).encode():
         return None
     return Entry(**json.loads(body))
 
@@ -63,6 +62,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
+        # Whether the file may end in a record that does not count.
+        self._torn = False
         self._entries = self._read()
         self._rewrite()
 
@@ -85,10 +86,14 @@ class Journal:
         Raises:
             OSError: The disk refused; the record does not count.
         """
-        if os.fstat(self._fd).st_size > _ROTATE_BYTES:
+        if self._torn or os.fstat(self._fd).st_size > _ROTATE_BYTES:
             self._rewrite()
-        os.write(self._fd, _encode(entry))
+        data = _encode(entry)
+        self._torn = True
+        if os.write(self._fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(self._fd)
+        self._torn = False
         self._entries.append(entry)
 
     def close(self) -> None:
@@ -107,8 +112,6 @@ class Journal:
 
     def _rewrite(self) -> None:
         # Also cuts a torn tail off, so that records written from now on are found again.
-        if self._fd >= 0:
-            os.close(self._fd)
         done = [entry for entry in self._entries if entry.event == "DONE"][-1:]
         self._entries = done if self._entries[-1:] == done else done + self._entries[-1:]
         fresh = self._path.with_suffix(".new")
@@ -122,4 +125,8 @@ class Journal:
             os.fsync(folder)
         finally:
             os.close(folder)
+        before = self._fd
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._torn = False
+        if before >= 0:
+            os.close(before)

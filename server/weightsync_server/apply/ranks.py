@@ -194,9 +194,10 @@ class Ranks:
             )
         task = asyncio.ensure_future(self._engine.call_workers(method, args))
         self._outstanding = task
+        # Its outcome may come when nobody waits any more.
+        task.add_done_callback(_swallow)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if not done:
-            task.add_done_callback(_swallow)
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
                 f"the ranks did not answer {method} within {timeout_s:g} s",

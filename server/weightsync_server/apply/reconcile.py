@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.session import QUICK_S
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from weightsync_server.apply.journal import Journal
+    from weightsync_server.apply.ranks import RankState
     from weightsync_server.apply.session import Pause, Prepared, Session
     from weightsync_server.apply.switch import Switch
     from weightsync_server.versions import ModelVersions, VersionRecord
@@ -62,34 +66,39 @@ class Reconciler:
             WeightSyncError: ENGINE_REFUSED or ENGINE_FENCED: it stands still, with the reason.
                 ENGINE_AWAY: it cannot be asked now.
         """
-        known, content = await self._held()
-        if known is not None:
-            proved = await self._prove(known)
-            if proved is not None:
-                return await self._go_on(proved)
-        return await self._place(adopted=content)
-
-    async def _held(self) -> tuple[VersionRecord | None, str]:
+        health = await self._session.engine.health()
+        if health.state is EngineState.PAUSED:
+            # A lease that nobody holds any more: an apply ended without knowing how.
+            await self._session.engine.fence("the server asks every rank what it holds")
         states = await self._session.ranks.states(QUICK_S)
+        known = self._held(states)
+        if known is not None:
+            held = await self._prepare(known, compare_live=True)
+            if _proved(held):
+                return await self._go_on(held)
+            held.lease.release()
+        written = any(state.dirty or state.content_digest for state in states)
+        try:
+            return await self._place(written=written)
+        except WeightSyncError as error:
+            # Else the pause would run out, and the next attempt pause again.
+            with contextlib.suppress(WeightSyncError):
+                await self._session.engine.fence(error.message)
+            raise
+
+    def _held(self, states: Sequence[RankState]) -> VersionRecord | None:
         contents = {"" if state.dirty else state.content_digest for state in states}
         if len(contents) != 1 or contents == {""}:
-            return None, ""
+            return None
         (content,) = contents
         matching = [r for r in self._versions.list() if r.content_digest == content]
         wanted = self._wanted()
         return next((r for r in matching if r.version == wanted), None) or next(
             iter(matching), None
-        ), content
+        )
 
     def _wanted(self) -> int:
         return self._versions.live or self._journal.live[0]
-
-    async def _prove(self, record: VersionRecord) -> Prepared | None:
-        prepared = await self._prepare(record, compare_live=True)
-        if all(report.proved for report in prepared.reports):
-            return prepared
-        prepared.lease.release()
-        return None
 
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> Prepared:
         lease = await self._versions.stage(record.version, _LOAD_S)
@@ -109,25 +118,24 @@ class Reconciler:
         logger.info("the engine serves version %d", held.record.version)
         return held
 
-    async def _place(self, *, adopted: str) -> Prepared:
+    async def _place(self, *, written: bool) -> Prepared:
         async with contextlib.AsyncExitStack() as stack:
             pause = await self._stand_still(stack)
             wanted = self._committed(self._wanted())
-            if wanted is None:
-                record = await self._adopt()
-                proved = await self._prove(record)
-                if proved is None and not adopted:
-                    await self._refuse_adoption(record)
-            else:
-                record, proved = wanted, None
-            if proved is None:
-                proved = await self._prepare(record, compare_live=False)
-                await self._switch.place(proved, None)
-            await self._record(proved)
+            held = await self._prepare(wanted or await self._adopt(), compare_live=wanted is None)
+            try:
+                if wanted is None and not written and not _proved(held):
+                    raise _not_copies(held)
+                if not _proved(held):
+                    await self._switch.place(held)
+            except BaseException:
+                held.lease.release()
+                raise
+            await self._record(held)
             lease = pause.lease_id if pause else ""
-            await self._session.engine.resume(lease, proved.record.version, proved.digest)
-        logger.info("the engine serves version %d", proved.record.version)
-        return proved
+            await self._session.engine.resume(lease, held.record.version, held.digest)
+        logger.info("the engine serves version %d", held.record.version)
+        return held
 
     async def _stand_still(self, stack: contextlib.AsyncExitStack) -> Pause | None:
         health = await self._session.engine.health()
@@ -146,24 +154,39 @@ class Reconciler:
         offer = f"checkpoint-{secrets.token_hex(8)}"
         future = self._session.segments.expect_offer(offer)
         path = str(self._session.segments.path)
-        names = await self._session.engine.offer_checkpoint(path, offer)
-        files = await asyncio.wait_for(asyncio.wrap_future(future), QUICK_S)
+        try:
+            names = await self._session.engine.offer_checkpoint(path, offer)
+            files = await asyncio.wait_for(asyncio.wrap_future(future), QUICK_S)
+        except (TimeoutError, EOFError, OSError) as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the engine's checkpoint did not arrive on {path} ({error!r}); share its folder",
+            ) from error
+        finally:
+            future.cancel()
         logger.info("adopting the engine's checkpoint: %d files", len(names))
-        newest = max((record.version for record in self._versions.list()), default=0)
-        return await self._versions.adopt(files, newest + 1)
-
-    async def _refuse_adoption(self, record: VersionRecord) -> None:
-        # A loader that does more than copy would be found here: its parameters are not its tensors.
-        prepared = await self._prepare(record, compare_live=True)
-        names = sorted({name for report in prepared.reports for name in report.mismatched})
-        prepared.lease.release()
-        raise WeightSyncError(
-            Reason.ENGINE_REFUSED,
-            "the engine's live parameters are not plain copies of its checkpoint "
-            f"({', '.join(names[:10])}); this model cannot be updated in place",
-        )
+        try:
+            return await self._versions.adopt(files, 0)
+        finally:
+            for _, _, fd in files:
+                os.close(fd)
 
     async def _record(self, held: Prepared) -> None:
         await self._session.hold(held)
         if self._versions.live != held.record.version:
             self._versions.set_live(held.record.version)
+        await self._switch.record(held)
+
+
+def _proved(held: Prepared) -> bool:
+    return all(report.proved for report in held.reports)
+
+
+def _not_copies(held: Prepared) -> WeightSyncError:
+    # A loader that does more than copy is found here: its parameters are not its tensors.
+    names = sorted({name for report in held.reports for name in report.mismatched})
+    return WeightSyncError(
+        Reason.ENGINE_REFUSED,
+        "the engine's live parameters are not plain copies of its checkpoint "
+        f"({', '.join(names[:10])}); this model cannot be updated in place",
+    )

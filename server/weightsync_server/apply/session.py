@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Iterable
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.handover import SegmentServer
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from weightsync_server.versions import SlotLease, VersionRecord
 
 __all__ = ["Pause", "Prepared", "Session"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: Time for a worker RPC that only starts a thread or reads a field, seconds.
 QUICK_S = 30.0
@@ -64,8 +69,6 @@ class Pause:
     mode: str
     seconds: float
     began: float
-    resumed: bool = False
-    lost: WeightSyncError | None = None
 
 
 @dataclass
@@ -107,6 +110,24 @@ class Session:
             WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
         """
         apply_id = secrets.token_hex(8)
+        try:
+            return await self._prepare(
+                apply_id, record, lease, compare_live=compare_live, timeout_s=timeout_s
+            )
+        except BaseException:
+            # A rank may still be at work on it, and would refuse the next prepare.
+            await self._let_go()
+            raise
+
+    async def _prepare(
+        self,
+        apply_id: str,
+        record: VersionRecord,
+        lease: SlotLease,
+        *,
+        compare_live: bool,
+        timeout_s: float,
+    ) -> Prepared:
         start = time.monotonic()
         for attempt in range(2):
             reports = await self.ranks.prepare(
@@ -129,15 +150,19 @@ class Session:
             return
         spec = PauseSpec(mode="keep", clear_cache=False)
         async with self.paused(spec) as pause:
-            await self.ranks.capture(document, timeout_s)
-            # Capture writes nothing, so the engine goes on with what it had.
-            await self.resume(pause, self.live)
+            try:
+                await self.ranks.capture(document, timeout_s)
+            finally:
+                # Capture writes nothing, so the engine goes on with what it had.
+                if not self.ranks.hung:
+                    await self.resume(pause, self.live)
 
     @contextlib.asynccontextmanager
     async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
         """Pause generation and keep the lease; the body resumes or fences before it ends."""
         began = time.monotonic()
-        lease = await self.engine.pause(spec, self.lease_s)
+        longest = QUICK_S + (spec.wait_timeout_s if spec.mode == "wait" else 0)
+        lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
         pause = Pause(lease.lease_id, lease.mode, time.monotonic() - began, began)
         renewal = asyncio.create_task(self._renew(pause))
         try:
@@ -148,27 +173,42 @@ class Session:
     async def _renew(self, pause: Pause) -> None:
         while True:
             await asyncio.sleep(self.lease_s / 3)
-            try:
+            # What failed once is tried again while the lease holds.
+            with contextlib.suppress(WeightSyncError):
                 await self.engine.renew(pause.lease_id, self.lease_s)
-            except WeightSyncError as error:
-                pause.lost = error
-                return
 
     async def resume(self, pause: Pause, held: Prepared | None) -> None:
         """Start generation on a version that every rank is proved to hold."""
         version = held.record.version if held else 0
         digest = held.digest if held else ""
-        await self.engine.resume(pause.lease_id, version, digest)
-        pause.resumed = True
+        await _bounded(self.engine.resume(pause.lease_id, version, digest), QUICK_S, "resume")
 
     async def hold(self, prepared: Prepared) -> None:
         """Record what every rank holds, and let the ranks drop everything else."""
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
         self.live = prepared
-        await self.ranks.release([prepared.apply_id], QUICK_S)
+        await self._let_go()
 
     async def unmap(self, existing: Iterable[str]) -> None:
         """Let every rank unmap the segments that do not exist any more."""
         keep = [self.live.apply_id] if self.live else []
         await self.ranks.release(keep, QUICK_S, existing)
+
+    async def _let_go(self) -> None:
+        keep = [self.live.apply_id] if self.live else []
+        try:
+            await self.ranks.release(keep, QUICK_S)
+        except WeightSyncError as error:
+            # Memory of the workers only; the next release drops it as well.
+            logger.warning("the ranks keep what they prepared for now: %s", error.message)
+
+
+async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:
+    try:
+        return await asyncio.wait_for(call, seconds)
+    except TimeoutError:
+        # Not known whether it was done: the ranks are asked before anything else.
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY, f"vLLM did not answer a {what} within {seconds:g} s"
+        ) from None

@@ -95,19 +95,22 @@ class Switch:
         self._observe(result)
         return result
 
-    async def place(self, target: Prepared, base: Prepared | None) -> Switched:
+    async def place(self, target: Prepared) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
 
         Raises:
             WeightSyncError: ENGINE_FENCED with the reason.
         """
-        result = Switched()
-        await self._write("INTENT", target, base)
-        failures = await self._commit(target, result)
+        await self._write("INTENT", target, None)
+        failures = await self._commit(target, Switched())
         if failures:
             await self._fence(failures)
-        await self._write("DONE", target, base)
-        return result
+
+    async def record(self, held: Prepared) -> None:
+        """Write down what every rank holds, when that is not what the journal says already."""
+        last = self._journal.last
+        if last is None or (last.event, last.version) != ("DONE", held.record.version):
+            await self._write("DONE", held, None)
 
     async def _commit(self, target: Prepared, result: Switched) -> list[str]:
         try:
@@ -129,7 +132,7 @@ class Switch:
         if again:
             await self._fence(failures + again)
         await self._resume(pause, base)
-        await self._write("DONE", base, None)
+        await self.record(base)
         raise WeightSyncError(
             Reason.APPLY_RESTORED,
             f"the apply failed and version {base.record.version} was restored and verified on "
@@ -161,8 +164,12 @@ class Switch:
             ) from error
 
     async def _write(self, event: str, target: Prepared, base: Prepared | None) -> None:
-        previous = base.record.version if base else 0
-        entry = Entry(event, target.apply_id, target.record.version, previous)
+        version = target.record.version
+        live, before = self._journal.live
+        if base is not None:
+            live, before = base.record.version, before if base.record.version == live else 0
+        # A version that is placed again keeps its way back.
+        entry = Entry(event, target.apply_id, version, before if version == live else live)
         try:
             await asyncio.to_thread(self._journal.write, entry)
         except OSError as error:
