@@ -292,7 +292,7 @@ class Pushes:
                 )
             return None
         existing = versions.find(version)
-        if version == highest and existing is not None and existing.commit is not None:
+        if existing is not None and existing.commit is not None:
             return existing
         raise versions.not_above(version)
 

@@ -49,9 +49,8 @@ async def adopt(
     """Commit a checkpoint or find the version that it is; see `ModelVersions.adopt`."""
     ordered = sorted(files)
     layout = await asyncio.to_thread(_read_layout, ordered)
-    number = version or versions.next_version()
     # Registered only when it turns out to be new: what it is, its content tells.
-    record = versions.unlisted(number)
+    record = versions.unlisted(version)
     slot = await versions.pool.take(record, _SLOT_WAIT_S)
     try:
         await versions.pool.promise(slot, layout.size)
@@ -90,7 +89,9 @@ async def _hand_over(
 async def _commit_new(
     versions: ModelVersions, record: VersionRecord, manifest: Manifest
 ) -> VersionRecord:
-    if record.version <= versions.highest:
+    # No await between here and `enlist`: a push may take the number meanwhile.
+    record.version = record.version or versions.next_version()
+    if record.version < versions.next_version():
         raise versions.not_above(record.version)
     versions.enlist(record)
     segments = record.place.ordered()

@@ -1,0 +1,284 @@
+"""Versions read back, leased, proved again; and the engine's checkpoint taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from tests.unit.server.versions.world import (
+    Shard,
+    Threads,
+    World,
+    begin,
+    content,
+    make_shard,
+    simple,
+    world,
+)
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightsync.handover import OfferedFile
+
+CODE = grpc.StatusCode
+
+
+def stored(here: World, version: int, shard: int) -> Path:
+    return (
+        Path(here.versions.store.url.removeprefix("file://")) / f"m/v{version}/{shard}.safetensors"
+    )
+
+
+async def third_evicts_first(here: World) -> None:
+    for seed in (1, 2, 3):
+        await here.push(simple(seed))
+    assert here.versions.get(1).residency == pb.RESIDENCY_ABSENT
+    assert here.versions.get(1).manifest is None
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("at", "word"), [(-1, '"s1.b"'), (20, "header"), (0, "header")])
+async def test_damage_in_the_store_is_found_and_never_staged(
+    here: World, at: int, word: str
+) -> None:
+    await third_evicts_first(here)
+    flip(stored(here, 1, 1), at)
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.stage(1, 5)
+    assert caught.value.reason is Reason.DATA_CORRUPT
+    assert caught.value.code is CODE.DATA_LOSS
+    assert word in caught.value.message
+    assert "restore" in caught.value.message
+    assert here.versions.get(1).residency == pb.RESIDENCY_ABSENT
+    flip(stored(here, 1, 1), at)
+    lease = await here.versions.stage(1, 5)
+    assert here.read(1) == [shard.data for shard in simple(1)]
+    lease.release()
+
+
+async def test_a_file_that_is_gone(here: World) -> None:
+    await third_evicts_first(here)
+    stored(here, 1, 0).unlink()
+    with pytest.raises((WeightSyncError, OSError)):
+        await here.versions.stage(1, 5)
+    assert [slot.state for slot in here.versions.slots_status()].count("free") == 1
+
+
+async def test_damage_in_memory_is_found_and_the_store_is_read(here: World) -> None:
+    await here.push(simple(1))
+    lease = await here.versions.stage(1, 5)
+    await here.versions.verify_staged(lease)
+    view = lease.segments[1].view
+    view[len(simple(1)[1].data) - 1] ^= 4
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.verify_staged(lease)
+    assert caught.value.reason is Reason.DATA_CORRUPT
+    assert '"s1.b"' in caught.value.message
+    assert here.versions.get(1).residency == pb.RESIDENCY_ABSENT
+    # The damaged slot is not used again before its reader has let go.
+    second = await here.versions.stage(1, 5)
+    assert second.slot is not lease.slot
+    await here.versions.verify_staged(second)
+    with pytest.raises(WeightSyncError) as caught:
+        await here.pushes.begin(begin(), 0)
+    assert caught.value.reason is Reason.NO_SLOT
+    lease.release()
+    await here.pushes.begin(begin(), 1)
+
+
+async def test_damage_of_the_only_copy_fails_the_version(tmp_path: Path) -> None:
+    async with world(tmp_path, store="memory://") as here:
+        await here.push(simple(1))
+        lease = await here.versions.stage(1, 5)
+        lease.segments[0].view[100] ^= 1
+        with pytest.raises(WeightSyncError, match="push it again"):
+            await here.versions.verify_staged(lease)
+        lease.release()
+        with pytest.raises(WeightSyncError) as caught:
+            here.versions.newest_applicable()
+        assert caught.value.reason is Reason.VERSION_UNKNOWN
+        assert await here.push(simple(1)) == 2
+
+
+async def test_many_callers_share_one_read(tmp_path: Path) -> None:
+    class Counting(Threads):
+        loads = 0
+
+        async def load(self, *args: object) -> None:
+            type(self).loads += 1
+            await super().load(*args)  # type: ignore[arg-type]
+
+    async with world(tmp_path, fetchers=Counting()) as here:
+        await third_evicts_first(here)
+        leases = await asyncio.gather(*(here.versions.stage(1, 5) for _ in range(4)))
+        assert Counting.loads == 2
+        assert {lease.staged_id for lease in leases} == {leases[0].staged_id}
+        assert leases[0].slot.leases == 4
+        for lease in leases:
+            with lease:
+                pass
+        assert leases[0].slot.leases == 0
+
+
+async def test_a_caller_that_gives_up_leaves_the_read_to_others(tmp_path: Path) -> None:
+    class Slow(Threads):
+        go = asyncio.Event()
+
+        async def load(self, *args: object) -> None:
+            await self.go.wait()
+            await super().load(*args)  # type: ignore[arg-type]
+
+    fetchers = Slow()
+    fetchers.go = asyncio.Event()
+    async with world(tmp_path, fetchers=fetchers) as here:
+        await third_evicts_first(here)
+        with pytest.raises(WeightSyncError) as caught:
+            await here.versions.stage(1, 0.05)
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        assert here.versions.get(1).residency == pb.RESIDENCY_STAGING
+        with pytest.raises(WeightSyncError, match="staged for an apply"):
+            await here.versions.delete(1)
+        waiting = asyncio.create_task(here.versions.stage(1, 5))
+        await asyncio.sleep(0.01)
+        fetchers.go.set()
+        (await waiting).release()
+
+
+async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
+    await here.push(simple(1))
+    await here.push(simple(2))
+    first = await here.versions.stage(1, 5)
+    second = await here.versions.stage(2, 5)
+    first.release()
+    push = await here.pushes.begin(begin(), 1)
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.stage(1, 0.2)
+    assert caught.value.reason is Reason.NO_SLOT
+    waiting = asyncio.create_task(here.versions.stage(1, 5))
+    await asyncio.sleep(0.01)
+    await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
+    (await waiting).release()
+    second.release()
+
+
+# Adoption
+
+
+class Files:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.open: list[int] = []
+
+    def of(self, shards: list[Shard]) -> list[OfferedFile]:
+        return [self.one(shard.name, shard.data) for shard in shards]
+
+    def one(self, name: str, data: bytes) -> OfferedFile:
+        path = self.folder / name
+        path.write_bytes(data)
+        self.open.append(os.open(path, os.O_RDONLY))
+        return name, len(data), self.open[-1]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    made = Files(tmp_path)
+    yield made
+    for fd in made.open:
+        os.close(fd)
+
+
+async def test_a_checkpoint_that_is_a_known_version(here: World, files: Files) -> None:
+    await third_evicts_first(here)
+    record = await here.versions.adopt(files.of(simple(1)), 9)
+    assert record.version == 1
+    # It was read anyway: now it lies in a slot.
+    assert record.residency == pb.RESIDENCY_STAGED
+    assert here.read(1) == [shard.data for shard in simple(1)]
+    lease = await here.versions.stage(1, 5)
+    await here.versions.verify_staged(lease)
+    lease.release()
+    # The same tensors in other files are the same version.
+    tensors = [
+        (e.name, e.dtype, e.shape, s.data[8 + s.header_size :][e.begin : e.end])
+        for s in simple(2)
+        for e in s.entries
+    ]
+    together = make_shard(0, tensors)
+    record = await here.versions.adopt(files.of([together]), 9)
+    assert record.version == 2
+    assert content([together]) == content(simple(2))
+
+
+async def test_adoption_is_not_bound_to_a_writer(here: World, files: Files) -> None:
+    await here.versions.acquire_epoch("trainer")
+    record = await here.versions.adopt(files.of(simple(1)), 5)
+    assert (record.version, record.epoch) == (5, 0)
+    assert await here.push(simple(2)) == 6
+    push = await here.pushes.begin(begin(), 1)
+    assert push.version == 7
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.adopt(files.of(simple(3)), 7)
+    assert caught.value.reason is Reason.VERSION_NOT_ABOVE
+    assert here.versions.get(7).durability == pb.DURABILITY_RECEIVING
+    assert (await here.versions.adopt(files.of(simple(4)), 0)).version == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.safetensors", b"\x80\x04pickle" * 10, Reason.SHARD_INVALID),
+        ("a.safetensors", b"", Reason.SHARD_INVALID),
+        ("a.safetensors", simple(1)[0].data[:-1], Reason.LAYOUT_INVALID),
+        ("a.safetensors", simple(1)[0].data + b"x", Reason.LAYOUT_INVALID),
+        ("z.safetensors", simple(9)[0].data, Reason.LAYOUT_INVALID),
+    ],
+    ids=["pickle", "empty", "cut", "trailing", "twice"],
+)
+async def test_a_checkpoint_that_is_none(
+    here: World, files: Files, name: str, data: bytes, reason: Reason
+) -> None:
+    offered = [*files.of(simple(1)), files.one(name, data)]
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.adopt(offered, 1)
+    assert caught.value.reason is reason
+    assert_nothing(here)
+
+
+def assert_nothing(here: World) -> None:
+    assert here.versions.list() == []
+    assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+    store = Path(here.versions.store.url.removeprefix("file://"))
+    assert not list(store.rglob("*.safetensors"))
+
+
+async def test_a_number_that_is_taken(here: World, files: Files) -> None:
+    await here.push(simple(1))
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.adopt(files.of(simple(2)), 1)
+    assert caught.value.reason is Reason.VERSION_NOT_ABOVE
+    assert here.read(1) == [shard.data for shard in simple(1)]
+    assert here.versions.list()[0].content_digest == content(simple(1))
+
+
+async def test_an_adoption_that_cannot_be_stored(tmp_path: Path, files: Files) -> None:
+    class Full(Threads):
+        async def persist(self, *_: object) -> None:
+            raise WeightSyncError(Reason.DISK_EXHAUSTED, "no space")
+
+    async with world(tmp_path, fetchers=Full()) as here:
+        with pytest.raises(WeightSyncError, match="no space"):
+            await here.versions.adopt(files.of(simple(1)), 0)
+        assert_nothing(here)
