@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedEngine"]
 
-#: Where vLLM keeps what builds its API server: 0.27 and newer first, then 0.26.
+_CLI_ARGS = (
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.cli_args",
+)
+#: Where vLLM keeps what builds its API server, newest release first.
 _HOMES = {
-    "make_arg_parser": ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"),
-    "validate_parsed_serve_args": (
-        "vllm.entrypoints.launchers.cli_args",
-        "vllm.entrypoints.openai.cli_args",
-    ),
+    "make_arg_parser": _CLI_ARGS,
+    "validate_parsed_serve_args": _CLI_ARGS,
     "build_async_engine_client": (
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.entrypoints.openai.api_server",

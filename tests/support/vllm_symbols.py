@@ -1,0 +1,218 @@
+"""Every name of vLLM that `weightsync.vllm` uses, and how to look names up without importing."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["FIRST_RELEASE", "LAST_RELEASE", "SYMBOLS", "Symbol", "found", "modules"]
+
+#: The releases that we are written for.
+FIRST_RELEASE = (0, 26)
+LAST_RELEASE = (0, 33)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One thing that we use.
+
+    Attributes:
+        places: `module:Name.attribute`; any one of them is enough.
+        needed: False for what we use only where it exists.
+        used_for: Why.
+    """
+
+    places: tuple[str, ...]
+    used_for: str
+    needed: bool = True
+
+
+def _each(prefix: str, names: str, used_for: str) -> list[Symbol]:
+    return [Symbol((f"{prefix}.{name}",), used_for) for name in names.split()]
+
+
+_LAUNCH = "vllm.entrypoints.launchers"
+_OPENAI = "vllm.entrypoints.openai"
+_CLI_HOMES = ("vllm.entrypoints.common", _LAUNCH, _OPENAI)
+_HTTP_FLAGS = (
+    "host",
+    "port",
+    "uds",
+    "uvicorn_log_level",
+    "disable_uvicorn_access_log",
+    "ssl_keyfile",
+    "ssl_certfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+)
+_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+
+SYMBOLS: tuple[Symbol, ...] = (
+    # plugin, worker and rank
+    *_each(
+        "vllm.v1.worker.worker_base:WorkerBase",
+        "vllm_config parallel_config rank device model_runner",
+        "worker methods",
+    ),
+    Symbol(
+        ("vllm.v1.worker.worker_base:WorkerWrapperBase#load_general_plugins()",),
+        "plugins run in workers",
+    ),
+    Symbol(("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",), "the rank's model"),
+    Symbol(("vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model",), "the same, runner V2"),
+    Symbol(("vllm.config:set_current_vllm_config",), "capture"),
+    Symbol(("vllm.platforms:current_platform",), "CPU switch"),
+    Symbol(("vllm.platforms.interface:Platform.is_cpu",), "CPU switch"),
+    Symbol(("vllm._custom_ops:_supports_onednn",), "CPU switch"),
+    Symbol(("vllm.model_executor.layers.utils:check_cpu_sgl_kernel",), "CPU switch"),
+    Symbol(
+        ("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm#layer.cpu_linear",),
+        "finding repacked layers",
+    ),
+    # adapter
+    *_each(
+        _LLM,
+        "collective_rpc resume_generation is_sleeping errored engine_core output_processor "
+        "vllm_config renderer",
+        "the adapter",
+    ),
+    Symbol((f"{_LLM}.update_weight_version",), "labels of versions", needed=False),
+    Symbol(
+        (
+            "vllm.v1.engine.core_client:AsyncMPClient.pause_scheduler_async",
+            "vllm.v1.engine.core_client:AsyncMPClient.pause_generation_async",
+        ),
+        "pausing",
+    ),
+    Symbol(
+        ("vllm.v1.engine.output_processor:OutputProcessor.request_states",), "counting requests"
+    ),
+    Symbol(
+        (
+            "vllm.renderers.base:BaseRenderer.clear_mm_cache_async",
+            "vllm.renderers.base:BaseRenderer.clear_mm_cache",
+        ),
+        "clearing the multimodal cache",
+    ),
+    *_each(
+        "vllm.config.vllm:VllmConfig",
+        "parallel_config model_config load_config lora_config speculative_config",
+        "refusals",
+    ),
+    *_each(
+        "vllm.config.parallel:ParallelConfig",
+        "data_parallel_size data_parallel_rank tensor_parallel_size pipeline_parallel_size "
+        "_api_process_count",
+        "rank names and refusals",
+    ),
+    Symbol(
+        ("vllm.config.parallel:ParallelConfig.data_parallel_index",), "rank names", needed=False
+    ),
+    Symbol(
+        ("vllm.config.parallel:ParallelConfig.prefill_context_parallel_size",),
+        "refusals",
+        needed=False,
+    ),
+    *_each("vllm.config.model:ModelConfig", "model revision quantization", "checkpoint files"),
+    *_each("vllm.config.load:LoadConfig", "load_format download_dir", "checkpoint files"),
+    # endpoint
+    *_each(
+        "vllm.plugins.endpoint_plugins.interface:EndpointPlugin",
+        "name required_tasks attach_router init_state",
+        "the bridge",
+    ),
+    Symbol(("vllm.plugins:load_endpoint_plugins",), "the bridge"),
+    Symbol(("vllm.plugins:load_general_plugins",), "worker methods"),
+    Symbol(("vllm:__version__",), "hello"),
+    Symbol(("vllm.envs:VLLM_PLUGINS",), "finding out whether our plugin is allowed"),
+    # embedded
+    Symbol(("vllm.utils.argparse_utils:FlexibleArgumentParser",), "embedded"),
+    *(
+        Symbol(tuple(f"{home}.cli_args:{name}" for home in _CLI_HOMES), "embedded")
+        for name in ("make_arg_parser", "validate_parsed_serve_args")
+    ),
+    *(
+        Symbol((f"{_LAUNCH}.{home}:{name}", f"{_OPENAI}.api_server:{name}"), "embedded")
+        for home, name in (
+            ("api_server.entry", "build_async_engine_client"),
+            ("app", "build_app"),
+            ("api_server.app_state", "init_app_state"),
+        )
+    ),
+    *(
+        Symbol(tuple(f"{home}.cli_args:FrontendArgs.{name}" for home in _CLI_HOMES), "embedded")
+        for name in _HTTP_FLAGS
+    ),
+)
+
+
+def modules() -> set[str]:
+    """Return all modules that the table names."""
+    return {place.partition(":")[0] for symbol in SYMBOLS for place in symbol.places}
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, also those inside if, try and with."""
+    for statement in body:
+        yield statement
+        for part in ("body", "orelse", "finalbody"):
+            if not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from _statements(getattr(statement, part, []))
+        for handler in getattr(statement, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _targets(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield statement.name
+    elif isinstance(statement, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+    elif isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for target in targets:
+            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def _attributes(node: ast.ClassDef, tree: ast.Module) -> set[str]:
+    names = {name for statement in _statements(node.body) for name in _targets(statement)}
+    for inner in ast.walk(node):
+        if (
+            isinstance(inner, ast.Attribute)
+            and isinstance(inner.ctx, ast.Store)
+            and isinstance(inner.value, ast.Name)
+            and inner.value.id == "self"
+        ):
+            names.add(inner.attr)
+    for base in node.bases:
+        name = base.id if isinstance(base, ast.Name) else ""
+        for other in tree.body:
+            if isinstance(other, ast.ClassDef) and other.name == name and other is not node:
+                names |= _attributes(other, tree)
+    return names
+
+
+def found(place: str, source_of: Callable[[str], str | None]) -> bool:
+    """Return whether a release has a symbol.
+
+    Args:
+        place: `module:Name`, `module:Class.attribute`, or `module:function#text in its source`.
+        source_of: Returns the source of a module, None where there is none.
+    """
+    module, _, path = place.partition(":")
+    source = source_of(module)
+    if source is None:
+        return False
+    tree = ast.parse(source)
+    path, _, text = path.partition("#")
+    owner, _, attribute = path.partition(".")
+    for statement in _statements(tree.body):
+        if owner not in _targets(statement):
+            continue
+        if attribute:
+            return isinstance(statement, ast.ClassDef) and attribute in _attributes(statement, tree)
+        return text in (ast.get_source_segment(source, statement) or "")
+    return False
