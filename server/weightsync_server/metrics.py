@@ -25,7 +25,8 @@ __all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
 #: DESIGN section 12, in order.
 INVARIANTS = (
     "commit_atomic", "version_immutable", "never_mixed", "stale_writer", "idempotent",
-    "acknowledged_kept", "bounded", "no_leak", "time_bounded", "crash_safe", "authority", "only_data",
+    "acknowledged_kept", "bounded", "no_leak", "time_bounded", "crash_safe", "authority",
+    "only_data",
 )  # fmt: skip
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)

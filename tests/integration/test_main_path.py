@@ -6,12 +6,16 @@ started from the same checkpoint.
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import psutil
 import pytest
 
 from tests.support.models import make_checkpoint
@@ -136,28 +140,124 @@ def test_rollback_goes_back_and_newest_skips_what_was_left(
     assert reason(caught.value) is Reason.VERSION_REJECTED
 
 
+def _segment_of(pid: int, needle: bytes) -> tuple[mmap.mmap, int]:
+    """Map the segment of a process that holds these bytes, writable, as a fault would reach it."""
+    folder = Path(f"/proc/{pid}/fd")
+    for link in folder.iterdir():
+        if "memfd:weightsync" in str(link.readlink()):
+            fd = os.open(link, os.O_RDWR)
+            memory = mmap.mmap(fd, 0)
+            os.close(fd)
+            if (at := memory.find(needle)) >= 0:
+                return memory, at
+            memory.close()
+    raise LookupError("no segment holds these bytes")
+
+
+def test_a_bit_flipped_in_a_staged_segment_is_caught_before_the_pause(
+    site: Site, fresh: list[list[Any]]
+) -> None:
+    stub = site.server.stub
+    commit = push_folder(stub, site.checkpoints[2])
+    shard = min(site.checkpoints[2].glob("*.safetensors")).read_bytes()
+    assert site.server.process is not None
+    memory, at = _segment_of(site.server.process.pid, shard[-4096:])
+    memory[at + 100] ^= 1
+    live = site.server.wait_serving().live_version
+    request = pb.ApplyVersionRequest(model="default", version=commit.version)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ApplyVersion(request, timeout=60)
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert reason(caught.value) is Reason.DATA_CORRUPT
+    assert site.server.wait_serving().live_version == live
+    assert site.texts() == fresh[0]
+    # The store still has the bytes that were acknowledged.
+    assert stub.ApplyVersion(request, timeout=60).report.version == commit.version
+    back = pb.RollbackRequest(model="default", reason="end of the test")
+    assert stub.Rollback(back, timeout=60).report.version == live
+
+
+@pytest.mark.parametrize("cache", [pb.CACHE_MODE_KEEP, pb.CACHE_MODE_RECOMPUTE])
+def test_a_request_in_flight_goes_on_through_an_apply(site: Site, cache: Any) -> None:
+    stub = site.server.stub
+    found: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: found.append(site.vllm.complete("hello", 300)))
+    asking.start()
+    push_folder(stub, site.checkpoints[1 if cache == pb.CACHE_MODE_KEEP else 2])
+    request = pb.ApplyVersionRequest(model="default")
+    request.pause.cache = cache
+    report = stub.ApplyVersion(request, timeout=60).report
+    assert report.outcome == pb.APPLY_OUTCOME_APPLIED
+    assert report.pause.cache == cache
+    asking.join(timeout=120)
+    assert len(found[0]["names"]) == 300
+
+
+class _Census:
+    """What the server's and vLLM's processes hold."""
+
+    def __init__(self, site: Site) -> None:
+        assert site.server.process is not None
+        assert site.vllm.process is not None
+        roots = (site.server.process.pid, site.vllm.process.pid)
+        parents = [psutil.Process(pid) for pid in roots]
+        processes = [p for parent in parents for p in (parent, *parent.children(recursive=True))]
+        self.descriptors = sum(process.num_fds() for process in processes)
+        self.threads = sum(process.num_threads() for process in processes)
+        self.anonymous = sum(_anonymous(process.pid) for process in processes)
+        status = site.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        self.reserved = status.memory_reserved_bytes
+
+
+def _anonymous(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def test_a_hundred_pushes_and_applies_leave_nothing_behind(site: Site) -> None:
+    stub = site.server.stub
+
+    def cycle(turn: int) -> None:
+        push_folder(stub, site.checkpoints[turn % 2])
+        request = pb.ApplyVersionRequest(model="default")
+        assert stub.ApplyVersion(request, timeout=60).report.outcome == pb.APPLY_OUTCOME_APPLIED
+
+    for turn in range(5):
+        cycle(turn)
+    before = _Census(site)
+    for turn in range(100):
+        cycle(turn + 1)
+    after = _Census(site)
+    # A channel or a worker of a thread pool comes and goes.
+    assert abs(after.descriptors - before.descriptors) <= 8
+    assert abs(after.threads - before.threads) <= 8
+    assert after.reserved == before.reserved
+    assert after.anonymous - before.anonymous < 64 << 20
+
+
 def test_a_restarted_server_finds_the_live_version_by_asking_the_ranks(
     site: Site, fresh: list[list[Any]]
 ) -> None:
     stub = site.server.stub
-    request = pb.ApplyVersionRequest(model="default", version=2, clear_rejected=True)
-    assert stub.ApplyVersion(request, timeout=60).report.version == 2
+    version = push_folder(stub, site.checkpoints[1]).version
+    stub.ApplyVersion(pb.ApplyVersionRequest(model="default", version=version), timeout=60)
     site.server.kill()
     # The engine goes on with what it serves.
     assert site.texts() == fresh[1]
     site.server.start()
-    model = site.server.wait_serving()
-    assert model.live_version == 2
-    assert site.server.stub.VerifyVersion(
-        pb.VerifyVersionRequest(model="default"), timeout=60
-    ).verified
+    assert site.server.wait_serving().live_version == version
+    stub = site.server.stub
+    assert stub.VerifyVersion(pb.VerifyVersionRequest(model="default"), timeout=60).verified
     assert site.texts() == fresh[1]
 
 
 def test_a_restarted_engine_serves_the_live_version_and_not_its_disk(
     site: Site, fresh: list[list[Any]]
 ) -> None:
+    live = site.server.wait_serving().live_version
     site.vllm.stop()
     site.vllm.start()
-    assert site.server.wait_serving().live_version == 2
+    assert site.server.wait_serving().live_version == live
     assert site.texts() == fresh[1]

@@ -162,8 +162,8 @@ class BridgeEngine:
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
-                f"vLLM does not answer on {self._address} ({text}); start it with "
-                "VLLM_PLUGINS=weightsync and share the socket's folder",
+                f"vLLM does not answer on {self._address}; start it with VLLM_PLUGINS=weightsync "
+                "and share the socket's folder",
                 retry_after_s=1.0,
             ) from None
         raise WeightSyncError(Reason.ENGINE_REFUSED, f"vLLM refused: {text}") from None

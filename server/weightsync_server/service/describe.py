@@ -1,17 +1,33 @@
-"""Tensors as replies show them."""
+"""What requests name and how replies show it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsync.manifest import Manifest, TensorEntry
+    from weightsync_server.versions import ModelVersions, VersionRecord
 
-__all__ = ["tensor_page", "tensor_spec"]
+__all__ = ["chosen", "tensor_page", "tensor_spec"]
+
+
+def chosen(versions: ModelVersions, version: int) -> VersionRecord:
+    """Return the version that a request names; 0 stands for the live one.
+
+    Raises:
+        WeightSyncError: VERSION_UNKNOWN.
+    """
+    if not version and not versions.live:
+        raise WeightSyncError(
+            Reason.VERSION_UNKNOWN,
+            f"model {versions.name} has no live version yet; name a version, or apply one first",
+        )
+    return versions.get(version or versions.live)
 
 
 def tensor_spec(tensor: TensorEntry) -> pb.TensorSpec:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weightsync.digest import DIGEST_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.service.describe import tensor_spec
+from weightsync_server.service.describe import chosen, tensor_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -34,7 +34,7 @@ async def pull(
     Raises:
         WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID or NO_SLOT.
     """
-    record = versions.get(request.version or versions.live)
+    record = chosen(versions, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
     lease = await versions.stage(record.version, _LOAD_S)
     try:

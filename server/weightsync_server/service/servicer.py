@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.service.describe import tensor_page
+from weightsync_server.service.describe import chosen, tensor_page
 from weightsync_server.service.pull import pull
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> Any:
         """Tell about one version; the page token is the position of the next tensor."""
         versions = self._model(request.model)
-        record = versions.get(request.version or versions.live)
+        record = chosen(versions, request.version)
         answer = pb.GetVersionResponse(version=record.to_info())
         if request.page_size:
             manifest = await versions.manifest(record)
