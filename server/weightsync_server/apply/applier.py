@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,8 @@ from weightsync_server.apply.switch import Switch
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from google.protobuf.message import Message
+
     from weightsync.engine import PauseSpec
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.keeper import Keeper
@@ -33,9 +36,14 @@ __all__ = ["Applier"]
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T", pb.ApplyVersionResponse, pb.RollbackResponse)
+_T = TypeVar("_T")
+_Answer = TypeVar("_Answer", pb.ApplyVersionResponse, pb.RollbackResponse)
 #: Answers kept for repeated calls.
 _ANSWERS = 256
+#: Calls that may wait for the engine.
+_MAX_WAITING = 32
+_MAX_KEY_BYTES, _MAX_REASON_BYTES = 128, 1024
+_MAX_PREPARE_S = 3600
 
 _OUTCOMES = {
     pb.APPLY_OUTCOME_APPLIED: "applied",
@@ -69,8 +77,8 @@ class Applier:
         self._journal = journal
         self._metrics = metrics
         self._settings = settings
-        # The key tells the kind of the answer.
-        self._tasks: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        # By idempotency key: what was asked, and who answers.
+        self._tasks: OrderedDict[str, tuple[Message, asyncio.Task[Any]]] = OrderedDict()
         self._running: set[asyncio.Task[Any]] = set()
         self._last_rate = 0.0
 
@@ -82,21 +90,27 @@ class Applier:
                 the reason is ENGINE_FENCED or ENGINE_AWAY.
         """
         spec = pause_spec(request.pause)
+        _check_prepare_timeout(request)
         return await self._own(
-            f"apply/{request.idempotency_key}" if request.idempotency_key else "",
-            lambda: self._apply(request, spec),
+            request.idempotency_key, request, lambda: self._count(self._apply(request, spec))
         )
 
     async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
         """Go back to the previous verified version and reject the one that was left."""
         spec = pause_spec(request.pause)
+        if len(request.reason.encode()) > _MAX_REASON_BYTES:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
+            )
         return await self._own(
-            f"rollback/{request.idempotency_key}" if request.idempotency_key else "",
-            lambda: self._rollback(request, spec),
+            request.idempotency_key, request, lambda: self._count(self._rollback(request, spec))
         )
 
     async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         """Compare what every rank serves with the digests of a version."""
+        return await self._own("", request, lambda: self._verify(request))
+
+    async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         async with self._keeper.exclusive() as session:
             live = _live(session)
             if request.version in (0, live.record.version):
@@ -110,6 +124,7 @@ class Applier:
             answer = reports.proof(found)
             if not answer.verified and found.record is live.record:
                 self._metrics.violate("never_mixed")
+                self._keeper.suspect("live parameters do not hold the version; it is placed again")
             return answer
 
     async def drain(self) -> None:
@@ -117,29 +132,60 @@ class Applier:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _own(self, key: str, start: Callable[[], Coroutine[None, None, _T]]) -> _T:
-        task: asyncio.Task[_T] | None = self._tasks.get(key) if key else None
-        if task is None:
-            task = asyncio.create_task(self._count(start()))
+    async def _own(
+        self, key: str, request: Message, start: Callable[[], Coroutine[None, None, _T]]
+    ) -> _T:
+        known = self._known(key, request)
+        task: asyncio.Task[_T] = known or asyncio.create_task(self._begin(start))
+        if known is None:
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            task.add_done_callback(functools.partial(self._ended, key))
             if key:
-                self._remember(key, task)
+                self._tasks[key] = (request, task)
+                while len(self._tasks) > _ANSWERS:
+                    self._tasks.popitem(last=False)
         # Shielded: the caller may go away, the apply goes on.
         return await asyncio.shield(task)
 
-    def _remember(self, key: str, task: asyncio.Task[Any]) -> None:
-        self._tasks[key] = task
-        while len(self._tasks) > _ANSWERS:
-            self._tasks.popitem(last=False)
+    def _known(self, key: str, request: Message) -> asyncio.Task[Any] | None:
+        if len(key.encode()) > _MAX_KEY_BYTES:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"idempotency_key is over {_MAX_KEY_BYTES} bytes"
+            )
+        first, task = self._tasks.get(key, (None, None))
+        if first is not None and first != request:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "idempotency_key belongs to another request; use a key once, or repeat its request",
+            )
+        return task
 
-    async def _count(self, work: Coroutine[None, None, _T]) -> _T:
+    async def _begin(self, start: Callable[[], Coroutine[None, None, _T]]) -> _T:
+        if len(self._running) > _MAX_WAITING:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY,
+                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
+                retry_after_s=1.0,
+            )
+        return await start()
+
+    def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        # A refusal changed nothing: the same call may do better later.
+        keep = error is None or getattr(error, "reason", None) is Reason.APPLY_RESTORED
+        if key in self._tasks and self._tasks[key][1] is task and not keep:
+            del self._tasks[key]
+
+    async def _count(self, work: Coroutine[None, None, _Answer]) -> _Answer:
         try:
             answer = await work
         except WeightSyncError as error:
-            self._metrics.count_apply(_FAILURES.get(error.reason, "refused"))
-            if error.reason in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
-                self._keeper.suspect(error.message)
+            # Only an apply that was begun can have fenced the engine.
+            begun = "apply_id" in error.metadata
+            self._metrics.count_apply(
+                _FAILURES.get(error.reason, "refused") if begun else "refused"
+            )
             raise
         self._metrics.count_apply(_OUTCOMES[answer.report.outcome])
         return answer
@@ -153,7 +199,7 @@ class Applier:
             if record.version == live.record.version:
                 return pb.ApplyVersionResponse(report=reports.nothing_done(live, spec))
             absent = record.residency != pb.RESIDENCY_STAGED
-            timeout = request.prepare_timeout.ToNanoseconds() / 1e9 or None
+            timeout = request.prepare_timeout.ToNanoseconds() / 1e9
             target = await self._ready(session, live, record, timeout)
             if request.dry_run:
                 plan = self._plan(target, read_from_store=absent)
@@ -179,8 +225,8 @@ class Applier:
             target = await self._ready(session, live, self._versions.get(version), None)
             report = await self._make_live(session, live, target, spec)
             reason = request.reason or f"rolled back to version {version}"
-            await self._versions.set_rejected(left, reason)
-            return pb.RollbackResponse(report=report, rejected_version=left)
+            rejected = await self._reject(left, reason)
+            return pb.RollbackResponse(report=report, rejected_version=left if rejected else 0)
 
     def _choose(self, request: pb.ApplyVersionRequest, live: Prepared) -> VersionRecord:
         if not request.version:
@@ -249,12 +295,10 @@ class Applier:
         switch = Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
         try:
             switched = await switch.run(target, live, spec)
-        except WeightSyncError as error:
-            if error.reason is Reason.APPLY_RESTORED:
-                await self._drop(session, live, target)
-                await self._versions.set_rejected(target.record.version, error.message)
-            else:
-                target.lease.release()
+        except BaseException as error:
+            target.lease.release()
+            if isinstance(error, WeightSyncError):
+                await self._failed(session, live, target, error)
             raise
         self._versions.set_live(target.record.version)
         await session.hold(target)
@@ -266,6 +310,24 @@ class Applier:
         )
         return reports.applied(target, live.record.version, spec, switched)
 
+    async def _failed(
+        self, session: Session, live: Prepared, target: Prepared, error: WeightSyncError
+    ) -> None:
+        error.metadata["apply_id"] = target.apply_id
+        if error.reason is Reason.APPLY_RESTORED:
+            await self._reject(target.record.version, error.message)
+        if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
+            await session.hold(live)
+
+    async def _reject(self, version: int, reason: str) -> bool:
+        try:
+            await self._versions.set_rejected(version, reason)
+        except WeightSyncError as error:
+            # What the engine serves is not less true for it.
+            logger.critical("version %d could not be rejected: %s", version, error.message)
+            return False
+        return True
+
     def _plan(self, target: Prepared, *, read_from_store: bool) -> pb.ApplyPlan:
         predicted = target.bytes / self._last_rate if self._last_rate else 0.0
         return pb.ApplyPlan(
@@ -274,6 +336,14 @@ class Applier:
             memory_bytes=sum(segment.capacity for segment in target.lease.segments),
             read_from_store=read_from_store,
             strategy="copy",
+        )
+
+
+def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
+    seconds = request.prepare_timeout.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= _MAX_PREPARE_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
         )
 
 

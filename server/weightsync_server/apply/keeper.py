@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
+#: After these nobody knows what the ranks hold or whether the engine generates.
+_UNSURE = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
 
 
 class Keeper:
@@ -71,6 +73,7 @@ class Keeper:
         self._state = pb.ENGINE_STATE_AWAY
         self._reason = "not connected yet"
         self._refused = ""
+        self._fenced = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -122,20 +125,33 @@ class Keeper:
             WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
         """
         async with self._lock:
-            session = self._session
-            if session is None or self._state != pb.ENGINE_STATE_SERVING:
-                raise self._unavailable()
-            health = await self._engine.health()
-            if health.sleeping:
-                raise WeightSyncError(
-                    Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
-                )
+            session = await self._usable()
             self._set(pb.ENGINE_STATE_APPLYING, "")
             try:
                 yield session
+            except BaseException as error:
+                told = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
+                if not told or session.ranks.hung:
+                    self.suspect(str(error) or "an apply was interrupted")
+                raise
             finally:
                 if self._state == pb.ENGINE_STATE_APPLYING:
                     self._set(pb.ENGINE_STATE_SERVING, "")
+
+    async def _usable(self) -> Session:
+        session = self._session
+        if session is None or self._state != pb.ENGINE_STATE_SERVING:
+            raise self._unavailable()
+        health = await self._engine.health()
+        if health.sleeping:
+            raise WeightSyncError(
+                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
+            )
+        if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
+            self._set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
+            self._wake.set()
+            raise self._unavailable()
+        return session
 
     def _unavailable(self) -> WeightSyncError:
         if self._state == pb.ENGINE_STATE_FENCED:
@@ -179,6 +195,8 @@ class Keeper:
             await self._connect()
         elif self._refused:
             return _HEALTH_S
+        elif self._session is None:
+            await self._connect()
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
@@ -246,7 +264,8 @@ class Keeper:
 
     def _set(self, state: pb.EngineState.ValueType, reason: str) -> None:
         self._state, self._reason = state, reason
-        self._metrics.set_engine(
-            up=state != pb.ENGINE_STATE_AWAY, fenced=state == pb.ENGINE_STATE_FENCED
-        )
+        # A fence stays in the metric while it is tried to lift it.
+        if state != pb.ENGINE_STATE_RECONCILING:
+            self._fenced = state == pb.ENGINE_STATE_FENCED
+        self._metrics.set_engine(up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced)
         self._on_change(self.serving)
