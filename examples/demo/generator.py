@@ -14,6 +14,7 @@ __all__ = ["Generator", "complete", "stream_completion"]
 
 _TIMEOUT_S = 30.0
 _MAX_TOKENS = 72
+_UNFINISHED = " \N{HORIZONTAL ELLIPSIS}"
 
 
 def stream_completion(
@@ -59,7 +60,7 @@ class Generator:
     """A thread that generates without end, and what it saw.
 
     Attributes:
-        text: The newest completion, as far as it has come when nothing whole is there yet.
+        text: The newest whole completion since `begin`; until there is one, what came so far.
         tokens: Pieces received so far.
         error: Why it stopped; None: it runs.
     """
@@ -71,7 +72,8 @@ class Generator:
         self._lock = threading.Lock()
         self._longest = 0.0
         self._last = 0.0
-        self._whole = False
+        self._begun = 0
+        self._whole = threading.Event()
         self.text = ""
         self.tokens = 0
         self.error: Exception | None = None
@@ -95,7 +97,8 @@ class Generator:
         """Forget gaps and text so far; the gap that runs now counts from here."""
         with self._lock:
             self._longest, self._last = 0.0, time.monotonic()
-            self._whole = False
+            self._begun += 1
+            self._whole.clear()
 
     def longest_gap(self) -> float:
         """Return the longest time without a token since `begin`, the present gap included.
@@ -105,6 +108,10 @@ class Generator:
         with self._lock:
             return max(self._longest, time.monotonic() - self._last)
 
+    def wait_whole(self, seconds: float) -> None:
+        """Return when a completion that was asked for after `begin` is whole, or time is over."""
+        self._whole.wait(seconds)
+
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
@@ -113,7 +120,7 @@ class Generator:
             self.error = error
 
     def _generate(self) -> None:
-        text = ""
+        text, begun = "", self._begun
         for piece in stream_completion(self._port, self._prompt):
             if self._stop.is_set():
                 return
@@ -123,7 +130,9 @@ class Generator:
                 self.tokens += 1
                 self._longest = max(self._longest, now - self._last)
                 self._last = now
-                if not self._whole:
-                    self.text = text
+                if not self._whole.is_set():
+                    self.text = text + _UNFINISHED
         with self._lock:
-            self.text, self._whole = text, True
+            if begun == self._begun:
+                self.text = text
+                self._whole.set()

@@ -14,8 +14,8 @@ PROMPT = "Tell me:"
 #: What the trainer teaches the model to answer.
 SENTENCE = " new weights arrive while I speak, and I never stop in the middle of a word."
 
-# More text than the sentence, so that its tokens are pieces of ordinary words: a model that knows
-# nothing then answers with readable noise.
+# More text than the sentence, so that its letters are not the only ones there are: a model that
+# knows nothing then answers with readable noise.
 _CORPUS = (
     "A trainer takes a step, sends the weights and goes on with the next step.",
     "The generator serves many requests, token after token, and learns of a new version.",
@@ -24,6 +24,7 @@ _CORPUS = (
     "In the morning the river is quiet, the boats are still and nobody speaks of the weather.",
 )
 _BOS, _EOS, _PAD = "<bos>", "<eos>", "<pad>"
+# Few merges: the text grows letter by letter.
 _VOCABULARY = 64
 
 
@@ -31,7 +32,10 @@ def make_model(directory: Path, *, seed: int = 0) -> Path:
     """Write config, random weights and tokenizer into `directory` and return it."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    # Its progress bars would tear the table.
+    logging.disable_progress_bar()
     tokenizer = _train_tokenizer()
     torch.manual_seed(seed)
     config = Qwen2Config(

@@ -78,6 +78,7 @@ class View:
         self._console = console
         self._learned = _printable(learned)
         self._rows: list[Row] = []
+        self._open: Row | None = None
         self._status = ""
         self._live = (
             Live(console=console, get_renderable=self._render, refresh_per_second=4)
@@ -98,21 +99,29 @@ class View:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._rows:
-            self._plain(self._rows[-1].line())
+        else:
+            self._finish_row()
 
     def status(self, text: str) -> None:
-        """Say what is going on."""
+        """Say what is going on; the newest row is final."""
         self._status = text
         if self._live is None:
+            self._finish_row()
             self._plain(text)
 
     def add(self, row: Row) -> None:
         """Begin a row; the one before is final."""
         if self._live is None:
-            titles = "{:>7} {:>8} {:>9} {:>8} {:>9} {:>8}  {}".format(*_TITLES)
-            self._plain(self._rows[-1].line() if self._rows else titles)
+            if not self._rows:
+                self._plain("{:>7} {:>8} {:>9} {:>8} {:>9} {:>8}  {}".format(*_TITLES))
+            self._finish_row()
         self._rows.append(row)
+        self._open = row
+
+    def _finish_row(self) -> None:
+        if self._open is not None:
+            self._plain(self._open.line())
+            self._open = None
 
     def _plain(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

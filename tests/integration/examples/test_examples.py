@@ -1,0 +1,105 @@
+"""Every example as a user runs it, against one real vLLM."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from examples import train_and_push
+from examples.demo.model import PROMPT, SENTENCE
+from weightsync_client import Client, Durability
+
+if TYPE_CHECKING:
+    from tests.integration.examples.conftest import Stack
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+
+_TOKENS = 24
+
+
+def _finish(process: subprocess.Popen[str], seconds: float = 180) -> list[str]:
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+    assert process.returncode == 0, (output, errors[-3000:])
+    return output.splitlines()
+
+
+def _ask_vllm(stack: Stack, prompt: str) -> str:
+    body = {"model": "model", "prompt": prompt, "max_tokens": _TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{stack.url}/v1/completions",
+        json.dumps({**body, "ignore_eos": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def _ask_transformers(tokenizer_of: Path, weights: Path, prompt: str) -> str:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+    model = Qwen2ForCausalLM.from_pretrained(tokenizer_of)
+    pulled = {}
+    for file in weights.glob("*.safetensors"):
+        pulled |= load_file(file)
+    model.load_state_dict(pulled, strict=True)
+    inputs = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        for _ in range(_TOKENS):
+            newest = model(input_ids=inputs).logits[:, -1].argmax(-1, keepdim=True)
+            inputs = torch.cat([inputs, newest], dim=1)
+    return str(tokenizer.decode(inputs[0, -_TOKENS:], skip_special_tokens=True))
+
+
+def test_adding_us_to_vllm_serves_the_proved_checkpoint(stack: Stack) -> None:
+    with Client(stack.server) as client:
+        assert client.verify().verified
+        model = client.status().models[0]
+    assert model.live_version == 1
+    assert _ask_vllm(stack, PROMPT)
+
+
+def test_the_training_loop_is_ten_lines() -> None:
+    function = ast.parse(inspect.getsource(train_and_push.train)).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    first, last = function.body[1].lineno, function.body[-1].end_lineno
+    assert last is not None
+    assert last - first + 1 <= 10
+
+
+def test_a_trainer_pushes_and_a_generator_applies(stack: Stack, tmp_path: Path) -> None:
+    generator = stack.python(
+        "generate_and_apply.py", "--vllm", stack.url, "--prompt", PROMPT, "--versions", "2"
+    )
+    try:
+        trainer = stack.python(
+            "train_and_push.py",
+            *("--model", str(stack.model), "--text", PROMPT + SENTENCE, "--steps", "10"),
+        )
+        pushed = _finish(trainer)
+        applied = _finish(generator)
+    finally:
+        generator.kill()
+    assert [line.split(":")[0] for line in pushed] == ["step 5", "step 10"]
+    assert len(applied) == 2, applied
+    assert all("paused" in line and "says" in line for line in applied)
+    with Client(stack.server) as client:
+        versions = [v for v in client.versions() if v.durability == Durability.COMMITTED]
+        proof = client.verify(versions[0].version)
+        client.pull(tmp_path / "weights", versions[0].version)
+    assert versions[0].metadata["step"] == "10"
+    assert proof.verified, proof
+    assert _ask_vllm(stack, PROMPT) == _ask_transformers(stack.model, tmp_path / "weights", PROMPT)
