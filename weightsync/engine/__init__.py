@@ -116,7 +116,7 @@ class EngineHealth:
 
 
 class Engine(Protocol):
-    """One vLLM engine. Every method raises `WeightSyncError` ENGINE_AWAY when it cannot be reached."""
+    """One vLLM engine; every method raises ENGINE_AWAY when it cannot be reached."""
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""

@@ -1,8 +1,8 @@
 """An engine that holds its parameters in a dictionary and talks to a real server.
 
 It maps segments, matches names, dtypes and shapes, copies, digests what it holds and keeps the
-pause states of a real engine, so that a user's trainer or controller can be tested in milliseconds. It
-generates no tokens.
+pause states of a real engine, so that a user's trainer or controller can be tested in
+milliseconds. It generates no tokens.
 """
 
 from __future__ import annotations
