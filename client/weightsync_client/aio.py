@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -191,7 +191,7 @@ class AsyncClient:
         call = calls.get_version(await self.model(), version, self._link.timeouts)
         return (await self._invoke(call))[0]
 
-    async def watch(self) -> AsyncIterator[types.VersionChange]:
+    async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""
         request = pb.WatchVersionsRequest(model=await self.model())
         failures = 0
@@ -238,7 +238,7 @@ class AsyncClient:
         client = await self._bulk()
         return await asyncio.to_thread(client.pull, path, version, on_progress=on_progress)
 
-    async def tensors(self, version: int = 0) -> AsyncIterator[PulledTensor]:
+    async def tensors(self, version: int = 0) -> AsyncGenerator[PulledTensor, None]:
         """Yield the tensors of a version (0: the live one), each proved; one is held at a time."""
         iterator = (await self._bulk()).tensors(version)
         while (tensor := await asyncio.to_thread(next, iterator, None)) is not None:

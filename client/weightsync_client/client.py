@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -193,7 +193,7 @@ class Client:
         """Tell one version; 0: the live one."""
         return self._invoke(calls.get_version(self.model, version, self._link.timeouts))[0]
 
-    def watch(self) -> Iterator[types.VersionChange]:
+    def watch(self) -> Generator[types.VersionChange, None, None]:
         """Yield the present state of every version, then each change, until it is closed.
 
         A broken link is taken up again; the state is then told once more, marked `initial`.
@@ -239,7 +239,7 @@ class Client:
         """
         return self._puller(version).to_folder(Path(path), on_progress)
 
-    def tensors(self, version: int = 0) -> Iterator[PulledTensor]:
+    def tensors(self, version: int = 0) -> Generator[PulledTensor, None, None]:
         """Yield the tensors of a version (0: the live one), each proved; one is held at a time."""
         yield from self._puller(version).tensors()
 

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 
-import click
 import typer
 
 from weightsync import __version__
@@ -73,10 +72,7 @@ def _fail(code: ExitCode, sentence: str) -> ExitCode:
 def _run() -> int:
     try:
         result = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except ClientError as error:
         return _fail(exit_code(error), error.message)
@@ -85,6 +81,10 @@ def _run() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
     except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "show"):
+            # Wrong use. The class is click's or typer's own copy of it, as typer's release decides.
+            error.show()
+            return int(error.exit_code)
         logger.debug("the fault", exc_info=error)
         name = type(error).__name__
         return _fail(ExitCode.FAULT, f"{name}: {error}; this is a fault of weightsync, report it")

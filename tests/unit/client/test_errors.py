@@ -30,9 +30,8 @@ class FakeRpcError(grpc.RpcError):
             item.Pack(detail)
             packed.append(item)
         number = self._code.value[0]
-        return status_pb2.Status(
-            code=number, message=self._details, details=packed
-        ).SerializeToString()
+        status = status_pb2.Status(code=number, message=self._details, details=packed)
+        return bytes(status.SerializeToString())
 
     def code(self) -> grpc.StatusCode:
         return self._code

@@ -40,7 +40,7 @@ def state(seed: int = 0, count: int = 8, elements: int = 100_000) -> dict[str, A
 
 def digest_of(tensors: dict[str, torch.Tensor]) -> str:
     return content_digest(
-        (name, "BF16", tuple(t.shape), tensor_digest(t.view(torch.uint8).numpy()))
+        (name, "BF16", tuple(t.shape), tensor_digest(t.view(torch.uint8).numpy().data))
         for name, t in tensors.items()
     )
 
@@ -211,7 +211,7 @@ def test_a_push_with_a_key_is_taken_up_by_a_second_call(
 
 def test_aborted_with_an_offset_is_taken_up(client: Client, servicer: Any) -> None:
     tensors = state(count=2)
-    refused = []
+    refused: list[int] = []
 
     def refuse(chunk: Any) -> None:
         if chunk.offset and not refused:
@@ -225,7 +225,7 @@ def test_aborted_with_an_offset_is_taken_up(client: Client, servicer: Any) -> No
 
 def test_a_forgotten_push_begins_again_for_the_same_version(client: Client, servicer: Any) -> None:
     tensors = state(count=2)
-    forgot = []
+    forgot: list[Any] = []
 
     def forget(method: str, _request: Any) -> None:
         if method == "CommitPush" and not forgot:
@@ -235,14 +235,10 @@ def test_a_forgotten_push_begins_again_for_the_same_version(client: Client, serv
     result = client.push(tensors)
     assert forgot
     assert result.content_digest == digest_of(tensors)
-    begins = [
-        r for m, r in zip(servicer.calls, servicer.requests, strict=False) if m == "BeginPush"
-    ]
     assert [r.version for r in servicer.requests if type(r).__name__ == "BeginPushRequest"] == [
         0,
         1,
     ]
-    assert begins
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -254,11 +250,15 @@ def test_a_forgotten_iterable_or_freed_source_is_not_sent_again(
             servicer.uploads.clear()
 
     servicer.before = forget
-    with pytest.raises(NotFoundError) as caught:
+
+    def push() -> None:
         if in_background:
             client.push_async(state(count=1)).committed.result(10)
         else:
             client.push(iter(state(count=1).items()))
+
+    with pytest.raises(NotFoundError) as caught:
+        push()
     assert caught.value.reason is Reason.PUSH_UNKNOWN
 
 
@@ -331,7 +331,7 @@ def test_push_async_tells_when_the_source_is_free(client: Client, servicer: Any)
 
 
 def test_push_async_checks_before_it_returns(client: Client, tmp_path: Path) -> None:
-    with pytest.raises(InvalidError, match="no .safetensors file"):
+    with pytest.raises(InvalidError, match=r"no \.safetensors file"):
         client.push_async(tmp_path)
 
 

@@ -216,7 +216,7 @@ def test_cut_respects_bytes_and_headers() -> None:
 
 
 def test_only_the_tensor_in_turn_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
+    opened: list[int] = []
     tensors = [wrap(f"t{i}", torch.zeros(10, 2).T) for i in range(5)]
     shard = tensor_shard(tensors, 0, "x")
     reader: Any = shard.open(Scratch())

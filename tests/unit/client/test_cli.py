@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from safetensors.numpy import save_file
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_client.cli import main
+from weightsync_client.cli.exits import MEANINGS
+from weightsync_client.cli.render import size
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.arange(100_000, dtype=np.float32), "b": np.ones(3)}, path)
+    return path
+
+
+@pytest.fixture
+def run(running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("WEIGHTSYNC_ADDRESS", running.address)
+    monkeypatch.delenv("WEIGHTSYNC_MODEL", raising=False)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["weightsync", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    return run
+
+
+def test_push_apply_rollback_and_reading_back(run: Run, weights: Path, tmp_path: Path) -> None:
+    code, out, err = run("push", weights, "--metadata", "step=3", "--streams", "2")
+    assert (code, err) == (0, "")
+    assert out.startswith("version 1 committed: 2 tensors, 400.2 kB, in ")
+    code, out, _ = run("push", weights, "--json")
+    assert json.loads(out)["version"] == 2
+    assert run("apply", "1", "--dry-run")[1].startswith("version 1 would be applied")
+    assert run("apply", "--cache", "keep")[1].startswith(
+        "version 2 is live (before: 1); paused 12.5"
+    )
+    code, out, _ = run("apply", "2", "--json")
+    assert json.loads(out)["phases"]["paused_total_s"] == 0.0125
+    code, out, _ = run("versions")
+    assert [line.split()[0] for line in out.splitlines()] == ["version", "2", "1"]
+    assert "live" in out.splitlines()[1]
+    code, out, _ = run("versions", "--json")
+    assert [v["metadata"] for v in json.loads(out)] == [{}, {"step": "3"}]
+    assert (
+        json.loads(run("versions", "1", "--json")[1])["commit_time"] == "2025-06-15T15:06:40+00:00"
+    )
+    code, out, _ = run("pull", tmp_path / "out")
+    assert code == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights.read_bytes()
+    assert "now rejected" in run("rollback", "--reason", "worse")[1]
+    assert json.loads(run("pin", "1", "--json")[1])["pinned"] is True
+    assert "pinned" not in run("pin", "1", "--undo")[1]
+    assert run("epoch")[1] == "1\n"
+    assert run("delete", "2")[1] == "version 2 deleted\n"
+    assert run("abort", "push-5")[0] == 0
+
+
+def test_status(run: Run) -> None:
+    code, out, _ = run("status")
+    assert (code, "model policy: live none" in out, "engine serving" in out) == (0, True, True)
+    assert json.loads(run("status", "--json")[1])["models"][0]["engine"]["state"] == "serving"
+
+
+def test_status_asks_the_standard_health_service(
+    run: Run, start_server: Any, servicer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = health.HealthServicer()
+    server = start_server(
+        servicer, add=lambda server: health_pb2_grpc.add_HealthServicer_to_server(service, server)
+    )
+    monkeypatch.setenv("WEIGHTSYNC_ADDRESS", server.address)
+    service.set("push", health_pb2.HealthCheckResponse.SERVING)
+    service.set("serving", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert run("status", "--exit-code", "--service", "push")[:2] == (0, "push: serving\n")
+    assert run("status", "--exit-code", "--service", "serving")[:2] == (5, "serving: not serving\n")
+    assert run("status", "--service", "serving", "--json")[:2] == (
+        0,
+        '{\n  "service": "serving",\n  "serving": false\n}\n',
+    )
+    assert run("status", "--exit-code", "--service", "other")[0] == 3
+    service.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert run("status", "--exit-code")[0] == 0
+    server.stop()
+
+
+def test_verify_tells_by_its_exit_code(run: Run, weights: Path) -> None:
+    run("push", weights)
+    run("apply")
+    assert run("verify")[0] == 0
+    code, out, _ = run("verify", "1")
+    assert (code, out.startswith("every rank holds version 1")) == (0, True)
+    run("push", weights)
+    code, out, err = run("verify", "2", "--json")
+    assert (code, json.loads(out)["verified"], err) == (6, False, "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reason.REQUEST_INVALID, 2),
+        (Reason.MODEL_UNKNOWN, 3),
+        (Reason.EPOCH_STALE, 4),
+        (Reason.ENGINE_AWAY, 5),
+        (Reason.DATA_CORRUPT, 6),
+        (Reason.NO_SLOT, 7),
+        (Reason.DEADLINE_EXCEEDED, 8),
+    ],
+)
+def test_errors_are_one_sentence_and_a_code(
+    run: Run, servicer: Any, reason: Reason, code: int
+) -> None:
+    def refuse(method: str, _request: Any) -> None:
+        if method == "ListVersions":
+            raise WeightSyncError(reason, "this is why; do that")
+
+    servicer.before = refuse
+    assert run("versions") == (code, "", "weightsync: this is why; do that\n")
+
+
+def test_denied(run: Run, servicer: Any, status_error: Any) -> None:
+    def refuse(_method: str, _request: Any) -> None:
+        raise status_error(grpc.StatusCode.UNAUTHENTICATED, "no token")
+
+    servicer.before = refuse
+    code, _, err = run("versions", "--model", "policy")
+    assert (code, "check the token" in err) == (9, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["push"], "Missing argument"),
+        (["push", "x", "--metadata", "nope"], "--metadata 'nope' is not KEY=VALUE"),
+        (["apply", "1", "--pause", "stop"], "pause is 'stop'; use one of"),
+        (["apply", "one"], "valid int"),
+        (["fly"], "No such command"),
+        (["push", "/nowhere"], "cannot be read"),
+    ],
+)
+def test_wrong_use(run: Run, arguments: list[str], sentence: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_no_server(run: Run) -> None:
+    code, out, err = run("status", "--address", "127.0.0.1:1")
+    assert (code, out) == (5, "")
+    assert err.startswith("weightsync: no answer from 127.0.0.1:1 to GetStatus")
+    assert err.count("\n") == 1
+
+
+def test_a_fault_of_ours_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync_client.client.Client.versions", lambda _: 1 / 0)
+    code, _, err = run("versions")
+    assert (code, err.startswith("weightsync: ZeroDivisionError")) == (1, True)
+    assert "Traceback" not in err
+
+
+def test_help_tells_the_exit_codes(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for number, meaning in MEANINGS.items():
+        assert f"{number:>5}  {meaning}\n" in out
+    assert run("--version")[1] == "0.1.0\n"
+
+
+def program(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from weightsync_client.cli import main; main()", *arguments]
+
+
+def test_watch_prints_lines_until_it_is_interrupted(running: Any, run: Run, weights: Path) -> None:
+    run("push", weights)
+    process = subprocess.Popen(
+        program("watch", "--json", "--address", running.address),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = json.loads(process.stdout.readline())
+    run("push", weights)
+    second = json.loads(process.stdout.readline())
+    assert [first["version"]["version"], second["version"]["version"]] == [1, 2]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_the_progress_bar_is_for_terminals(running: Any, weights: Path) -> None:
+    def push(stderr: int) -> bytes:
+        command = program("push", str(weights), "--json", "--address", running.address)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, check=True)
+        assert json.loads(done.stdout)["tensor_count"] == 1
+        return done.stderr or b""
+
+    save_file({"w": np.ones(1_000_000)}, weights)
+    running.servicer.chunk = lambda _chunk: time.sleep(0.15)
+    assert push(subprocess.PIPE) == b""
+    master, terminal = pty.openpty()
+    push(terminal)
+    os.close(terminal)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert "push" in shown
+    assert "/8.0 MB" in shown
+    assert "B/s" in shown
+
+
+def test_output_into_a_closed_pipe_is_quiet(running: Any, run: Run, weights: Path) -> None:
+    run("push", weights)
+    command = " ".join(map(repr, program("versions", "--json", "--address", running.address)))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, check=False
+    )
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+
+
+def test_size() -> None:
+    assert [size(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**9, 3 * 10**12)] == [
+        "0 B", "999 B", "1.0 kB", "1.5 MB", "2.0 GB", "3.0 TB",
+    ]  # fmt: skip
