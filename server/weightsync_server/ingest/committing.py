@@ -121,6 +121,8 @@ def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:
             metadata={"content_digest": existing.content_digest},
         )
     versions, slot = push.versions, push.record.place
+    if versions.find(existing.version) is not existing:
+        raise versions.not_above(existing.version)
     if existing.slot is None and commit.manifest_digest == manifest.manifest_digest:
         slot.pass_to(existing)
         versions.staged(existing, manifest)

@@ -52,6 +52,9 @@ class PushStream:
                 commit = await self._open() or await self._pump()
             if isinstance(commit, pb.CommitPushRequest):
                 commit = await self._commit(commit)
+            elif commit is None:
+                # What failed meanwhile is told here already, not at the commit only.
+                self._opened().check_open()
             return self._response(commit)
         except TimeoutError:
             raise WeightSyncError(

@@ -54,6 +54,7 @@ class SlotPool:
         keeper: Makes their segments.
         order: When a version may lose its slot.
         evict: Called when it does, before the slot is emptied.
+        durable: What loses its slot can be read from the store again.
     """
 
     def __init__(
@@ -62,11 +63,14 @@ class SlotPool:
         keeper: SegmentKeeper,
         order: Callable[[VersionRecord], Order | None],
         evict: Callable[[VersionRecord], None],
+        *,
+        durable: bool,
     ) -> None:
         self.slots = [Slot(index, keeper) for index in range(count)]
         self._keeper = keeper
         self._order = order
         self._evict = evict
+        self._durable = durable
         self._waiting: deque[tuple[asyncio.Future[Slot], VersionRecord]] = deque()
 
     async def take(self, record: VersionRecord, timeout_s: float) -> Slot:
@@ -182,8 +186,8 @@ class SlotPool:
                 if not slot.writing
                 and not slot.leases
                 and slot.record is not None
-                # The version that is pushed again must not make room for itself.
-                and slot.record.version != record.version
+                # A version that only its slot holds must not make room for its own repetition.
+                and (self._durable or slot.record.version != record.version)
                 and (order := self._order(slot.record)) is not None
             ]
             if not ranked:

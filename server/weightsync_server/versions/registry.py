@@ -76,7 +76,13 @@ class ModelVersions(Catalog):
         self.epochs = Epochs(name, store)
         self.keeper = SegmentKeeper(budget, server, fetchers)
         self._collector = Collector(self, retention or Retention())
-        self.pool = SlotPool(slots, self.keeper, self._collector.order, self._collector.evict)
+        self.pool = SlotPool(
+            slots,
+            self.keeper,
+            self._collector.order,
+            self._collector.evict,
+            durable=store.durable,
+        )
         self.layouts = Layouts()
         self._feed = Feed()
         self._history = History()

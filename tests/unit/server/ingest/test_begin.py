@@ -89,6 +89,30 @@ async def test_same_version_same_content_is_fine_other_content_exists(tmp_path: 
             assert await here.push(simple(4)) == 4
 
 
+async def test_a_version_is_repeated_beside_the_live_one(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        await here.push(simple(1))
+        await here.push(simple(2))
+        here.versions.set_live(1)
+        # Both slots are taken: version 2 makes room for its own repetition and gets it back.
+        again = await here.pushes.stream(one_stream(simple(2), version=2))
+        assert again.commit.already
+        assert here.read(2) == [shard.data for shard in simple(2)]
+        opened = await here.pushes.begin(begin(version=2), 1)
+        await here.versions.delete(2)
+        shards = simple(2)
+        await here.join(opened.push_id, [m for shard in shards for m in shard.all()])
+        with pytest.raises(WeightSyncError) as caught:
+            await here.pushes.commit(pb.CommitPushRequest(push_id=opened.push_id))
+        assert caught.value.reason is Reason.VERSION_NOT_ABOVE
+    async with world(tmp_path / "b", store="memory://") as here:
+        await here.push(simple(1))
+        await here.push(simple(2))
+        here.versions.set_live(1)
+        await refused(here, Reason.NO_SLOT, version=2)
+        assert here.read(2) == [shard.data for shard in simple(2)]
+
+
 async def test_a_key_joins_the_open_push_and_finds_the_committed_one(here: World) -> None:
     shards = simple(1)
     first = await here.pushes.begin(begin(idempotency_key="k"), 1)
@@ -169,10 +193,10 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
 
     async def slow() -> Any:
         yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=old.push_id))
-        yield shard.chunks(100)[0]
+        yield shard.chunks(10)[0]
         opened.set()
         await resume.wait()
-        yield shard.chunks(100)[1]
+        yield shard.chunks(10)[1]
 
     stream = asyncio.create_task(here.pushes.stream(slow()))
     await opened.wait()
@@ -187,6 +211,7 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
             await call
         assert caught.value.reason is Reason.EPOCH_STALE
         assert caught.value.code is CODE.FAILED_PRECONDITION
+    assert here.meters.received == 10
     state = here.pushes.get(pb.GetPushRequest(push_id=old.push_id))
     assert state.durability == pb.DURABILITY_FAILED
     assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]

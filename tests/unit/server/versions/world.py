@@ -209,6 +209,7 @@ async def world(
     memory: int = 1 << 30,
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
     keeper = open_store(store or f"file://{folder / 'store'}")
     records = await keeper.open()
     server = SegmentServer(folder / "segments.sock")
