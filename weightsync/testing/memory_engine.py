@@ -56,7 +56,8 @@ class MemoryEngine:
         #: The live parameters: name to bytes. Tests read them, and damage them.
         self.live = {name: data for name, (_, _, data) in tensors.items()}
         self._prepared: dict[str, _Prepared] = {}
-        self._content = ""
+        # What the parameters were last proved to hold, and whether a write was not proved.
+        self._content, self._dirty = "", False
         self._lease = ""
         self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
         self._engine_id = secrets.token_hex(8)
@@ -82,6 +83,8 @@ class MemoryEngine:
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Stand still."""
         del lease_s
+        if self._lease:
+            raise WeightSyncError(Reason.APPLY_BUSY, "another apply has paused this engine")
         self.events.append("pause")
         self._lease = secrets.token_hex(8)
         if self._condition is EngineState.SERVING:
@@ -114,7 +117,11 @@ class MemoryEngine:
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Do what a worker method does."""
         work = getattr(self, f"_{method.removeprefix('weightsync_')}")
-        return [{"ok": True, "rank": _RANK, "error": "", **await asyncio.to_thread(work, args)}]
+        reply = {"ok": True, "rank": _RANK, "error": ""}
+        try:
+            return [reply | await asyncio.to_thread(work, args)]
+        except (LookupError, ValueError, OSError, EOFError) as error:
+            return [reply | {"ok": False, "error": str(error)}]
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
         """Offer the present parameters as one safetensors file."""
@@ -140,6 +147,7 @@ class MemoryEngine:
         """Become a fresh engine with these parameters, as after a crash of vLLM."""
         self.live = dict(tensors)
         self._prepared, self._content, self._lease = {}, "", ""
+        self._dirty = False
         self._condition, self._reason = EngineState.UNRECONCILED, "restarted"
         self._engine_id = secrets.token_hex(8)
 
@@ -151,7 +159,7 @@ class MemoryEngine:
 
     def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         del args
-        return {"content_digest": self._content, "dirty": not self._content}
+        return {"content_digest": self._content, "dirty": self._dirty}
 
     def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         with SegmentClient(self._socket) as client:
@@ -194,7 +202,7 @@ class MemoryEngine:
         self._prepared[apply_id] = prepared
         wrong = self._differing(prepared) if compare_live else []
         if compare_live and not wrong:
-            self._content = prepared.content_digest
+            self._content, self._dirty = prepared.content_digest, False
         return {
             "bytes": sum(map(len, prepared.tensors.values())),
             "proved": not wrong if compare_live else None,
@@ -210,11 +218,14 @@ class MemoryEngine:
 
     def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self.events.append("commit")
-        prepared = self._prepared[str(args["apply_id"])]
-        self._content = ""
+        prepared = self._known(args)
+        if self._condition is EngineState.SERVING:
+            raise ValueError("the engine generates; pause it before a commit")
+        self._content, self._dirty = "", True
         self.write(prepared.tensors)
         wrong = self._differing(prepared)
-        self._content = "" if wrong else prepared.content_digest
+        if not wrong:
+            self._content, self._dirty = prepared.content_digest, False
         return {
             "apply_id": args["apply_id"],
             "content_digest": self._content,
@@ -223,13 +234,21 @@ class MemoryEngine:
             "ok": not wrong,
         }
 
+    def _known(self, args: Mapping[str, Any]) -> _Prepared:
+        apply_id = str(args["apply_id"])
+        if apply_id not in self._prepared:
+            raise ValueError(f"apply {apply_id} is not prepared on this rank; prepare it first")
+        return self._prepared[apply_id]
+
     def write(self, tensors: Mapping[str, bytes]) -> None:
         """Put bytes into the live parameters; a test overrides this to write wrongly."""
         self.live.update(tensors)
 
     def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        prepared = self._prepared[str(args["apply_id"])]
+        prepared = self._known(args)
         wrong = self._differing(prepared)
+        if wrong:
+            self._content, self._dirty = "", True
         with SegmentClient(self._socket) as client:
             ((fd, _),) = client.map([f"{args['page']}/{_RANK}"])
         page = PageWriter(fd)

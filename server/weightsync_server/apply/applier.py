@@ -136,7 +136,13 @@ class Applier:
         self, key: str, request: Message, start: Callable[[], Coroutine[None, None, _T]]
     ) -> _T:
         known = self._known(key, request)
-        task: asyncio.Task[_T] = known or asyncio.create_task(self._begin(start))
+        if known is None and len(self._running) >= _MAX_WAITING:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY,
+                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
+                retry_after_s=1.0,
+            )
+        task: asyncio.Task[_T] = known or asyncio.create_task(start())
         if known is None:
             self._running.add(task)
             task.add_done_callback(functools.partial(self._ended, key))
@@ -159,15 +165,6 @@ class Applier:
                 "idempotency_key belongs to another request; use a key once, or repeat its request",
             )
         return task
-
-    async def _begin(self, start: Callable[[], Coroutine[None, None, _T]]) -> _T:
-        if len(self._running) > _MAX_WAITING:
-            raise WeightSyncError(
-                Reason.APPLY_BUSY,
-                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
-                retry_after_s=1.0,
-            )
-        return await start()
 
     def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
@@ -233,13 +230,6 @@ class Applier:
             record = self._versions.newest_applicable()
             return record if record.version > live.record.version else live.record
         record = self._versions.get(request.version)
-        durable = not request.HasField("require_durable") or request.require_durable
-        staged = record.residency == pb.RESIDENCY_STAGED and record.manifest is not None
-        if record.durability != pb.DURABILITY_COMMITTED and (durable or not staged):
-            raise WeightSyncError(
-                Reason.PUSH_INCOMPLETE,
-                f"version {record.version} is not committed; finish its push with CommitPush first",
-            )
         if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
             raise WeightSyncError(
                 Reason.VERSION_REJECTED,
