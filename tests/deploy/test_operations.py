@@ -1,0 +1,50 @@
+"""docs/operations.md says what is there: every metric, every alert, every exit code."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.deploy.compose_file import ROOT
+from tests.deploy.promql import alert_rules
+from weightsync_client.cli.exits import MEANINGS
+
+if TYPE_CHECKING:
+    from tests.deploy.conftest import LoneServer
+
+PAGE = (ROOT / "docs/operations.md").read_text()
+
+
+def _section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_metric_is_explained(lone_server: LoneServer) -> None:
+    families = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in text_string_to_metric_families(lone_server.scrape())
+    }
+    explained = set(re.findall(r"`((?:weightsync|grpc)_[a-z_]+)", _section("Metrics")))
+    assert explained == families
+
+
+def test_every_alert_is_explained_with_its_severity() -> None:
+    rows = re.findall(r"^\| (WeightSync\w+) \| (\w+) \|", PAGE, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alert_rules()]
+
+
+def test_every_exit_code_is_explained() -> None:
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", _section("Exit codes"), re.MULTILINE)
+    assert [(int(code), text) for code, text in rows[:3]] == [
+        (0, "stopped as asked"),
+        (1, "could not start; the last line says why and what to do"),
+        (2, "wrong flag or setting"),
+    ]
+    assert {int(code): text for code, text in rows[3:]} == {int(c): m for c, m in MEANINGS.items()}
+
+
+def test_every_file_it_names_is_there() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / target).resolve().is_file(), target
