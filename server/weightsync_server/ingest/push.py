@@ -248,7 +248,8 @@ class Push:
         self.check_open()
         upload = self._upload_for(part)
         if upload.tensors is not None:
-            if not upload.same_layout(part, entries):
+            same = upload.same_layout
+            if not (await asyncio.to_thread(same, part, entries) if large else same(part, entries)):
                 raise refused(
                     f"shard {part.shard} has another layout already; the layout of a shard is sent "
                     "once"

@@ -158,7 +158,7 @@ class SlotPool:
         for other in self.slots:
             if other.free:
                 other.trim()
-        await self._keeper.forgotten()
+        await self._keeper.unmapped()
 
     def status(self) -> list[pb.SlotStatus]:
         """Return what each slot holds."""

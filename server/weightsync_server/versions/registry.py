@@ -108,6 +108,7 @@ class ModelVersions(Catalog):
         for slot in self.pool.slots:
             slot.empty()
             slot.trim()
+        await self.keeper.unmapped()
 
     # Writers
 

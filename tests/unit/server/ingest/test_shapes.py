@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ async def test_37_000_tensors_keep_the_loop_free(tmp_path: Path) -> None:
         )
         for i in range(37_000)
     ]
-    shards = [make_shard(index, many[index::2]) for index in range(2)]
+    shards = [make_shard(0, many)]
     messages = [pb.PushWeightsRequest(begin=begin())]
     for shard in shards:
         messages += [*shard.layout(8000), *shard.chunks(), *shard.given()]
@@ -92,15 +93,16 @@ async def test_37_000_tensors_keep_the_loop_free(tmp_path: Path) -> None:
         pb.PushWeightsRequest(commit=pb.CommitPushRequest(content_digest=content(shards)))
     )
     assert max(message.ByteSize() for message in messages) < (1 << 20) + 100
-    pauses: list[float] = []
+    turns: list[float] = []
     stop = asyncio.Event()
 
     async def beat() -> None:
-        loop = asyncio.get_running_loop()
+        # CPU time of the loop's thread, so that other load on the machine does not count.
+        last = time.thread_time()
         while not stop.is_set():
-            start = loop.time()
             await asyncio.sleep(0.001)
-            pauses.append(loop.time() - start)
+            turns.append(time.thread_time() - last)
+            last = time.thread_time()
 
     async def slowly() -> AsyncIterator[pb.PushWeightsRequest]:
         # As from a socket: other tasks get their turn between two messages.
@@ -125,10 +127,10 @@ async def test_37_000_tensors_keep_the_loop_free(tmp_path: Path) -> None:
         assert again.layout_known
         await here.join(again.push_id, [m for shard in shards for m in shard.chunks()])
         await here.pushes.commit(pb.CommitPushRequest(push_id=again.push_id))
-    pauses.sort()
-    # Generous, because two cores are shared; the thread's turns of 5 ms are what remains.
-    assert pauses[len(pauses) * 9 // 10] < 0.05, pauses[-5:]
-    assert pauses[-1] < 1.0, pauses[-5:]
+    turns.sort()
+    # Inline, the header alone would take 0.4 s; a collection of Python's garbage takes 0.05.
+    assert turns[len(turns) * 9 // 10] < 0.02, turns[-5:]
+    assert turns[-1] < 0.2, turns[-5:]
 
 
 async def test_shards_of_other_sizes_reuse_and_replace_segments(here: World) -> None:
@@ -139,5 +141,6 @@ async def test_shards_of_other_sizes_reuse_and_replace_segments(here: World) -> 
         ]
         response = await here.pushes.stream(one_stream(shards))
         assert here.read(response.version) == [shard.data for shard in shards]
+    await here.versions.keeper.unmapped()
     held = sum(slot.reserved_bytes for slot in here.versions.slots_status())
     assert here.budget.reserved == held

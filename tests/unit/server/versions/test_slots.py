@@ -125,7 +125,7 @@ async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> N
     assert here.versions.keeper.retired == frozenset()
     assert here.versions.keeper.exposed == frozenset()
     # 3 MiB and its header round up to 4, 9 to 10.
-    await asyncio.sleep(0)
+    await here.versions.keeper.unmapped()
     assert here.budget.reserved - before == (4 << 20) + (10 << 20)
     assert isinstance(here.fetchers, Threads)
     assert ids[1] in here.fetchers.forgotten
