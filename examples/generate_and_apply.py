@@ -19,6 +19,7 @@ from weightsync_client import Client, Durability, Serving
 def new_versions(client: Client) -> Iterator[int]:
     """Yield each committed version that is newer than what is live, without end."""
     newest = client.status().models[0].live_version
+    print(f"version {newest} is live, watching for newer ones", flush=True)
     for change in client.watch():
         version = change.version
         usable = version.durability == Durability.COMMITTED and version.serving == Serving.NO

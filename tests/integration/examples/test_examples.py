@@ -52,7 +52,7 @@ def _ask_transformers(tokenizer_of: Path, weights: Path, prompt: str) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
     model = Qwen2ForCausalLM.from_pretrained(tokenizer_of)
-    pulled = {}
+    pulled: dict[str, torch.Tensor] = {}
     for file in weights.glob("*.safetensors"):
         pulled |= load_file(file)
     model.load_state_dict(pulled, strict=True)
@@ -85,6 +85,8 @@ def test_a_trainer_pushes_and_a_generator_applies(stack: Stack, tmp_path: Path) 
         "generate_and_apply.py", "--vllm", stack.url, "--prompt", PROMPT, "--versions", "2"
     )
     try:
+        assert generator.stdout is not None
+        assert "watching" in generator.stdout.readline()
         trainer = stack.python(
             "train_and_push.py",
             *("--model", str(stack.model), "--text", PROMPT + SENTENCE, "--steps", "10"),
