@@ -104,8 +104,11 @@ def test_the_build_context_holds_what_the_wheel_needs(tmp_path: Path) -> None:
     rules = (ROOT / "deploy/docker/Dockerfile.dockerignore").read_text().splitlines()
     assert "*" in rules
     for name in [rule[1:] for rule in rules if rule.startswith("!")]:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, tmp_path / name)
+        if (ROOT / name).is_dir():
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
+        else:
+            shutil.copyfile(ROOT / name, tmp_path / name)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
