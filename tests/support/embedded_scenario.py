@@ -89,7 +89,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     output = (await request).outputs[0]
     seen["tokens"] = len(output.token_ids)
     spans = getattr(output, "weight_versions", None) or []
-    seen["spans"] = [_span(span) for span in spans]
+    seen["spans"] = [[span.version, span.start, span.end] for span in spans]
     begin = time.monotonic()
     waiting = asyncio.create_task(_long_request(engine, 400))
     await asyncio.sleep(0.3)
@@ -115,12 +115,6 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     staging.close()
     await engine.close()
     return seen
-
-
-def _span(span: Any) -> list[Any]:
-    if isinstance(span, tuple | list):
-        return list(span)
-    return [getattr(span, name) for name in getattr(span, "__struct_fields__", ())]
 
 
 if __name__ == "__main__":

@@ -144,6 +144,13 @@ class VllmServer:
             return self.request("/health")[0] == 200
         return False
 
+    def answers(self) -> bool:
+        """Whether a completion is answered at all with 200."""
+        body = {"model": "model", "prompt": "x", "max_tokens": 1}
+        with contextlib.suppress(OSError):
+            return self.request("/v1/completions", body, timeout=20)[0] == 200
+        return False
+
     def request(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0
     ) -> tuple[int, Any]:

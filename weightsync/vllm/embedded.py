@@ -136,8 +136,7 @@ class EmbeddedEngine(VllmEngine):
         app = await _build_app(llm, args)
         gate = GateState()
         gate.condition = self.condition
-        app.add_middleware(Gate, state=gate)
-        self._http = _http_server(app, args)
+        self._http = _http_server(Gate(app, gate), args)
         # vLLM's handlers of a dead engine look for it there.
         app.state.server = self._http
         sockets = None if listener is None else [listener]

@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def run_dir() -> Iterator[Path]:
     """Return a directory whose path is short enough for unix sockets."""
-    directory = Path(tempfile.mkdtemp(prefix="ws"))
+    directory = Path(tempfile.mkdtemp(prefix="vt"))
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
 

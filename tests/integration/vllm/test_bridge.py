@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -255,6 +257,22 @@ def test_one_lease_at_a_time(bench: Bench) -> None:
     bench.client.resume(lease, 1, bench.client.call("state")[0]["content_digest"])
 
 
+def test_wait_gives_up_and_keeps_the_running_request(bench: Bench) -> None:
+    answers: list[Any] = []
+    asker = threading.Thread(
+        target=lambda: answers.append(bench.vllm.complete("One two", tokens=400))
+    )
+    asker.start()
+    _wait_for(lambda: bench.client.health().requests == 1)
+    lease = bench.client.pause(
+        mode="wait", wait_timeout_s=0.1, after_wait="keep", clear_cache=False
+    )
+    assert bench.client.health().requests == 1
+    bench.client.resume(lease, 1, bench.client.call("state")[0]["content_digest"])
+    asker.join(60)
+    assert len(answers[0]["tokens"]) == 400
+
+
 def test_release_forgets_and_unmaps(
     bench: Bench, adopted: tuple[str, str], checkpoint: Callable[..., Path]
 ) -> None:
@@ -268,3 +286,20 @@ def test_release_forgets_and_unmaps(
     kept = [s for v in bench.staging.versions[:2] for s in v.staged.segments]
     (reply,) = bench.client.call("release", keep=list(adopted), segments=kept)
     assert reply["segments"] == len(kept)
+
+
+def test_last_a_killed_worker_is_told_and_nothing_is_served(bench: Bench) -> None:
+    os.kill(bench.client.call("hello")[0]["pid"], signal.SIGKILL)
+    # vLLM finds out by itself within seconds and ends its API server; until then calls are refused.
+    code = _code(lambda: bench.client.call("state"))
+    assert code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    _wait_for(lambda: _gone_or_dead(bench), 60)
+    assert not bench.vllm.answers()
+
+
+def _gone_or_dead(bench: Bench) -> bool:
+    try:
+        health = bench.client.health()
+    except grpc.RpcError:
+        return True
+    return health.state in (pb.BRIDGE_STATE_DEAD, pb.BRIDGE_STATE_FENCED)

@@ -68,8 +68,11 @@ def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
     return [vllm.complete(prompt, tokens=24) for prompt in PROMPTS]
 
 
-def _fresh_answers(cell: Cell, model: Path, run_dir: Path) -> list[dict[str, Any]]:
-    vllm = VllmServer(model, run_dir / f"fresh-{cell}", tp=cell.tp, dtype=cell.dtype, bridge=False)
+def _fresh_answers(
+    cell: Cell, model: Path, run_dir: Path, *, plain: bool = True
+) -> list[dict[str, Any]]:
+    place = run_dir / f"fresh-{cell}"
+    vllm = VllmServer(model, place, tp=cell.tp, dtype=cell.dtype, plain=plain, bridge=False)
     try:
         return _answers(vllm.start())
     finally:
@@ -118,7 +121,8 @@ def test_equal_to_a_fresh_engine_in_all_cells(
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("qwen2", "bfloat16", 1, tied=True),
+        # The tied head keeps its parameter and is computed from a repacked copy all the same.
+        Cell("qwen2", "float32", 1, tied=True),
         pytest.param(Cell("llama", "float32", 2, tied=False), marks=pytest.mark.matrix),
     ],
     ids=str,
@@ -132,3 +136,23 @@ def test_repacked_engine_is_refused_in_prepare(
         assert [reply["plain"] for reply in bench.client.call("hello")] == [False] * cell.tp
         report = _refusal(bench.client, bench.staging.stage(model))
         assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in report["error"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("arch", ["qwen2", "gemma2"])
+def test_bfloat16_without_the_switch_is_exact_or_refused(
+    arch: str, checkpoint: Callable[..., Path], run_dir: Path
+) -> None:
+    # Whether vLLM repacks bfloat16 depends on the processor.
+    cell = Cell(arch, "bfloat16", 1, tied=True)
+    first, second = (checkpoint(arch, seed=seed, **cell.options) for seed in (1, 2))
+    place = run_dir / f"either-{cell}"
+    with running_bench(first, place, dtype=cell.dtype, plain=False) as bench:
+        a, b = bench.staging.stage(first), bench.staging.stage(second)
+        if not bench.client.call("hello")[0]["plain"]:
+            assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in _refusal(bench.client, a)["error"]
+            return
+        bench.client.adopt(a)
+        bench.client.apply(b, 2)
+        after = _answers(bench.vllm)
+    assert after == _fresh_answers(cell, second, run_dir, plain=False)
