@@ -312,13 +312,13 @@ async def test_streams_are_counted(tmp_path: Path) -> None:
 
 
 async def test_a_silent_stream_is_ended_and_the_push_stays(tmp_path: Path) -> None:
-    async with world(tmp_path, limits={"stream_idle_timeout_s": 0.05}) as here:
+    async with world(tmp_path, limits={"stream_idle_timeout_s": 0.5}) as here:
         push = await opened(here)
 
         async def silent() -> AsyncIterator[Message]:
             yield Message(join=pb.JoinPush(push_id=push))
-            for message in simple()[0].all(500):
-                await asyncio.sleep(0.02)
+            for message in simple()[0].all(700):
+                await asyncio.sleep(0.1)
                 yield message
             await asyncio.Event().wait()
 
@@ -331,13 +331,13 @@ async def test_a_silent_stream_is_ended_and_the_push_stays(tmp_path: Path) -> No
 
 
 async def test_an_idle_push_is_dropped(tmp_path: Path) -> None:
-    async with world(tmp_path, limits={"idle_timeout_s": 0.1}) as here:
+    async with world(tmp_path, limits={"idle_timeout_s": 0.5}) as here:
         push = await opened(here)
         shard = simple()[0]
         await here.join(push, [*shard.layout(), *shard.chunks(100)[:3]])
-        for _ in range(4):
+        for _ in range(6):
             # A message puts it off.
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             assert state(here, push).durability == pb.DURABILITY_RECEIVING
         hold = asyncio.Event()
 
@@ -346,11 +346,14 @@ async def test_an_idle_push_is_dropped(tmp_path: Path) -> None:
             await hold.wait()
 
         stream = asyncio.create_task(here.pushes.stream(connected()))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.7)
         assert here.pushes.status(MODEL)
         hold.set()
         await stream
-        await asyncio.sleep(0.2)
+        for _ in range(100):
+            if not here.pushes.status(MODEL):
+                break
+            await asyncio.sleep(0.05)
         assert here.pushes.status(MODEL) == []
         assert "idle" in state(here, push).error
         assert_nothing_left(here, push)
