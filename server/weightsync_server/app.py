@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.allocator import tune_allocator
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
@@ -24,6 +23,7 @@ from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
+from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
@@ -92,7 +92,7 @@ class App:
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
-        tune_allocator()
+        tune_process()
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -130,6 +130,8 @@ class App:
         stack.push_async_callback(keeper.stop)
         stack.push_async_callback(applier.drain)
         await self._listen(stack, metrics, servicer, health_service)
+        # Before the drain: a watch never ends by itself.
+        stack.callback(versions.end_watches)
         self._serve_metrics(stack, metrics)
 
     async def _registry(self, parts: _Parts, fetchers: FetcherPool) -> ModelVersions:

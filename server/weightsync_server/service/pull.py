@@ -36,7 +36,7 @@ async def pull(
     """
     record = chosen(versions, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
-    lease = await versions.stage(record.version, _LOAD_S)
+    lease = await versions.stage(record.version, _LOAD_S, for_engine=False)
     try:
         manifest = record.manifest
         if manifest is None:

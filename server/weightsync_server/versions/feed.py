@@ -40,6 +40,7 @@ class Feed:
 
     def __init__(self) -> None:
         self.revision = 0
+        self._closed = False
         self._queues: set[asyncio.Queue[Change | None]] = set()
 
     def emit(self, info: pb.VersionInfo, *, deleted: bool = False) -> None:
@@ -53,7 +54,8 @@ class Feed:
                 self._queues.discard(queue)
 
     def close(self) -> None:
-        """End every watch after what it has queued."""
+        """End every watch after what it has queued, and later ones after the present state."""
+        self._closed = True
         for queue in self._queues:
             if queue.full():
                 queue.get_nowait()
@@ -67,12 +69,15 @@ class Feed:
             WeightSyncError: LIMIT_EXCEEDED when the caller is too slow.
         """
         queue: asyncio.Queue[Change | None] = asyncio.Queue(_QUEUE)
-        self._queues.add(queue)
+        if not self._closed:
+            self._queues.add(queue)
         try:
             for change in [Change(info, self.revision, initial=True) for info in present]:
                 yield change
             while True:
                 if queue.empty() and queue not in self._queues:
+                    if self._closed:
+                        return
                     raise WeightSyncError(
                         Reason.LIMIT_EXCEEDED,
                         f"the watcher fell {_QUEUE} changes behind; call WatchVersions again",

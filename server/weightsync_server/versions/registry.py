@@ -143,6 +143,10 @@ class ModelVersions(Catalog):
         """Yield the present state of every version, oldest first, then each change."""
         return self._feed.watch(record.to_info() for record in reversed(self.list()))
 
+    def end_watches(self) -> None:
+        """End every watch after what it has queued; later ones end after the present state."""
+        self._feed.close()
+
     def slots_status(self) -> builtins.list[pb.SlotStatus]:
         """Return what each slot holds."""
         return self.pool.status()
