@@ -29,6 +29,8 @@ __all__ = ["Bridge", "create"]
 logger = logging.getLogger(__name__)
 
 _SOCKET_MODE = 0o660
+#: sun_path of unix(7), less its final zero.
+_MAX_SOCKET_PATH = 107
 
 
 class Bridge:
@@ -123,8 +125,14 @@ def _claim(path: str) -> None:
     """Remove the socket file of a dead engine.
 
     Raises:
-        RuntimeError: Another engine listens there.
+        RuntimeError: Another engine listens there, or the path cannot hold a socket.
     """
+    if not Path(path).parent.is_dir() or len(path.encode()) > _MAX_SOCKET_PATH:
+        msg = (
+            f"no unix socket can be made at {path}; make its directory, or set "
+            f"WEIGHTSYNC_ENGINE_SOCKET to a path of at most {_MAX_SOCKET_PATH} bytes"
+        )
+        raise RuntimeError(msg)
     if not Path(path).exists():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

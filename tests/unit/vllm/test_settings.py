@@ -99,6 +99,12 @@ def test_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     _claim(str(path))
 
 
+@pytest.mark.parametrize("path", ["/nowhere/at/all/e.sock", "/tmp/" + "x" * 120])
+def test_impossible_socket_paths_are_named(path: str) -> None:
+    with pytest.raises(RuntimeError, match="WEIGHTSYNC_ENGINE_SOCKET"):
+        _claim(path)
+
+
 async def test_several_api_servers_are_refused() -> None:
     with pytest.raises(RuntimeError, match="--api-server-count 1"):
         await Bridge().init_state(object(), None, SimpleNamespace(api_server_count=2))
