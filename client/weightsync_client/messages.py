@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.shards import Shard, ShardDigester, ShardReader
+from weightsync_client.shards import Part, Shard, ShardDigester, ShardReader
 
-__all__ = ["digest_messages", "join_message", "layout_messages", "shard_bytes"]
+__all__ = [
+    "Message",
+    "digest_messages",
+    "encode_chunk",
+    "join_message",
+    "layout_messages",
+    "serialize",
+    "shard_bytes",
+]
+
+#: A message of the stream; chunks come encoded.
+Message = pb.PushWeightsRequest | bytes
 
 # Both well below the 1 MiB that the contract allows a message.
 _LAYOUT_BYTES = 256 << 10
@@ -55,32 +66,66 @@ def shard_bytes(
     offset: int,
     chunk_bytes: int,
     on_bytes: Callable[[int], None],
-) -> Iterator[pb.PushWeightsRequest]:
-    """Yield a shard's bytes from `offset`, digesting on the way; each byte is read once.
+) -> Iterator[bytes]:
+    """Yield encoded chunks of a shard from `offset`, digesting on the way.
 
-    Bytes before `offset` that were not digested yet are read and digested, not sent.
+    Each byte is read once from memory: digested, then copied while it is still in the cache. Bytes
+    before `offset` that were not digested yet are read and digested, not sent.
     """
     position = min(digester.position, offset)
     while position < offset:
-        stop = min(position + chunk_bytes, offset)
-        digester.update(position, reader.read(position, stop))
-        position = stop
+        position, _ = _digested(reader, digester, position, min(position + chunk_bytes, offset))
     while position < shard.entry.size:
-        stop = min(position + chunk_bytes, shard.entry.size)
-        data = reader.read(position, stop)
-        digester.update(position, data)
-        # A new message each: assigning to a field copies the bytes once, the constructor twice,
-        # and a message used again keeps every value it ever had.
-        request = pb.PushWeightsRequest()
-        chunk = request.chunk
-        chunk.shard = shard.index
-        chunk.offset = position
-        chunk.data = data
+        begin = position
+        stop = min(begin + chunk_bytes, shard.entry.size)
+        position, parts = _digested(reader, digester, begin, stop)
+        request = encode_chunk(shard.index, begin, parts)
+        # Views of the source must not outlive its turn while the link is waited for.
+        parts.clear()
         yield request
-        on_bytes(len(data))
-        position = stop
+        on_bytes(stop - begin)
     # Empty tensors at the very end have no byte to go by.
     digester.update(position, b"")
+
+
+def _digested(
+    reader: ShardReader, digester: ShardDigester, begin: int, end: int
+) -> tuple[int, list[Part]]:
+    parts = reader.read(begin, end)
+    for part in parts:
+        digester.update(begin, part)
+        begin += len(part)
+    return begin, parts
+
+
+def encode_chunk(shard: int, offset: int, parts: Sequence[Part]) -> bytes:
+    """Return PushWeightsRequest(chunk=...) as protobuf encodes it, copying the data once.
+
+    Through a message object the same bytes are copied three times.
+    """
+    size = sum(map(len, parts))
+    fields = bytearray()
+    for tag, value in ((0x08, shard), (0x10, offset)):
+        if value:
+            fields.append(tag)
+            fields += _varint(value)
+    if size:
+        fields += b"\x1a" + _varint(size)
+    return b"".join((b"\x22", _varint(len(fields) + size), fields, *parts))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def serialize(message: Message) -> bytes:
+    """Return a message as it goes over the wire."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def digest_messages(shard: Shard, digests: list[bytes]) -> Iterator[pb.PushWeightsRequest]:

@@ -309,9 +309,7 @@ class Push:
             )
         return feed.error
 
-    def _messages(
-        self, lane: Lane, pending: list[_Job]
-    ) -> Generator[pb.PushWeightsRequest, None, None]:
+    def _messages(self, lane: Lane, pending: list[_Job]) -> Generator[messages.Message, None, None]:
         yield messages.join_message(self._push_id)
         for job in list(pending):
             yield from self._job_messages(lane, job)
@@ -328,7 +326,7 @@ class Push:
             self._queue.put(None)
         return None
 
-    def _job_messages(self, lane: Lane, job: _Job) -> Iterator[pb.PushWeightsRequest]:
+    def _job_messages(self, lane: Lane, job: _Job) -> Iterator[messages.Message]:
         if not job.layout_held:
             yield from messages.layout_messages(job.shard)
         reader = job.shard.open(lane.scratch)

@@ -17,17 +17,21 @@ from weightsync.manifest import ShardEntry, TensorEntry
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.tensors import Read, Scratch, SourceTensor
 
-__all__ = ["Shard", "ShardDigester", "ShardReader", "cut", "file_shard", "tensor_shard"]
+__all__ = ["Part", "Shard", "ShardDigester", "ShardReader", "cut", "file_shard", "tensor_shard"]
 
 # A header entry: its name as JSON, and this much for dtype, shape, offsets and punctuation.
 _ENTRY_BYTES = 160
 
 
+#: Bytes of a source.
+Part = bytes | memoryview
+
+
 class ShardReader(Protocol):
     """Reads the bytes of one shard."""
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Return bytes begin to end of the shard."""
+    def read(self, begin: int, end: int) -> list[Part]:
+        """Return bytes begin to end of the shard, in parts that are not copied where possible."""
 
     def close(self) -> None:
         """Let go of the source."""
@@ -71,7 +75,7 @@ class _FileReader:
             raise _unreadable(path, error) from None
         self._size = size
 
-    def read(self, begin: int, end: int) -> bytes:
+    def read(self, begin: int, end: int) -> list[Part]:
         data = os.pread(self._fd, end - begin, begin)
         if len(data) != end - begin:
             raise refuse(
@@ -79,7 +83,7 @@ class _FileReader:
                 f"{self._path} became shorter than {self._size} bytes while it was sent; "
                 "push files that nobody writes",
             )
-        return data
+        return [data]
 
     def close(self) -> None:
         os.close(self._fd)
@@ -122,8 +126,8 @@ class _TensorReader:
             self._starts.append(self._starts[-1] + tensor.size)
         self._open: tuple[int, Read] | None = None
 
-    def read(self, begin: int, end: int) -> bytes:
-        parts: list[bytes | memoryview] = []
+    def read(self, begin: int, end: int) -> list[Part]:
+        parts: list[Part] = []
         if begin < len(self._header):
             parts.append(self._header[begin:end])
         index = max(0, bisect.bisect_right(self._starts, begin) - 1)
@@ -133,7 +137,7 @@ class _TensorReader:
                 read = self._reader(index)
                 parts.append(read(max(begin, start) - start, min(end, stop) - start))
             index += 1
-        return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+        return parts
 
     def _reader(self, index: int) -> Read:
         if self._open is None or self._open[0] != index:
@@ -203,7 +207,7 @@ class ShardDigester:
         """True when every tensor has its digest."""
         return len(self.digests) == len(self._bounds) - 1
 
-    def update(self, offset: int, data: bytes) -> None:
+    def update(self, offset: int, data: Part) -> None:
         """Take the bytes that begin at `offset`, which is not beyond `position`."""
         view = memoryview(data)
         limit = offset + len(data)

@@ -10,8 +10,8 @@ import grpc
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client.errors import AbortedError, ClientError, from_rpc
+from weightsync_client.messages import Message, serialize
 from weightsync_client.tensors import Scratch
 
 if TYPE_CHECKING:
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Feed", "Lane"]
 
-Messages = Generator[pb.PushWeightsRequest, None, None]
+Messages = Generator[Message, None, None]
+
+_METHOD = "/weightsync.v1.WeightSync/PushWeights"
 
 
-class Feed(Iterator[pb.PushWeightsRequest]):
+class Feed(Iterator[Message]):
     """Messages for one call, taken by gRPC's thread when the link has room for the next.
 
     Once `close` returned, no message is being made and none will be: the source is not in use.
@@ -39,7 +41,7 @@ class Feed(Iterator[pb.PushWeightsRequest]):
         self.exhausted = False
         self.error: BaseException | None = None
 
-    def __next__(self) -> pb.PushWeightsRequest:
+    def __next__(self) -> Message:
         """Make the next message."""
         with self._lock:
             if self._closed:
@@ -72,7 +74,11 @@ class Lane:
         self._link = link
         self._address = address or link.address
         self._channel = link.channel(address)
-        self._stub = pb_grpc.WeightSyncStub(self._channel)
+        self._push = self._channel.stream_unary(
+            _METHOD,
+            request_serializer=serialize,
+            response_deserializer=pb.PushWeightsResponse.FromString,
+        )
         self._lock = threading.Lock()
         self._call: grpc.Future[pb.PushWeightsResponse] | None = None
         self._cancelled = False
@@ -87,7 +93,7 @@ class Lane:
         with self._lock:
             if self._cancelled:
                 raise self._was_cancelled()
-            self._call = self._stub.PushWeights.future(
+            self._call = self._push.future(
                 feed, timeout=self._link.timeouts.stream_s, metadata=self._link.metadata
             )
         try:

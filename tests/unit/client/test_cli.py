@@ -219,8 +219,8 @@ def test_the_progress_bar_is_for_terminals(running: Any, weights: Path) -> None:
         return done.stderr or b""
 
     save_file({"w": np.ones(1_000_000)}, weights)
-    running.servicer.chunk = lambda _chunk: time.sleep(0.15)
     assert push(subprocess.PIPE) == b""
+    running.servicer.chunk = lambda _chunk: time.sleep(0.15)
     master, terminal = pty.openpty()
     push(terminal)
     os.close(terminal)
