@@ -21,13 +21,17 @@ def _parallel_checks(parallel: Any) -> tuple[tuple[bool, str], ...]:
     return (
         (
             parallel.data_parallel_size > 1,
-            f"data parallel size {parallel.data_parallel_size} is not supported; "
-            "start one vLLM per replica",
+            (
+                f"data parallel size {parallel.data_parallel_size} is not supported; "
+                "start one vLLM per replica"
+            ),
         ),
         (
             parallel.pipeline_parallel_size > 1,
-            f"pipeline parallel size {parallel.pipeline_parallel_size} is not supported; "
-            "use tensor parallelism",
+            (
+                f"pipeline parallel size {parallel.pipeline_parallel_size} is not supported; "
+                "use tensor parallelism"
+            ),
         ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -48,12 +52,16 @@ def _model_checks(config: Any) -> tuple[tuple[bool, str], ...]:
         ),
         (
             config.model_config.quantization is not None,
-            f"quantisation {config.model_config.quantization} is not supported; "
-            "serve an unquantised checkpoint",
+            (
+                f"quantisation {config.model_config.quantization} is not supported; "
+                "serve an unquantised checkpoint"
+            ),
         ),
         (
             config.speculative_config is not None,
-            "draft and speculative models are not supported; start vLLM without "
-            "--speculative-config",
+            (
+                "draft and speculative models are not supported; start vLLM without "
+                "--speculative-config"
+            ),
         ),
     )
