@@ -124,6 +124,9 @@ class Keeper:
         Raises:
             WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
         """
+        # Told at once: a reconciliation may read a whole checkpoint.
+        if not self.serving:
+            raise self._unavailable()
         async with self._lock:
             session = await self._usable()
             self._set(pb.ENGINE_STATE_APPLYING, "")
@@ -183,8 +186,10 @@ class Keeper:
                 logger.exception("the engine could not be reconciled")
                 self._set(pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why")
                 pause = _RETRY_S
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+            # Not wait_for: it swallows a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def _step(self) -> float:

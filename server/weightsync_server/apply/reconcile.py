@@ -156,7 +156,8 @@ class Reconciler:
         path = str(self._session.segments.path)
         try:
             names = await self._session.engine.offer_checkpoint(path, offer)
-            files = await asyncio.wait_for(asyncio.wrap_future(future), QUICK_S)
+            async with asyncio.timeout(QUICK_S):
+                files = await asyncio.wrap_future(future)
         except (TimeoutError, EOFError, OSError) as error:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,

@@ -206,7 +206,8 @@ class Session:
 
 async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:
     try:
-        return await asyncio.wait_for(call, seconds)
+        async with asyncio.timeout(seconds):
+            return await call
     except TimeoutError:
         # Not known whether it was done: the ranks are asked before anything else.
         raise WeightSyncError(
