@@ -20,6 +20,7 @@ from weightsync_client.errors import (
     AbortedError,
     ClientError,
     DeadlineError,
+    ExhaustedError,
     NotFoundError,
     UnavailableError,
     refuse,
@@ -289,7 +290,8 @@ class Push:
             if self._stop.is_set() or not _resumable(error):
                 raise error
             failures += 1
-            self._stop.wait(self._retry.delay_s(failures))
+            told = error.retry_after_s if isinstance(error, ClientError) else None
+            self._stop.wait(told or self._retry.delay_s(failures))
             if self._take_up(pending):
                 failures = 1
             if failures >= self._retry.attempts:
@@ -383,4 +385,7 @@ class Push:
 def _resumable(error: BaseException) -> bool:
     if isinstance(error, AbortedError):
         return error.reason in (Reason.OFFSET_MISMATCH, Reason.SHARD_BUSY)
+    if isinstance(error, ExhaustedError):
+        # The server has not noticed yet that an earlier stream of this push is gone.
+        return error.reason is Reason.LIMIT_EXCEEDED and error.retry_after_s is not None
     return isinstance(error, UnavailableError)

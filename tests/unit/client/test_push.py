@@ -223,6 +223,20 @@ def test_aborted_with_an_offset_is_taken_up(client: Client, servicer: Any) -> No
     assert refused
 
 
+def test_a_stream_too_many_waits_as_told(client: Client, servicer: Any) -> None:
+    refused: list[float] = []
+
+    def refuse(_chunk: Any) -> None:
+        if not refused:
+            refused.append(time.monotonic())
+            raise WeightSyncError(Reason.LIMIT_EXCEEDED, "too many streams", retry_after_s=0.3)
+        refused.append(time.monotonic())
+
+    servicer.chunk = refuse
+    assert client.push(state(count=1)).version == 1
+    assert refused[1] - refused[0] >= 0.3
+
+
 def test_a_forgotten_push_begins_again_for_the_same_version(client: Client, servicer: Any) -> None:
     tensors = state(count=2)
     forgot: list[Any] = []
