@@ -169,13 +169,15 @@ class App:
         servicer: WeightSyncServicer,
         health_service: health.aio.HealthServicer,
     ) -> None:
-        guard = GuardInterceptor(RpcMetrics(metrics.registry), lambda: metrics.violate("only_data"))
+        rpcs = RpcMetrics(metrics.registry)
+        service = pb.DESCRIPTOR.services_by_name["WeightSync"]
+        rpcs.initialize(service)
+        guard = GuardInterceptor(rpcs, lambda: metrics.violate("only_data"))
         server = grpc.aio.server(interceptors=[guard], options=_CHANNEL_OPTIONS)
         weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         if self._settings.reflection:
-            service = pb.DESCRIPTOR.services_by_name["WeightSync"].full_name
-            names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         for address in self._settings.listen:
             port = server.add_insecure_port(address)
@@ -276,6 +278,9 @@ def _track(
         lambda: slots("receiving", "staged", "live"),
     )
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(versions.slots_status()))
+    metrics.track(
+        "weightsync_newest_version", "Newest committed version; 0: none.", lambda: versions.newest
+    )
     metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
     metrics.track(
         "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))

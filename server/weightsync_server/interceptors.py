@@ -18,9 +18,19 @@ from weightsync.rpc_status import to_status
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+    from google.protobuf.descriptor import ServiceDescriptor
+
 __all__ = ["GuardInterceptor", "RpcMetrics"]
 
 logger = logging.getLogger(__name__)
+
+#: The ecosystem's names of calls, by whether requests and responses are streams.
+_KINDS: Mapping[tuple[bool, bool], str] = {
+    (False, False): "unary",
+    (True, False): "client_stream",
+    (False, True): "server_stream",
+    (True, True): "bidi_stream",
+}
 
 
 class RpcMetrics:
@@ -37,6 +47,16 @@ class RpcMetrics:
         self._seconds = Histogram(
             "grpc_server_handling_seconds", "Time per RPC.", labels, registry=registry
         )
+
+    def initialize(self, service: ServiceDescriptor) -> None:
+        """Make every child of a service, so that a rate exists before the first failure."""
+        for method in service.methods:
+            streams = bool(method.client_streaming), bool(method.server_streaming)
+            labels = (_KINDS[streams], service.full_name, method.name)
+            self._started.labels(*labels)
+            self._seconds.labels(*labels)
+            for code in grpc.StatusCode:
+                self._handled.labels(*labels, _camel(code))
 
     def start(self, kind: str, service: str, method: str) -> Callable[[grpc.StatusCode], None]:
         """Count a start; call the result with the status at the end."""
@@ -87,13 +107,7 @@ def _writes_itself(handler: grpc.RpcMethodHandler[Any, Any]) -> bool:
 
 
 def _kind(handler: grpc.RpcMethodHandler[Any, Any]) -> str:
-    parts: Mapping[tuple[bool, bool], str] = {
-        (False, False): "unary",
-        (True, False): "client_stream",
-        (False, True): "server_stream",
-        (True, True): "bidi_stream",
-    }
-    return parts[bool(handler.request_streaming), bool(handler.response_streaming)]
+    return _KINDS[bool(handler.request_streaming), bool(handler.response_streaming)]
 
 
 class _Guard:

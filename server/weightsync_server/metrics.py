@@ -6,14 +6,14 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import contextlib
+import socket
 import time
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.exposition import choose_encoder
 
 from weightsync import __version__
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
+
+#: Longest request in bytes, and seconds from its connection to the last byte of its answer.
+_MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
 
 #: DESIGN section 12, in order.
 INVARIANTS = (
@@ -102,7 +105,10 @@ class Metrics:
             "weightsync_rank_version_skew", "Highest minus lowest version over the ranks."
         ).labels(self._model)
         self._fenced = self._gauge(
-            "weightsync_fenced", "1 while the engine is kept from serving."
+            "weightsync_fenced", "1 from a fence until the engine serves again."
+        ).labels(self._model)
+        self._serving = self._gauge(
+            "weightsync_serving", "1 while the engine serves one verified version."
         ).labels(self._model)
         self._engine_up = self._gauge("weightsync_engine_up", "1 while the engine answers.").labels(
             self._model
@@ -163,10 +169,11 @@ class Metrics:
             self._served.labels(self._model, rank).set(version)
         self._skew.set(max(versions.values()) - min(versions.values()) if versions else 0)
 
-    def set_engine(self, *, up: bool, fenced: bool) -> None:
-        """Set whether the engine answers and whether it is kept from serving."""
+    def set_engine(self, *, up: bool, fenced: bool, serving: bool) -> None:
+        """Set whether the engine answers, is kept from serving, or serves."""
         self._engine_up.set(up)
         self._fenced.set(fenced)
+        self._serving.set(serving)
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge that is read when it is scraped."""
@@ -184,39 +191,58 @@ class Metrics:
         )
 
 
-class _Handler(WSGIRequestHandler):
-    # A client that sends half a request must not keep a thread for ever.
-    timeout = 5
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class names it so
-        """Scrapes are not worth a log line."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-
 class MetricsEndpoint:
-    """Serves a registry over HTTP with a read timeout of 5 s per request.
+    """Serves a registry over HTTP from the event loop; a request gets 5 s in all.
+
+    The gauges that `Metrics.track` adds are so read on the loop, where what they tell changes.
 
     Args:
         registry: What to serve.
         host: Address to bind; loopback unless the operator chose otherwise.
         port: TCP port; 0: any free one, see `port`.
+
+    Raises:
+        OSError: The address cannot be bound.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._server = _Server((host, port), _Handler)
-        self._server.set_app(make_wsgi_app(registry))
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="metrics", daemon=True
-        )
-        self._thread.start()
+        self._registry = registry
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        self._task = asyncio.get_running_loop().create_task(self._serve(), name="metrics")
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
+        self._task.cancel()
+        self._socket.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._client, sock=self._socket, limit=_MAX_REQUEST)
+        async with server:
+            await server.serve_forever()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
+        with contextlib.suppress(TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(_REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head.decode("latin-1")))
+                await writer.drain()
+        writer.close()
+
+    def _answer(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        method, target, *_ = [*request.split(" "), "", ""]
+        headers = dict(line.lower().split(":", 1) for line in lines if ":" in line)
+        status, kind, body = "404 Not Found", "text/plain", b"metrics are at /metrics\n"
+        if method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", b"GET /metrics\n"
+        elif target.partition("?")[0] in ("/metrics", "/"):
+            encode, kind = choose_encoder(headers.get("accept", ""))
+            status, body = "200 OK", encode(self._registry)
+        answer = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return answer.encode() + (b"" if method == "HEAD" else body)

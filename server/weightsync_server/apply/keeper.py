@@ -272,5 +272,7 @@ class Keeper:
         # A fence stays in the metric while it is tried to lift it.
         if state != pb.ENGINE_STATE_RECONCILING:
             self._fenced = state == pb.ENGINE_STATE_FENCED
-        self._metrics.set_engine(up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced)
+        self._metrics.set_engine(
+            up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
+        )
         self._on_change(self.serving)

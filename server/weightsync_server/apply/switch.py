@@ -120,6 +120,12 @@ class Switch:
                 # Nobody knows what the ranks hold until that call returns.
                 await self._fence([error.message])
             return [error.message]
+        self._metrics.set_served(
+            {
+                rank.rank: target.record.version if rank.content_digest == target.digest else 0
+                for rank in result.ranks
+            }
+        )
         result.commit_s = max(rank.commit_s for rank in result.ranks)
         result.verify_s = max(rank.verify_s for rank in result.ranks)
         return _failures(result.ranks, target.digest)
