@@ -7,7 +7,6 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -211,25 +210,32 @@ class MetricsEndpoint:
         self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
         self.port: int = self._socket.getsockname()[1]
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="metrics")
+        self._task.add_done_callback(lambda _: self._socket.close())
 
     def close(self) -> None:
         """Stop serving."""
         self._task.cancel()
-        self._socket.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._client, sock=self._socket, limit=_MAX_REQUEST)
+        # Serving only inside the block, which ends it: else a close that comes early is half one.
+        server = await asyncio.start_server(
+            self._client, sock=self._socket, limit=_MAX_REQUEST, start_serving=False
+        )
         async with server:
             await server.serve_forever()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
-        with contextlib.suppress(TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
+        try:
             async with asyncio.timeout(_REQUEST_S):
                 head = await reader.readuntil(b"\r\n\r\n")
+                writer.transport.set_write_buffer_limits(0)
                 writer.write(self._answer(head.decode("latin-1")))
                 await writer.drain()
-        writer.close()
+        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+        finally:
+            writer.close()
 
     def _answer(self, head: str) -> bytes:
         request, *lines = head.split("\r\n")

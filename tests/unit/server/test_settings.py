@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from weightsync_server.settings import Settings, is_private
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WEIGHTSYNC_")]:
+        monkeypatch.delenv(name)
+
+
+def _made(**values: Any) -> Settings:
+    return Settings(**values)
+
+
+def _flags(*flags: str) -> Settings:
+    return CliApp.run(Settings, cli_args=list(flags))
+
+
+def test_defaults_are_private_and_durable() -> None:
+    made = _made()
+    assert all(is_private(address) for address in made.listen)
+    assert made.store_url == "file:///var/lib/weightsync/store"
+    assert made.segment_socket == Path("/run/weightsync/segments.sock")
+    assert made.metrics.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("address", "private"),
+    [
+        ("unix:/run/x.sock", True),
+        ("127.0.0.1:1", True),
+        ("127.8.9.10:1", True),
+        ("[::1]:1", True),
+        ("localhost:1", True),
+        ("0.0.0.0:1", False),
+        ("[::]:1", False),
+        (":1", False),
+        ("10.0.0.1:1", False),
+        ("localhost.example.com:1", False),
+        ("127.0.0.1.example.com:1", False),
+        ("dns:///127.0.0.1:1", False),
+        ("example.com:1", False),
+        ("", False),
+    ],
+)
+def test_what_only_this_host_can_reach(address: str, private: bool) -> None:
+    assert is_private(address) is private
+    if not private:
+        with pytest.raises(ValidationError, match="TLS proxy"):
+            _made(listen=["unix:/x", address])
+
+
+def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_SLOTS", "3")
+    monkeypatch.setenv("WEIGHTSYNC_NAME", "from-env")
+    monkeypatch.setenv("WEIGHTSYNC_LISTEN", '["unix:/a", "127.0.0.1:0"]')
+    made = _flags("--slots", "4", "--state-dir", "/tmp/s", "--no-reflection")
+    assert (made.slots, made.name, made.reflection) == (4, "from-env", False)
+    assert made.listen == ["unix:/a", "127.0.0.1:0"]
+    assert made.store_url == "file:///tmp/s/store"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--listen", "unix:/a", "--listen", "unix:/b"], ["--listen", "unix:/a,unix:/b"]]
+)
+def test_several_addresses(flags: list[str]) -> None:
+    assert _flags(*flags).listen == ["unix:/a", "unix:/b"]
+
+
+@pytest.mark.parametrize("name", ["qwen2-0.5b", "A", "a.b_c-d", "x" * 128])
+def test_names(name: str) -> None:
+    assert _made(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", ".a", "-a", "a/b", "../a", "a b", "ä", "a\n", "x" * 129])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(ValidationError, match="name must match"):
+        _made(name=name)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"engine": "http://vllm:8000"}, "engine must be unix:PATH"),
+        ({"engine": "embedded"}, "give both or neither"),
+        ({"model": "/models/x"}, "give both or neither"),
+        ({"listen": []}, "at least one address"),
+        ({"slots": 1}, "slots"),
+        ({"fetchers": 0}, "fetchers"),
+        ({"memory_bytes": -1}, "memory_bytes"),
+        ({"commit_timeout_s": 0}, "commit_timeout_s"),
+        ({"pause_lease_s": 0.1}, "pause_lease_s"),
+        ({"retain_versions": 1}, "retain_versions"),
+        ({"slotz": 3}, "slotz"),
+        ({"prepare_timeout_s": float("nan")}, "prepare_timeout_s"),
+    ],
+)
+def test_values_that_are_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        _made(**values)
+
+
+def test_they_never_change() -> None:
+    with pytest.raises(ValidationError):
+        _made().slots = 5
+
+
+def test_every_setting_is_explained() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--listen", "0.0.0.0:1"], "listen: Value error, 0.0.0.0:1 can be reached"),
+        (["--name", "a/b"], "name: Value error"),
+        (["--slots", "many"], "slots: "),
+        (["--nonsense", "1"], "nonsense"),
+    ],
+)
+def test_the_command_line_tells_the_flag_and_ends_with_2(flags: list[str], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightsync_server.cli", *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
