@@ -444,12 +444,23 @@ async def test_callers_beyond_measure_are_told_to_wait(it: Plant) -> None:
 
 async def test_an_apply_while_the_engine_is_fenced(it: Plant) -> None:
     await it.push(2)
+    # Nobody lifts the fence meanwhile.
+    async with it.keeper._lock:
+        it.keeper.suspect("somebody said so")
+        error = await _refused(it, Reason.ENGINE_FENCED, "somebody said so", version=2)
+    assert "tries again" in error.message
+    assert it.outcomes() == {"refused": 1}, "nothing was begun, so nothing was fenced by it"
+    await it.ready()
+
+
+async def test_an_apply_while_the_ranks_are_asked_is_told_so_at_once(it: Plant) -> None:
+    await it.push(2)
     hold = asyncio.Event()
     it.engine.before["state"] = hold.wait
     it.keeper.suspect("somebody said so")
-    error = await _refused(it, Reason.ENGINE_FENCED, "somebody said so", version=2)
-    assert "tries again" in error.message
-    assert it.outcomes() == {"refused": 1}, "nothing was begun, so nothing was fenced by it"
+    await it.until(pb.ENGINE_STATE_RECONCILING)
+    error = await _refused(it, Reason.ENGINE_AWAY, "what every rank holds", version=2)
+    assert error.retry_after_s
     hold.set()
     await it.ready()
 
