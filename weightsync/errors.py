@@ -57,6 +57,10 @@ class Reason(enum.StrEnum):
     FETCHER_FAILED = enum.auto()
     DEADLINE_EXCEEDED = enum.auto()
     SHUTTING_DOWN = enum.auto()
+    SERVER_AWAY = enum.auto()
+    UNAUTHENTICATED = enum.auto()
+    PERMISSION_DENIED = enum.auto()
+    CANCELLED = enum.auto()
     NOT_SUPPORTED = enum.auto()
     FAULT = enum.auto()
 
@@ -100,6 +104,10 @@ STATUS: Mapping[Reason, str] = MappingProxyType(
         Reason.FETCHER_FAILED: "UNAVAILABLE",
         Reason.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
         Reason.SHUTTING_DOWN: "UNAVAILABLE",
+        Reason.SERVER_AWAY: "UNAVAILABLE",
+        Reason.UNAUTHENTICATED: "UNAUTHENTICATED",
+        Reason.PERMISSION_DENIED: "PERMISSION_DENIED",
+        Reason.CANCELLED: "CANCELLED",
         Reason.NOT_SUPPORTED: "UNIMPLEMENTED",
         # An uncaught exception in the server. Its text stays in the log: it may hold secrets.
         Reason.FAULT: "UNAVAILABLE",

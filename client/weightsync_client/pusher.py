@@ -307,7 +307,7 @@ class Push:
             feed.close()
         if feed.error is None and not feed.exhausted:
             return refuse(
-                Reason.ENGINE_AWAY, "the server ended the stream before all was sent; try again"
+                Reason.SERVER_AWAY, "the server ended the stream before all was sent; try again"
             )
         return feed.error
 

@@ -35,7 +35,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        envvar="WEIGHTSYNC_MODEL",
+        envvar="WEIGHTSYNC_NAME",
         help="Model name; not needed if the server has one model.",
     ),
 ]

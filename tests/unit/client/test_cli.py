@@ -35,7 +35,7 @@ def weights(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("WEIGHTSYNC_ADDRESS", running.address)
-    monkeypatch.delenv("WEIGHTSYNC_MODEL", raising=False)
+    monkeypatch.delenv("WEIGHTSYNC_NAME", raising=False)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["weightsync", *map(str, arguments)])
