@@ -6,7 +6,8 @@ vLLM reloads one from a tmpfs directory:
 
 reload_pause_s          pause, reload_weights, resume
 pause_s                 ours, from the request to pause until the engine runs, with the proof that
-                        the live parameters are the version's
+                        the live parameters are the version's; of it, stop_s waits for the step
+                        that runs, commit_s writes, verify_s proves, resume_s starts again
 reload_over_ours        median of the ratios within each pair
 bitwise_equal           whether the last apply left the same live parameters, by a SHA-256 of all of
                         them, as a reload of the same version

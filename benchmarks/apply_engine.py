@@ -25,7 +25,7 @@ from weightsync_client import ApplyReport, Client, ClientError, EngineState
 
 __all__ = ["Order", "measure"]
 
-_READY_S = 180.0
+_READY_S = 120.0
 _MAX_MODEL_LEN = 1024
 _PROMPT_TOKENS = 16
 #: Generation after each round in which nothing else goes on.
@@ -151,6 +151,8 @@ class _Measure:
         self._add(
             apply_s=time.perf_counter() - begin,
             pause_s=report.phases.paused_total_s,
+            stop_s=report.phases.pause_s,
+            resume_s=report.phases.resume_s,
             prepare_s=report.phases.prepare_s,
             commit_s=report.phases.commit_s,
             verify_s=report.phases.verify_s,
@@ -196,11 +198,14 @@ class _Measure:
         order = self._order
         async with self._load.running():
             for number in range(order.rounds):
-                await self.reload(order.base if number % 2 else order.other)
+                await self.reload(order.base if (order.rounds - number) % 2 else order.other)
 
     async def try_apply(self, client: Client) -> None:
         """Push and apply to an engine whose weights are repacked; note a refusal."""
         try:
+            # Adoption of the checkpoint comes first; it ends in serving, or in a fence.
+            with contextlib.suppress(RuntimeError):
+                await _serving(client)
             pushed = await asyncio.to_thread(client.push, Path(self._order.other))
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
@@ -268,6 +273,9 @@ async def _serving(client: Client) -> None:
         engine = (await asyncio.to_thread(client.status)).models[0].engine
         if engine.state == EngineState.SERVING:
             return
+        if engine.state == EngineState.FENCED:
+            msg = f"the engine is fenced: {engine.reason}"
+            raise RuntimeError(msg)
         if time.monotonic() > deadline:
             msg = f"the engine does not serve: {engine.state}, {engine.reason}"
             raise RuntimeError(msg)

@@ -18,7 +18,9 @@ def make_checkpoint(directory: Path, *, tied: bool, small: bool) -> int:
     """Write a bfloat16 checkpoint of the shape of Qwen2-0.5B; returns its number of parameters."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     shape = {
         "vocab_size": 151_936,
         "hidden_size": 896,
