@@ -30,7 +30,7 @@ from weightsync_server.store import open_store
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
@@ -128,7 +128,7 @@ class App:
         _track(metrics, versions, budget, fetchers, pushes)
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        stack.push_async_callback(applier.drain)
+        stack.push_async_callback(_bounded, applier.drain, settings.drain_timeout_s)
         await self._listen(stack, metrics, servicer, health_service)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
@@ -201,6 +201,15 @@ class App:
             stack.callback(endpoint.close)
             self.metrics_port = endpoint.port
             logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
+
+
+async def _bounded(drain: Callable[[], Awaitable[None]], seconds: float) -> None:
+    # An apply that waits for long requests would outlive the drain; its pause is a lease, so the
+    # engine goes on without this server.
+    try:
+        await asyncio.wait_for(drain(), seconds)
+    except TimeoutError:
+        logger.warning("an apply was still running after %g s; the engine ends its pause", seconds)
 
 
 def _limits(settings: Settings) -> PushLimits:

@@ -121,10 +121,12 @@ class Reconciler:
     async def _place(self, *, written: bool) -> Prepared:
         async with contextlib.AsyncExitStack() as stack:
             pause = await self._stand_still(stack)
-            wanted = self._committed(self._wanted())
-            held = await self._prepare(wanted or await self._adopt(), compare_live=wanted is None)
+            held = await self._last_good()
+            adopted = held is None
+            if held is None:
+                held = await self._prepare(await self._adopt(), compare_live=True)
             try:
-                if wanted is None and not written and not _proved(held):
+                if adopted and not written and not _proved(held):
                     raise _not_copies(held)
                 if not _proved(held):
                     await self._switch.place(held)
@@ -136,6 +138,20 @@ class Reconciler:
             await self._session.engine.resume(lease, held.record.version, held.digest)
         logger.info("the engine serves version %d", held.record.version)
         return held
+
+    async def _last_good(self) -> Prepared | None:
+        """Prepare what was live, else what was live before it; None: neither can be had."""
+        for version in (self._wanted(), self._versions.rollback_to):
+            record = self._committed(version)
+            if record is None:
+                continue
+            try:
+                return await self._prepare(record, compare_live=False)
+            except WeightSyncError as error:
+                if error.reason is not Reason.DATA_CORRUPT:
+                    raise
+                logger.critical("version %d is lost: %s", version, error.message)
+        return None
 
     async def _stand_still(self, stack: contextlib.AsyncExitStack) -> Pause | None:
         health = await self._session.engine.health()

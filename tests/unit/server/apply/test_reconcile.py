@@ -259,3 +259,21 @@ async def test_a_pause_for_placing_never_outlives_a_failure(tmp_path: Path, engi
         it.here.versions.stage = stage  # type: ignore[method-assign]
         await it.ready()
         assert engine.serves == 2
+
+
+async def test_a_live_version_whose_bytes_are_lost_gives_way_to_the_one_before(
+    tmp_path: Path, engine: Engine
+) -> None:
+    store = tmp_path / "store"
+    async with plant(tmp_path, engine, store=f"file://{store}") as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+    (shard,) = store.rglob("v2/*.safetensors")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    engine.restart(tensors(1))
+    async with plant(tmp_path, engine, store=f"file://{store}") as it:
+        await it.ready()
+        assert engine.serves == it.here.versions.live == 1
