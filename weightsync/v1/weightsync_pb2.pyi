@@ -69,11 +69,13 @@ class _DurabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Durability
     DURABILITY_UNSPECIFIED: _Durability.ValueType  # 0
     """Not known."""
     DURABILITY_RECEIVING: _Durability.ValueType  # 1
-    """Its bytes are still coming in."""
+    """Not in the store yet: its bytes are coming in, or are staged and still being written. It can be
+    live when an apply did not require it to be durable.
+    """
     DURABILITY_COMMITTED: _Durability.ValueType  # 2
     """Acknowledged: it is in the store. With the store memory:// it lives as long as the server."""
     DURABILITY_FAILED: _Durability.ValueType  # 3
-    """The push ended without a commit."""
+    """The push ended without a commit. A version that was live by then stays until another one is."""
 
 class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
     """Whether a version survives a crash of the server."""
@@ -81,11 +83,13 @@ class Durability(_Durability, metaclass=_DurabilityEnumTypeWrapper):
 DURABILITY_UNSPECIFIED: Durability.ValueType  # 0
 """Not known."""
 DURABILITY_RECEIVING: Durability.ValueType  # 1
-"""Its bytes are still coming in."""
+"""Not in the store yet: its bytes are coming in, or are staged and still being written. It can be
+live when an apply did not require it to be durable.
+"""
 DURABILITY_COMMITTED: Durability.ValueType  # 2
 """Acknowledged: it is in the store. With the store memory:// it lives as long as the server."""
 DURABILITY_FAILED: Durability.ValueType  # 3
-"""The push ended without a commit."""
+"""The push ended without a commit. A version that was live by then stays until another one is."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
 class _Residency:
@@ -1005,7 +1009,9 @@ class ApplyVersionRequest(_message.Message):
     dry_run: _builtins.bool
     """True: check and plan everything, change nothing."""
     require_durable: _builtins.bool
-    """False: a staged version may be applied before it is durable. Default true."""
+    """False: the version that is named may be applied before it is durable, as soon as every byte of
+    it is staged and verified. Default true.
+    """
     clear_rejected: _builtins.bool
     """True: a rejected version is accepted again. Needs the admin role."""
     @_builtins.property
@@ -1198,6 +1204,7 @@ class ApplyReport(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     apply_id: _builtins.str
     """Names the attempt."""
     outcome: Global___ApplyOutcome.ValueType
@@ -1210,6 +1217,8 @@ class ApplyReport(_message.Message):
     """The version that was live before; 0: none."""
     written_bytes: _builtins.int
     """Bytes written, summed over ranks."""
+    durability: Global___Durability.ValueType
+    """Whether the version survives a crash; DURABILITY_RECEIVING: not yet, as the call allowed."""
     @_builtins.property
     def phases(self) -> Global___PhaseDurations:
         """How long each phase took."""
@@ -1239,10 +1248,11 @@ class ApplyReport(_message.Message):
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         pause: Global___PauseOptions | None = ...,
         plan: Global___ApplyPlan | None = ...,
+        durability: Global___Durability.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "phases", b"phases", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "durability", b"durability", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -153,7 +153,8 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortPush(self, request, context):
-        """Drops an upload that is not committed and frees its slot. Idempotent.
+        """Drops an upload that is not committed and frees its slot; refused while its version is live or in
+        an apply. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,9 @@ class WeightSyncStub:
     CommitPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CommitPushRequest, _weightsync_pb2.CommitPushResponse]
     """Ends the upload: waits until every shard is verified and durable. Idempotent."""
     AbortPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortPushRequest, _weightsync_pb2.AbortPushResponse]
-    """Drops an upload that is not committed and frees its slot. Idempotent."""
+    """Drops an upload that is not committed and frees its slot; refused while its version is live or in
+    an apply. Idempotent.
+    """
     GetPush: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetPushRequest, _weightsync_pb2.GetPushResponse]
     """Tells how far an upload has come: the offsets to resume from."""
     ApplyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ApplyVersionRequest, _weightsync_pb2.ApplyVersionResponse]
@@ -105,7 +107,9 @@ class WeightSyncAsyncStub(WeightSyncStub):
     CommitPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CommitPushRequest, _weightsync_pb2.CommitPushResponse]  # type: ignore[assignment]
     """Ends the upload: waits until every shard is verified and durable. Idempotent."""
     AbortPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortPushRequest, _weightsync_pb2.AbortPushResponse]  # type: ignore[assignment]
-    """Drops an upload that is not committed and frees its slot. Idempotent."""
+    """Drops an upload that is not committed and frees its slot; refused while its version is live or in
+    an apply. Idempotent.
+    """
     GetPush: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetPushRequest, _weightsync_pb2.GetPushResponse]  # type: ignore[assignment]
     """Tells how far an upload has come: the offsets to resume from."""
     ApplyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ApplyVersionRequest, _weightsync_pb2.ApplyVersionResponse]  # type: ignore[assignment]
@@ -175,7 +179,9 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.AbortPushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AbortPushResponse, _abc.Awaitable[_weightsync_pb2.AbortPushResponse]]:
-        """Drops an upload that is not committed and frees its slot. Idempotent."""
+        """Drops an upload that is not committed and frees its slot; refused while its version is live or in
+        an apply. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def GetPush(

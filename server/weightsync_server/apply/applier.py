@@ -184,6 +184,9 @@ class Applier:
                 _FAILURES.get(error.reason, "refused") if begun else "refused"
             )
             raise
+        record = self._versions.find(answer.report.version)
+        if record is not None:
+            answer.report.durability = record.durability
         self._metrics.count_apply(_OUTCOMES[answer.report.outcome])
         return answer
 
@@ -197,7 +200,8 @@ class Applier:
                 return pb.ApplyVersionResponse(report=reports.nothing_done(live, spec))
             absent = record.residency != pb.RESIDENCY_STAGED
             timeout = request.prepare_timeout.ToNanoseconds() / 1e9
-            target = await self._ready(session, live, record, timeout)
+            durable = request.require_durable or not request.HasField("require_durable")
+            target = await self._ready(session, live, record, timeout, durable=durable)
             if request.dry_run:
                 plan = self._plan(target, read_from_store=absent)
                 await self._drop(session, live, target)
@@ -245,10 +249,18 @@ class Applier:
         return record
 
     async def _ready(
-        self, session: Session, live: Prepared, record: VersionRecord, timeout_s: float | None
+        self,
+        session: Session,
+        live: Prepared,
+        record: VersionRecord,
+        timeout_s: float | None,
+        *,
+        durable: bool = True,
     ) -> Prepared:
         # In this order: the ranks' own targets then come from bytes that are proved afterwards.
-        target = await self._prepare(session, record, compare_live=False, timeout_s=timeout_s)
+        target = await self._prepare(
+            session, record, compare_live=False, timeout_s=timeout_s, durable=durable
+        )
         try:
             await self._versions.verify_staged(target.lease)
         except BaseException:
@@ -264,9 +276,10 @@ class Applier:
         *,
         compare_live: bool,
         timeout_s: float | None = None,
+        durable: bool = True,
     ) -> Prepared:
         seconds = timeout_s or self._settings.prepare_timeout_s
-        lease = await self._versions.stage(record.version, seconds)
+        lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
             return await session.prepare(
                 record, lease, compare_live=compare_live, timeout_s=seconds
@@ -310,6 +323,9 @@ class Applier:
             await session.hold(live)
 
     async def _reject(self, version: int, reason: str) -> bool:
+        if self._versions.find(version) is None:
+            # It was never committed, and went when another version took its place.
+            return False
         try:
             await self._versions.set_rejected(version, reason)
         except WeightSyncError as error:

@@ -6,9 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.layout import check_version
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused
+from weightsync_server.ingest.sealing import proceed, seal
 
 if TYPE_CHECKING:
     from weightsync.manifest import Layout, Manifest
@@ -64,8 +64,9 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
         WeightSyncError: As CommitPush; the push has failed, but for FETCHER_FAILED.
     """
     push.meters.observe_phase("receive", push.last_byte_at - push.first_byte_at)
+    proceed(push)
     await _verified(push)
-    manifest = await _manifest(push)
+    manifest = await asyncio.shield(seal(push))
     push.check_open()
     if content_digest and content_digest != manifest.content_digest:
         raise WeightSyncError(
@@ -74,10 +75,17 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
             f"{content_digest}; push the version again",
         )
     durable = push.versions.store.durable
-    if push.existing is not None:
-        _repeat(push, push.existing, manifest)
-        return answer(push.existing, durable=durable, already=True)
+    existing = push.existing
+    if existing is not None and existing.commit is not None:
+        _repeat(push, existing, manifest)
+        return answer(existing, durable=durable, already=True)
     verified = all(upload.trainer_verified for upload in push.shards.values())
+    if existing is not None:
+        await push.versions.orphans.revive(
+            existing, manifest, epoch=push.record.epoch, trainer_verified=verified
+        )
+        push.versions.pool.release(push.record.place)
+        return answer(existing, durable=durable, already=False)
     await push.versions.commit(push.record, manifest, trainer_verified=verified)
     _remember_headers(push, manifest.layout)
     return answer(push.record, durable=durable, already=False)
@@ -95,20 +103,6 @@ async def _verified(push: Push) -> None:
     push.check_open()
     for task in tasks:
         task.result()
-
-
-async def _manifest(push: Push) -> Manifest:
-    ordered = [push.shards[index] for index in sorted(push.shards)]
-    if push.known is not None:
-        layout = push.known.layout
-    else:
-        layout = await asyncio.to_thread(
-            check_version,
-            [upload.entry for upload in ordered],
-            [upload.tensors or () for upload in ordered],
-        )
-    found = [digest for upload in ordered for digest in upload.found or ()]
-    return await push.versions.seal(layout, found)
 
 
 def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:

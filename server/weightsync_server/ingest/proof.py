@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header
+from weightsync_server.ingest.sealing import proceed
 
 if TYPE_CHECKING:
     from weightsync.segments import Segment
@@ -79,13 +80,21 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
 
 async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
     started = time.monotonic()
-    upload.found = await push.versions.fetchers.digest(segment, upload.entry)
+    found = await push.versions.fetchers.digest(segment, upload.entry)
     push.meters.observe_phase("digest", time.monotonic() - started)
+    if upload.found not in (None, found):
+        # Digested again because a write failed; the version may be staged with the first digests.
+        raise WeightSyncError(
+            Reason.DATA_CORRUPT,
+            f"shard {upload.index} changed in shared memory; push the version again",
+        )
+    upload.found = found
     upload.compare()
+    proceed(push)
 
 
 async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    if push.existing is not None:
+    if push.existing is not None and push.existing.commit is not None:
         return
     versions, entry = push.versions, upload.entry
     target = versions.store.shard_target(versions.name, push.record.version, upload.index)

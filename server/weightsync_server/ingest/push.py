@@ -18,7 +18,7 @@ from weightsync_server.ingest.upload import ShardUpload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.manifest import TensorEntry
+    from weightsync.manifest import Manifest, TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.ingest.limits import PushLimits
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
@@ -57,13 +57,14 @@ class Push:
         id: Names the push.
         key: Idempotency key; empty: none.
         record: The version it brings.
-        existing: The committed version that it repeats, if it does.
+        existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
         committed: The answer to its commit.
         error: Why it failed.
         committing: The task that commits it.
+        sealing: The task that makes its manifest, once all bytes are proved.
         streams: Streams open now.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
         last_byte_at: When the last shard was complete.
@@ -93,6 +94,7 @@ class Push:
         self.committed: pb.CommitPushResponse | None = None
         self.error: WeightSyncError | None = None
         self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
+        self.sealing: asyncio.Task[Manifest] | None = None
         self.streams = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
@@ -173,7 +175,7 @@ class Push:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self._progress = self.progress()
         self.shards = {}
-        self.known = None
+        self.known = self.sealing = None
         self._names = set()
 
     async def closed(self) -> None:
@@ -189,8 +191,7 @@ class Push:
                 tasks.append(upload.verification)
             if upload.allocation is not None:
                 tasks.append(upload.allocation)
-        if self.committing is not None:
-            tasks.append(self.committing)
+        tasks += [task for task in (self.committing, self.sealing) if task is not None]
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
         try:

@@ -118,9 +118,10 @@ class Pushes:
         """Drop a push and free its slot before this returns.
 
         Raises:
-            WeightSyncError: PUSH_UNKNOWN; VERSION_IN_USE when it is committed.
+            WeightSyncError: PUSH_UNKNOWN; VERSION_IN_USE when it is committed, live or in an apply.
         """
         push = self.find(request.push_id)
+        self._refuse_used(push)
         if push.committing is not None:
             await asyncio.wait([push.committing])
         if push.committed is not None:
@@ -128,6 +129,7 @@ class Pushes:
                 Reason.VERSION_IN_USE,
                 f"the push is committed as version {push.record.version}; delete that instead",
             )
+        self._refuse_used(push)
         push.fail(
             WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again"), "aborted"
         )
@@ -205,6 +207,8 @@ class Pushes:
         push.versions.check_epoch(push.record.epoch)
         if push.committing is None:
             check_complete(push, request.shard_count)
+            # From here on no shard is added.
+            push.shard_count = len(push.shards)
             push.committing = asyncio.create_task(self._commit(push, request.content_digest))
             # Whoever asked may have left: the push remembers how it ended.
             push.committing.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -271,7 +275,7 @@ class Pushes:
         return push
 
     def _existing(self, versions: ModelVersions, version: int) -> VersionRecord | None:
-        """Return the committed version that a push would repeat, if it may be opened at all."""
+        """Return the version that a push would repeat, if it may be opened at all."""
         for push in self._open.values():
             if push.versions is versions and push.record.version == version:
                 raise WeightSyncError(
@@ -282,6 +286,7 @@ class Pushes:
                     retry_after_s=1.0,
                 )
         highest = versions.highest
+        existing = versions.find(version)
         if version > highest:
             if version - highest > self.limits.max_version_jump:
                 raise WeightSyncError(
@@ -290,11 +295,19 @@ class Pushes:
                     "choose a lower one, or raise max_version_jump",
                     metadata={"newest_version": str(highest)},
                 )
-            return None
-        existing = versions.find(version)
+            return existing
         if existing is not None and existing.commit is not None:
             return existing
         raise versions.not_above(version)
+
+    def _refuse_used(self, push: Push) -> None:
+        use = push.versions.orphans.use(push.record) if push.error is None else ""
+        if use and push.committed is None:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"version {push.record.version} was applied before it was durable and is {use}",
+                metadata={"version": str(push.record.version)},
+            )
 
     def _check_same(self, response: pb.CommitPushResponse, request: pb.CommitPushRequest) -> None:
         if request.content_digest not in ("", response.content_digest):

@@ -83,7 +83,9 @@ class Catalog:
 
     def same_content(self, content_digest: str) -> VersionRecord | None:
         """Return the newest committed version with this content, or None."""
-        return next((r for r in self.list() if r.content_digest == content_digest), None)
+        return next(
+            (r for r in self.list() if r.commit and r.content_digest == content_digest), None
+        )
 
     def not_above(self, version: int) -> WeightSyncError:
         """Return the refusal of a number that is not above all that were used."""

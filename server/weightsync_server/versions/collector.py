@@ -62,11 +62,11 @@ class Collector:
         else:
             # memory://: its slot was all there was of it.
             self._versions.forget(record)
-            self._spawn(self._versions.scrub(record))
+            self.spawn(self._versions.scrub(record))
 
     def collect(self) -> None:
         """Begin to delete what exceeds the retention."""
-        self._spawn(self._collect())
+        self.spawn(self._collect())
 
     async def close(self) -> None:
         """Wait for deletions."""
@@ -84,7 +84,8 @@ class Collector:
             if self._versions.find(record.version) is record and not self._kept(record):
                 await self._versions.delete(record.version)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what nobody waits for."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._ended)

@@ -32,10 +32,12 @@ class VersionRecord:
         serving: No, live or rejected.
         rejected_reason: Why "newest" skips it; empty: it does not.
         pinned: It is never collected and keeps its slot.
-        manifest: Only while it lies in a slot: 37,000 tensors take about 15 MB.
+        manifest: Only while it lies in a slot, verified: 37,000 tensors take about 15 MB.
         commit: The commit record, once committed.
         slot: Where its bytes lie or arrive.
         missing: While receiving: tells what has not arrived, at most 10 items.
+        served: It was live once.
+        orphaned: Its push failed; it stays for as long as it is live or leased.
     """
 
     model: str
@@ -51,6 +53,8 @@ class VersionRecord:
     commit: CommitRecord | None = None
     slot: Slot | None = None
     missing: Callable[[], list[str]] | None = None
+    served: bool = False
+    orphaned: bool = False
 
     @classmethod
     def committed(cls, commit: CommitRecord) -> VersionRecord:
@@ -77,8 +81,14 @@ class VersionRecord:
 
     @property
     def content_digest(self) -> str:
-        """Identity of the content; empty while receiving."""
-        return self.commit.content_digest if self.commit else ""
+        """Identity of the content; empty while nobody may rely on it.
+
+        A version that is not committed counts only while an engine serves or prepares it.
+        """
+        if self.commit is not None:
+            return self.commit.content_digest
+        relied_on = self.serving == pb.SERVING_LIVE or (self.slot is not None and self.slot.leases)
+        return self.manifest.content_digest if self.manifest and relied_on else ""
 
     def missing_text(self) -> str:
         """Tell what has not arrived; empty when nothing is known of it."""
@@ -97,7 +107,7 @@ class VersionRecord:
             metadata=self.metadata,
             pinned=self.pinned,
         )
-        commit = self.commit
+        commit, manifest = self.commit, self.manifest
         if commit is not None:
             info.content_digest = commit.content_digest
             info.manifest_digest = commit.manifest_digest
@@ -107,4 +117,12 @@ class VersionRecord:
             info.shard_count = commit.shard_count
             info.trainer_verified = commit.trainer_verified
             info.commit_time.FromNanoseconds(commit.commit_time_ns)
+        elif manifest is not None:
+            # Staged, not durable.
+            info.content_digest = manifest.content_digest
+            info.manifest_digest = manifest.manifest_digest
+            info.layout_digest = manifest.layout.digest
+            info.size_bytes = manifest.layout.size
+            info.tensor_count = len(manifest.layout.tensors)
+            info.shard_count = len(manifest.layout.shards)
         return info

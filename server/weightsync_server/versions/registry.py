@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from weightsync_server.versions.history import History
 from weightsync_server.versions.keeper import SegmentKeeper
 from weightsync_server.versions.layouts import Layouts
 from weightsync_server.versions.marks import Marks
+from weightsync_server.versions.orphans import Orphans
 from weightsync_server.versions.pool import SlotPool
 from weightsync_server.versions.records import VersionRecord
 from weightsync_server.versions.retention import Retention
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from weightsync_server.versions.ports import Fetchers
 
 __all__ = ["ModelVersions"]
-
-logger = logging.getLogger(__name__)
 
 
 class ModelVersions(Catalog):
@@ -76,6 +74,7 @@ class ModelVersions(Catalog):
         self.epochs = Epochs(name, store)
         self.keeper = SegmentKeeper(budget, server, fetchers)
         self._collector = Collector(self, retention or Retention())
+        self.orphans = Orphans(self, self._collector.spawn)
         self.pool = SlotPool(
             slots,
             self.keeper,
@@ -135,7 +134,7 @@ class ModelVersions(Catalog):
 
         def good(version: int) -> bool:
             record = self._records.get(version)
-            return record is not None and not record.rejected_reason
+            return record is not None and record.commit is not None and not record.rejected_reason
 
         return self._history.before(self.live, good)
 
@@ -167,21 +166,9 @@ class ModelVersions(Catalog):
     async def drop(self, record: VersionRecord) -> None:
         """Forget a version that was not committed, its slot and what was stored of it.
 
-        Nothing may work on its segments any more.
+        Nothing may write to its segments any more. While it is live or leased it stays, failed.
         """
-        record.durability = pb.DURABILITY_FAILED
-        record.residency = pb.RESIDENCY_ABSENT
-        record.missing = None
-        # A repeated push of a committed version is not registered: nothing of it was stored.
-        if self._records.get(record.version) is record:
-            try:
-                await self.store.discard(self.name, record.version)
-            except (WeightSyncError, OSError) as error:
-                # The store removes uncommitted leftovers when it is opened.
-                logger.warning("leftovers of version %d stay for now: %s", record.version, error)
-            self.forget(record)
-        if record.slot is not None:
-            self.pool.release(record.slot)
+        await self.orphans.drop(record)
 
     async def seal(self, layout: Layout, digests: Iterable[bytes]) -> Manifest:
         """Return a manifest with its digests computed, off the event loop, and a shared layout."""
@@ -215,6 +202,10 @@ class ModelVersions(Catalog):
                 raise self.epochs.stale(record.epoch)
             if record.version <= self.highest:
                 raise self.not_above(record.version)
+            if record.durability == pb.DURABILITY_FAILED:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
+                )
             layout = manifest.layout
             commit = CommitRecord(
                 model=self.name,
@@ -277,19 +268,23 @@ class ModelVersions(Catalog):
 
     # Going out
 
-    async def stage(self, version: int, timeout_s: float, *, for_engine: bool = True) -> SlotLease:
+    async def stage(
+        self, version: int, timeout_s: float, *, for_engine: bool = True, durable: bool = True
+    ) -> SlotLease:
         """Return a lease on a version whose bytes lie in a slot, read from the store if need be.
 
         Args:
-            version: A committed version.
+            version: A committed version, or the live one.
             timeout_s: Longest time to wait, in seconds.
             for_engine: An engine will map the segments, so they count until `let_go`.
+            durable: False: a version that is staged will do before it is committed.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, NO_SLOT, DATA_CORRUPT,
                 DEADLINE_EXCEEDED, MEMORY_EXHAUSTED.
         """
-        return await self._stager.stage(self.get(version), timeout_s, for_engine=for_engine)
+        record = self.get(version)
+        return await self._stager.stage(record, timeout_s, for_engine=for_engine, durable=durable)
 
     async def verify_staged(self, lease: SlotLease) -> None:
         """Prove again that the segments hold the version.
@@ -311,7 +306,10 @@ class ModelVersions(Catalog):
         self.live = version
         for record in (before, self._records.get(version)):
             if record is not None:
+                record.served = record.served or record.version == version
                 self._settle_serving(record)
+        if before is not None:
+            self.orphans.settle(before)
         self.pool.wake()
 
     def restore_history(self, *versions: int) -> None:
@@ -325,6 +323,10 @@ class ModelVersions(Catalog):
     async def clear_rejected(self, version: int) -> None:
         """Make "newest" accept a version again; persisted."""
         await self._mark(version, rejected="")
+
+    async def unmark(self, version: int) -> None:
+        """Forget what people decided about a version that was never committed nor served."""
+        await self._marks.change(version, pinned=False, rejected="")
 
     async def pin(self, version: int, pinned: bool) -> VersionRecord:  # noqa: FBT001 - as on the wire
         """Keep a version from being collected and evicted, or let it go; persisted."""

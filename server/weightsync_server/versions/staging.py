@@ -53,10 +53,10 @@ class Stager:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     async def stage(
-        self, record: VersionRecord, timeout_s: float, *, for_engine: bool
+        self, record: VersionRecord, timeout_s: float, *, for_engine: bool, durable: bool
     ) -> SlotLease:
         """Return a lease on a version that lies in a slot."""
-        self._refuse_incomplete(record)
+        self._refuse_incomplete(record, durable=durable)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         # Between the end of a read and our turn, the slot may have been given to somebody else.
@@ -76,30 +76,46 @@ class Stager:
     async def verify(self, lease: SlotLease) -> None:
         """Digest the segments again; see `ModelVersions.verify_staged`."""
         record, fetchers = lease.record, self._versions.fetchers
+        self._refuse_failed(record)
         manifest = await self._versions.manifest(record)
         shards = zip(lease.segments, manifest.layout.shards, strict=True)
         try:
             found = await all_done([fetchers.digest(segment, shard) for segment, shard in shards])
-            self._compare(record, manifest, found, "in shared memory")
+            self._compare(manifest, found, "in shared memory")
         except WeightSyncError as error:
             if error.reason not in _DAMAGE:
                 raise
             self._damaged(record, lease.slot)
             remedy = (
                 "it is read from the store again"
-                if self._versions.store.durable
+                if self._versions.store.durable and record.commit is not None
                 else "push it again"
             )
             raise _not_ours(record, error.message, remedy) from error
+        self._refuse_failed(record)
 
-    def _refuse_incomplete(self, record: VersionRecord) -> None:
+    def _refuse_failed(self, record: VersionRecord) -> None:
+        if record.orphaned and record.version != self._versions.live:
+            raise WeightSyncError(
+                Reason.PUSH_ABORTED,
+                f"the push of version {record.version} ended without a commit; push it again",
+                metadata={"version": str(record.version)},
+            )
+
+    def _refuse_incomplete(self, record: VersionRecord, *, durable: bool) -> None:
         if record.durability == pb.DURABILITY_COMMITTED:
             return
+        staged = record.slot is not None and record.residency == pb.RESIDENCY_STAGED
+        coming = record.durability == pb.DURABILITY_RECEIVING
+        # Somebody asked for the live one already.
+        if staged and (record.version == self._versions.live or (coming and not durable)):
+            return
         missing = record.missing_text()
+        waived = ", or set require_durable to false" if staged and coming else ""
         raise WeightSyncError(
             Reason.PUSH_INCOMPLETE,
             f"version {record.version} of model {record.model} is not committed"
-            f"{': missing ' + missing if missing else ''}; commit its push first",
+            f"{': missing ' + missing if missing else ''}; commit its push first{waived}",
             metadata={"version": str(record.version)},
         )
 
@@ -127,9 +143,7 @@ class Stager:
         ours.changed(record)
         try:
             manifest = await ours.manifest(record)
-            self._compare(
-                record, manifest, await self._read(record, slot, manifest), "in the store"
-            )
+            self._compare(manifest, await self._read(record, slot, manifest), "in the store")
         except BaseException as error:
             record.residency = pb.RESIDENCY_ABSENT
             ours.pool.release(slot)
@@ -156,15 +170,9 @@ class Stager:
 
         return await all_done([read(shard) for shard in range(len(manifest.layout.shards))])
 
-    def _compare(
-        self,
-        record: VersionRecord,
-        manifest: Manifest,
-        found: Sequence[Sequence[bytes]],
-        where: str,
-    ) -> None:
+    def _compare(self, manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) -> None:
         flat = [digest for digests in found for digest in digests]
-        if record.commit is not None and len(flat) == len(manifest.digests):
+        if len(flat) == len(manifest.digests):
             tensor = first_difference(manifest.layout.tensors, manifest.digests, flat)
             if tensor is None:
                 return
@@ -176,6 +184,12 @@ class Stager:
 
     def _damaged(self, record: VersionRecord, slot: Slot) -> None:
         if record.slot is not slot:
+            return
+        if record.commit is None:
+            # Its push may be at work in the slot, and frees it when it fails to commit.
+            record.durability = pb.DURABILITY_FAILED
+            record.residency = pb.RESIDENCY_STAGING
+            self._versions.changed(record)
             return
         record.manifest = None
         record.residency = pb.RESIDENCY_ABSENT
@@ -201,6 +215,8 @@ class Stager:
 
     def _left(self, slot: Slot) -> None:
         slot.leases -= 1
+        if slot.record is not None:
+            self._versions.orphans.settle(slot.record)
         self._versions.pool.wake()
 
 

@@ -193,10 +193,15 @@ async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
     change = await anext(watch)
     assert change.deleted
     await here.push(simple(5))
-    kinds: list[int] = []
-    while not kinds or kinds[-1] != pb.DURABILITY_COMMITTED:
-        kinds.append((await anext(watch)).info.durability)
-    assert kinds == [pb.DURABILITY_RECEIVING, pb.DURABILITY_COMMITTED]
+    states: list[tuple[int, int]] = []
+    while not states or states[-1][0] != pb.DURABILITY_COMMITTED:
+        info = (await anext(watch)).info
+        states.append((info.durability, info.residency))
+    assert states == [
+        (pb.DURABILITY_RECEIVING, pb.RESIDENCY_ABSENT),
+        (pb.DURABILITY_RECEIVING, pb.RESIDENCY_STAGED),
+        (pb.DURABILITY_COMMITTED, pb.RESIDENCY_STAGED),
+    ]
     here.versions._feed.close()
     with pytest.raises(StopAsyncIteration):
         await anext(watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import struct
 import threading
@@ -14,6 +15,7 @@ from weightsync.digest import content_digest, tensor_digest
 from weightsync.handover import SegmentServer
 from weightsync.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import write_fault
 from weightsync_server.fetchers import FetcherPool, tasks
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.store import open_store
@@ -250,12 +252,14 @@ class Threads:
     Attributes:
         errors: Raised by the next digests, one each.
         gate: Persists wait for it when it is set to an event.
+        full: Persists find a full disk.
         forgotten: Ids of segments that were to be unmapped.
     """
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
         self.gate: asyncio.Event | None = None
+        self.full = False
         self.forgotten: list[str] = []
         self.persisted: list[str] = []
 
@@ -268,6 +272,8 @@ class Threads:
     async def persist(self, segment: Segment, size: int, target: str) -> None:
         if self.gate is not None:
             await self.gate.wait()
+        if self.full:
+            raise write_fault(OSError(errno.ENOSPC, "No space left on device"), "writing")
         with memoryview(segment.view)[:size] as view:
             temporary = f"{target}.x.tmp"
             await _thread(tasks.persist, view, target, temporary, threading.Event())

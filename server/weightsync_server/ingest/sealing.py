@@ -1,0 +1,54 @@
+"""A push becomes a staged version when every byte of it is here and proved, durable or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync.errors import WeightSyncError
+from weightsync.layout import check_version
+
+if TYPE_CHECKING:
+    from weightsync.manifest import Manifest
+    from weightsync_server.ingest.push import Push
+
+__all__ = ["proceed", "seal"]
+
+
+def proceed(push: Push) -> None:
+    """Stage the version if all its shards are known and proved. Call it after each digest."""
+    # Without a count, a sum or a commit there may be shards of which nothing came yet.
+    if not (push.shard_count or push.total_bytes) or push.error is not None:
+        return
+    if all(upload.found is not None for upload in push.shards.values()) and not push.missing():
+        seal(push)
+
+
+def seal(push: Push) -> asyncio.Task[Manifest]:
+    """Return the task that makes the manifest, once; what is in it does not change any more."""
+    if push.sealing is None:
+        push.sealing = asyncio.create_task(_seal(push))
+        # The commit asks for its outcome, if there is one.
+        push.sealing.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return push.sealing
+
+
+async def _seal(push: Push) -> Manifest:
+    ordered = [push.shards[index] for index in sorted(push.shards)]
+    found = [digest for upload in ordered for digest in upload.found or ()]
+    try:
+        if push.known is not None:
+            layout = push.known.layout
+        else:
+            layout = await asyncio.to_thread(
+                check_version,
+                [upload.entry for upload in ordered],
+                [upload.tensors or () for upload in ordered],
+            )
+        manifest = await push.versions.seal(layout, found)
+    except WeightSyncError as error:
+        push.fail(error)
+        raise
+    if push.existing is None and push.error is None:
+        push.versions.staged(push.record, manifest)
+    return manifest
