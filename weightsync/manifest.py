@@ -5,13 +5,19 @@ A layout that exists has been checked (`weightsync.layout`), so code that holds 
 
 from __future__ import annotations
 
+import heapq
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from weightsync.digest import content_digest, lines_digest
 
 __all__ = ["Layout", "Manifest", "ShardEntry", "TensorEntry"]
+
+_FORMAT = 2
+#: Tensors that are sorted, written or read by one call: it holds the GIL for about a millisecond.
+_SLICE = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +71,34 @@ class Layout:
     @cached_property
     def digest(self) -> str:
         """Digest of names, dtypes, shapes and places; 32 hexadecimal digits."""
-        ordered = sorted(self.tensors, key=lambda tensor: tensor.name.encode())
         return lines_digest(
             f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))} "
             f"{t.shard} {t.begin} {t.end}"
-            for t in ordered
+            for t in map(self.tensors.__getitem__, self.by_name)
         )
 
     @cached_property
     def signature(self) -> str:
         """Digest of names, dtypes and shapes alone: what a load plan depends on."""
-        ordered = sorted(self.tensors, key=lambda tensor: tensor.name.encode())
         return lines_digest(
-            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))}" for t in ordered
+            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))}"
+            for t in map(self.tensors.__getitem__, self.by_name)
         )
 
     @property
     def size(self) -> int:
         """Sum of the shard sizes in bytes."""
         return sum(shard.size for shard in self.shards)
+
+    @cached_property
+    def by_name(self) -> tuple[int, ...]:
+        """Indices of the tensors in the order of their names' UTF-8, which is that of `str`."""
+        names = [tensor.name for tensor in self.tensors]
+        runs = (
+            sorted(range(at, min(at + _SLICE, len(names))), key=names.__getitem__)
+            for at in range(0, len(names), _SLICE)
+        )
+        return tuple(heapq.merge(*runs, key=names.__getitem__))
 
     @cached_property
     def by_shard(self) -> tuple[tuple[TensorEntry, ...], ...]:
@@ -104,10 +119,12 @@ class Manifest:
     @cached_property
     def content_digest(self) -> str:
         """Identity of the version, whatever its encoding; 32 hexadecimal digits."""
-        return content_digest(
-            (t.name, t.dtype, t.shape, digest)
-            for t, digest in zip(self.layout.tensors, self.digests, strict=True)
-        )
+        if len(self.digests) != len(self.layout.tensors):
+            msg = f"{len(self.digests)} digests of {len(self.layout.tensors)} tensors"
+            raise ValueError(msg)
+        # In order already, so that sorting them is one quick pass.
+        ordered = ((self.layout.tensors[at], self.digests[at]) for at in self.layout.by_name)
+        return content_digest((t.name, t.dtype, t.shape, digest) for t, digest in ordered)
 
     @cached_property
     def manifest_digest(self) -> str:
@@ -116,16 +133,20 @@ class Manifest:
         return lines_digest([self.layout.digest, self.content_digest, *shards])
 
     def to_json(self) -> bytes:
-        """Return the stored form, read back by `from_json`."""
-        document = {
-            "format": 1,
-            "shards": [[s.name, s.size, s.header_size] for s in self.layout.shards],
-            "tensors": [
-                [t.name, t.dtype, t.shape, t.shard, t.begin, t.end, digest.hex()]
-                for t, digest in zip(self.layout.tensors, self.digests, strict=True)
-            ],
-        }
-        return json.dumps(document, separators=(",", ":")).encode()
+        """Return the stored form, read back by `from_json`: a line of facts, then lines of tensors.
+
+        Lines are short, so that no call keeps the GIL from an event loop for long.
+        """
+        shards = [[s.name, s.size, s.header_size] for s in self.layout.shards]
+        tensors = zip(self.layout.tensors, self.digests, strict=True)
+        rows = (
+            [t.name, t.dtype, t.shape, t.shard, t.begin, t.end, digest.hex()]
+            for t, digest in tensors
+        )
+        lines = [_encode({"format": _FORMAT, "shards": shards, "tensors": len(self.digests)})]
+        while part := list(islice(rows, _SLICE)):
+            lines.append(_encode(part))
+        return b"\n".join(lines)
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> Manifest:
@@ -134,19 +155,27 @@ class Manifest:
         Raises:
             ValueError: The bytes are no such document.
         """
+        lines = bytes(data).split(b"\n")
+        tensors: list[TensorEntry] = []
+        digests: list[bytes] = []
         try:
-            document = json.loads(bytes(data))
-            if document["format"] != 1:
-                msg = f"unknown manifest format {document['format']!r}"
+            facts = json.loads(lines[0])
+            if facts["format"] != _FORMAT:
+                msg = f"unknown manifest format {facts['format']!r}"
                 raise ValueError(msg)
-            shards = tuple(ShardEntry(*entry) for entry in document["shards"])
-            rows = document["tensors"]
-            tensors = tuple(
-                TensorEntry(name, dtype, tuple(shape), shard, begin, end)
-                for name, dtype, shape, shard, begin, end, _ in rows
-            )
-            digests = tuple(bytes.fromhex(row[6]) for row in rows)
+            shards = tuple(ShardEntry(*entry) for entry in facts["shards"])
+            for line in islice(lines, 1, None):
+                for name, dtype, shape, shard, begin, end, digest in json.loads(line):
+                    tensors.append(TensorEntry(name, dtype, tuple(shape), shard, begin, end))
+                    digests.append(bytes.fromhex(digest))
+            if len(tensors) != facts["tensors"]:
+                msg = f"{len(tensors)} of {facts['tensors']!r} tensors in a manifest"
+                raise ValueError(msg)
         except (KeyError, TypeError, IndexError) as error:
             msg = f"not a manifest: {error!r}"
             raise ValueError(msg) from error
-        return cls(Layout(shards, tensors), digests)
+        return cls(Layout(shards, tuple(tensors)), tuple(digests))
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

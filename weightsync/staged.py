@@ -14,7 +14,8 @@ from weightsync.segments import Segment
 __all__ = ["StagedVersion"]
 
 _HEAD = struct.Struct("<8sII")
-_MAGIC = b"WSSTAGE1"
+_MAGIC = b"WSSTAGE2"
+_COPIED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class StagedVersion:
         end = _HEAD.size + len(ids)
         segment.view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(ids), len(body))
         segment.view[_HEAD.size : end] = ids
-        segment.view[end : end + len(body)] = body
+        for at in range(0, len(body), _COPIED):
+            # New pages are slow to fill, and copying holds the GIL.
+            piece = body[at : at + _COPIED]
+            segment.view[end + at : end + at + len(piece)] = piece
         return segment
 
     @classmethod
