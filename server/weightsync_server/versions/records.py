@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.store import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.manifest import Manifest
-    from weightsync_server.store import CommitRecord
     from weightsync_server.versions.slots import Slot
 
 __all__ = ["VersionRecord"]
@@ -89,6 +90,25 @@ class VersionRecord:
             return self.commit.content_digest
         relied_on = self.serving == pb.SERVING_LIVE or (self.slot is not None and self.slot.leases)
         return self.manifest.content_digest if self.manifest and relied_on else ""
+
+    def sealed(self, manifest: Manifest, *, trainer_verified: bool, adopted: bool) -> CommitRecord:
+        """Return the commit record of this content, dated now."""
+        layout = manifest.layout
+        return CommitRecord(
+            model=self.model,
+            version=self.version,
+            content_digest=manifest.content_digest,
+            manifest_digest=manifest.manifest_digest,
+            layout_digest=layout.digest,
+            epoch=self.epoch,
+            commit_time_ns=time.time_ns(),
+            metadata=dict(self.metadata),
+            size_bytes=layout.size,
+            tensor_count=len(layout.tensors),
+            shard_count=len(layout.shards),
+            trainer_verified=trainer_verified,
+            adopted=adopted,
+        )
 
     def missing_text(self) -> str:
         """Tell what has not arrived; empty when nothing is known of it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import time
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
@@ -206,22 +205,7 @@ class ModelVersions(Catalog):
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
                 )
-            layout = manifest.layout
-            commit = CommitRecord(
-                model=self.name,
-                version=record.version,
-                content_digest=manifest.content_digest,
-                manifest_digest=manifest.manifest_digest,
-                layout_digest=layout.digest,
-                epoch=record.epoch,
-                commit_time_ns=time.time_ns(),
-                metadata=dict(record.metadata),
-                size_bytes=layout.size,
-                tensor_count=len(layout.tensors),
-                shard_count=len(layout.shards),
-                trainer_verified=trainer_verified,
-                adopted=adopted,
-            )
+            commit = record.sealed(manifest, trainer_verified=trainer_verified, adopted=adopted)
             await self.store.commit(commit, manifest)
             record.commit = commit
             record.durability = pb.DURABILITY_COMMITTED
