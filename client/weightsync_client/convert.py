@@ -145,6 +145,7 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         ranks=tuple(map(_rank, m.ranks)),
         pause=_pause(m.pause),
         plan=plan if m.HasField("plan") else None,
+        durability=_enum(types.Durability, m.durability, _DURABILITY),
     )
 
 

@@ -179,7 +179,11 @@ class ApplyPlan:
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """What an apply did. `plan` is set for a dry run, `previous_version` 0 means none."""
+    """What an apply did.
+
+    `plan` is set for a dry run, `previous_version` 0 means none, and `durability` is RECEIVING when
+    a version was applied before its commit, as the caller had asked.
+    """
 
     apply_id: str
     outcome: ApplyOutcome
@@ -191,6 +195,7 @@ class ApplyReport:
     ranks: tuple[RankResult, ...]
     pause: PauseUsed
     plan: ApplyPlan | None = None
+    durability: Durability = Durability.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class Applier:
                 raise WeightSyncError(
                     Reason.NO_ROLLBACK,
                     f"there is no version before {live.record.version} to go back to; "
-                    "apply one by its number",
+                    "push the weights that you want as a new version",
                 )
             left = live.record.version
             target = await self._ready(session, live, self._versions.get(version), None)
@@ -240,11 +240,13 @@ class Applier:
                 f"version {record.version} is rejected ({record.rejected_reason}); "
                 "set clear_rejected to apply it all the same",
             )
-        if record.version < live.record.version and not request.clear_rejected:
+        if record.version < live.record.version:
+            back = self._versions.rollback_to
+            rollback = f"use Rollback, which goes to version {back}, or " if back else ""
             raise WeightSyncError(
                 Reason.VERSION_BELOW_LIVE,
                 f"version {record.version} is below the live version {live.record.version}; "
-                f"use Rollback, which goes to version {self._versions.rollback_to}",
+                f"{rollback}push its weights as a new version",
             )
         return record
 

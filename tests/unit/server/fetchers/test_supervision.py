@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import contextlib
 import os
 import signal
@@ -256,10 +257,13 @@ async def test_a_hundred_restarts_leak_nothing(
 
     await round_of_kills()
     assert await pool.digest(segment, shard) == digests
+    # Descriptors that earlier tests left to the collector must not vanish, or appear, in between.
+    gc.collect()
     before = descriptors(), len(_children()), len(asyncio.all_tasks())
     for _ in range(25):
         await round_of_kills()
     assert await pool.digest(segment, shard) == digests
+    gc.collect()
     after = descriptors(), len(_children()), len(asyncio.all_tasks())
     assert after == before
     assert len(_children()) == 4  # and no zombie among them
