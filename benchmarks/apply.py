@@ -17,7 +17,9 @@ reload_max_token_gap_s  the same around a reload
 
 with CPU weight repacking off, so that the layout is that of a GPU, and tied embeddings. With suffix
 _repacked: a second engine with repacking on and an untied model; where ours refuses to apply there,
-the figure is null and refusal_repacked holds the sentence.
+the figure is null and refusal_repacked holds the sentence. engine_repacks_repacked tells whether
+vLLM really repacks there: on a processor without bfloat16 instructions it does not, and ours
+applies.
 """
 
 from __future__ import annotations

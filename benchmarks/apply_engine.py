@@ -196,6 +196,7 @@ class _Measure:
     async def repacked(self) -> None:
         """Reload only: what ours does about such an engine is asked afterwards."""
         order = self._order
+        (self.facts["engine_repacks"],) = await self._llm.collective_rpc("bench_repacked")
         async with self._load.running():
             for number in range(order.rounds):
                 await self.reload(order.base if (order.rounds - number) % 2 else order.other)

@@ -17,6 +17,11 @@ class LiveParameters:
 
     model_runner: Any
 
+    def bench_repacked(self) -> bool:
+        """Return whether vLLM has repacked weights: it then leaves empty parameters behind."""
+        model = self.model_runner.get_model()
+        return any(parameter.numel() == 0 for parameter in model.parameters())
+
     def bench_live_digest(self) -> str:
         """Return the SHA-256 of all live parameters: names, shapes and bytes."""
         import torch
