@@ -57,6 +57,8 @@ _CHANNEL_OPTIONS = (
 )
 #: Permissions of unix sockets that it listens on.
 _SOCKET_MODE = 0o660
+#: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
+_CHECKPOINT_VERSION = 1
 #: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
 _PUSH, _SERVING = "push", "serving"
 
@@ -145,6 +147,7 @@ class App:
             budget=parts.budget,
             slots=settings.slots,
             retention=Retention(settings.retain_versions, settings.retain_bytes),
+            reserved=_CHECKPOINT_VERSION,
         )
         await versions.open(records)
         live, previous = parts.journal.live

@@ -175,14 +175,18 @@ class VllmEngine:
                 raise WeightSyncError(
                     Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
                 )
-            if await self._guarded(self._vllm.sleeping()):
-                raise WeightSyncError(
-                    Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then apply again"
-                )
             serving = self._state is EngineState.SERVING
+            # Asked together with the pause: its answer comes at the end of a step, and one that is
+            # awaited first costs a whole step more.
+            asleep = asyncio.ensure_future(self._asleep())
             try:
                 mode = await self._stand_still(spec)
+                if await asleep:
+                    raise WeightSyncError(
+                        Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then apply again"
+                    )
             except BaseException:
+                asleep.cancel()
                 # vLLM stays paused when finishing a pause fails.
                 if serving:
                     await self._guarded(self._vllm.resume())
@@ -193,6 +197,9 @@ class VllmEngine:
                 self._state, self._reason = EngineState.PAUSED, ""
             self._arm(lease_s)
             return Lease(self._lease, mode)
+
+    async def _asleep(self) -> bool:
+        return bool(await self._guarded(self._vllm.sleeping()))
 
     async def _stand_still(self, spec: PauseSpec) -> str:
         if spec.mode != "wait":

@@ -111,10 +111,10 @@ def read_document(socket: str, document: str) -> StagedVersion:
     with SegmentClient(socket) as client:
         ((fd, size),) = client.map([document])
     mapped = MappedSegment(fd, size)
-    try:
-        return StagedVersion.from_view(mapped.view)
-    finally:
-        mapped.close()
+    staged = StagedVersion.from_view(mapped.view)
+    # Not in a `finally`: the traceback of a failure holds views, and closing would hide the reason.
+    mapped.close()
+    return staged
 
 
 def find_plan(staged: StagedVersion, plans: Plans) -> LoadPlan:

@@ -90,9 +90,9 @@ async def _commit_new(
     versions: ModelVersions, record: VersionRecord, manifest: Manifest
 ) -> VersionRecord:
     # No await between here and `enlist`: a push may take the number meanwhile.
-    record.version = record.version or versions.next_version()
-    if record.version < versions.next_version():
+    if record.version and record.version < versions.next_version():
         raise versions.not_above(record.version)
+    record.version = record.version or versions.adoption_version()
     versions.enlist(record)
     segments = record.place.ordered()
     writes = []

@@ -23,9 +23,10 @@ class Catalog:
         marks: Remember the numbers of deleted versions.
     """
 
-    def __init__(self, name: str, marks: Marks) -> None:
+    def __init__(self, name: str, marks: Marks, reserved: int = 0) -> None:
         self.name = name
         self._marks = marks
+        self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
 
     @property
@@ -79,7 +80,12 @@ class Catalog:
 
     def next_version(self) -> int:
         """Return the lowest number above all versions, those that are being pushed included."""
-        return max(self.highest, *self._records, 0) + 1
+        return max(self.highest, *self._records, self._reserved) + 1
+
+    def adoption_version(self) -> int:
+        """Return the number for the engine's checkpoint: the reserved one, unless it was used."""
+        used = self._reserved in self._records or self._marks.highest >= self._reserved
+        return self.next_version() if used or not self._reserved else self._reserved
 
     def same_content(self, content_digest: str) -> VersionRecord | None:
         """Return the newest committed version with this content, or None."""

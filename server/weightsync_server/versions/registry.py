@@ -53,6 +53,8 @@ class ModelVersions(Catalog):
         budget: Shared memory of all models.
         slots: Versions held in memory at once.
         retention: Bounds on what the store keeps.
+        reserved: Number kept for the engine's checkpoint: pushes that begin before it is adopted
+            get higher ones. 0: none.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class ModelVersions(Catalog):
         budget: SegmentBudget,
         slots: int = 2,
         retention: Retention | None = None,
+        reserved: int = 0,
     ) -> None:
-        super().__init__(name, Marks(name, store))
+        super().__init__(name, Marks(name, store), reserved)
         self.store = store
         self.fetchers = fetchers
         self.live = 0
@@ -199,7 +202,7 @@ class ModelVersions(Catalog):
         async with self.epochs.lock:
             if not adopted and record.epoch != self.epoch:
                 raise self.epochs.stale(record.epoch)
-            if record.version <= self.highest:
+            if record.version <= self.highest and not adopted:
                 raise self.not_above(record.version)
             if record.durability == pb.DURABILITY_FAILED:
                 raise WeightSyncError(

@@ -33,6 +33,9 @@ from weightsync_client import (
     WeightSyncError,
 )
 
+#: Version 1 is the engine's checkpoint, also before there is an engine.
+FIRST = 2
+
 
 def state(seed: int, count: int = 8, elements: int = 200_000) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +75,7 @@ def test_pushes_come_back_bit_for_bit(
     assert info.metadata == {"step": "1"}
     assert info.durability is Durability.COMMITTED
     assert info.trainer_verified
-    assert [v.version for v in client.versions()] == [3, 2, 1]
+    assert [v.version for v in client.versions()] == [FIRST + 2, FIRST + 1, FIRST]
 
 
 def test_every_kind_of_tensor(client: Client) -> None:
@@ -120,7 +123,7 @@ def test_a_stale_writer_is_refused(client: Client) -> None:
     with pytest.raises(RefusedError) as caught:
         client.push(state(1, 1), epoch=old)
     assert caught.value.reason is Reason.EPOCH_STALE
-    assert client.push(state(1, 1), epoch=new).version == 1
+    assert client.push(state(1, 1), epoch=new).version == FIRST
 
 
 def test_an_unknown_model_is_named(server: WeightSyncServer) -> None:
@@ -144,22 +147,22 @@ def test_apply_without_an_engine(client: Client) -> None:
 def test_pin_delete_watch(client: Client) -> None:
     client.push(state(1, 1))
     watch = client.watch()
-    assert next(watch).version.version == 1
+    assert next(watch).version.version == FIRST
     client.push(state(2, 1))
     while (change := next(watch)).version.durability is not Durability.COMMITTED:
         pass
-    assert change.version.version == 2
-    assert client.pin(1).pinned
+    assert change.version.version == FIRST + 1
+    assert client.pin(FIRST).pinned
     with pytest.raises(RefusedError):
-        client.delete(1)
-    client.pin(1, pinned=False)
-    client.delete(1)
+        client.delete(FIRST)
+    client.pin(FIRST, pinned=False)
+    client.delete(FIRST)
     for change in watch:
         if change.deleted:
             break
-    assert change.version.version == 1
+    assert change.version.version == FIRST
     with pytest.raises(NotFoundError):
-        client.get_version(1)
+        client.get_version(FIRST)
     watch.close()
 
 
@@ -187,7 +190,7 @@ def test_a_cut_pull_is_taken_up(relay: Relay, tmp_path: Path) -> None:
     with Client(relay.address, retry=RETRY) as client:
         client.push(tensors)
         relay.cut_after = [relay._passed + 3_000_000]
-        result = client.pull(tmp_path / "out", 1)
+        result = client.pull(tmp_path / "out", FIRST)
         assert relay.cuts == 1
         loaded = load_file(result.files[0])
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
@@ -249,8 +252,8 @@ def test_a_push_outlives_a_crash_of_the_server(file_server: WeightSyncServer) ->
         file_server.kill()
         file_server.start()
         result = handle.committed.result(40)
-        assert result.version == 2
-        check_equal(client, 2, tensors)
+        assert result.version == FIRST + 1
+        check_equal(client, FIRST + 1, tensors)
 
 
 def test_shards_in_the_store_are_what_was_pushed(
@@ -273,15 +276,15 @@ def test_damage_in_the_store_is_data_loss(file_server: WeightSyncServer, tmp_pat
         stored.chmod(0o600)
         stored.write_bytes(data)
         # Where it still lies in memory, it is pulled from there, whole.
-        if client.get_version(1).residency is Residency.STAGED:
-            assert len(client.pull(tmp_path / "whole", 1).files) == 1
+        if client.get_version(FIRST).residency is Residency.STAGED:
+            assert len(client.pull(tmp_path / "whole", FIRST).files) == 1
     file_server.stop()
     file_server.start()
     with (
         Client(file_server.address, retry=RETRY) as client,
         pytest.raises(DataError),
     ):
-        client.pull(tmp_path / "out", 1)
+        client.pull(tmp_path / "out", FIRST)
     assert not (tmp_path / "out").exists()
 
 
@@ -289,9 +292,9 @@ async def test_asyncio(server: WeightSyncServer, tmp_path: Path) -> None:
     tensors = state(9, 4)
     async with AsyncClient(server.address) as client:
         pushed = await client.push(tensors, streams=2, shard_bytes=400_000)
-        assert pushed.version == 1
-        result = await client.pull(tmp_path / "out", 1)
-        names = [t.name async for t in client.tensors(1)]
+        assert pushed.version == FIRST
+        result = await client.pull(tmp_path / "out", FIRST)
+        names = [t.name async for t in client.tensors(FIRST)]
         assert names == list(tensors)
         assert len(result.files) == 4
         assert (await client.versions())[0].content_digest == pushed.content_digest
@@ -314,17 +317,17 @@ def test_the_command(server: WeightSyncServer, tmp_path: Path) -> None:
     save_file(state(10, 2), path)
     pushed = run("push", path, "--json")
     assert (pushed.returncode, pushed.stderr) == (0, "")
-    assert json.loads(pushed.stdout)["version"] == 1
+    assert json.loads(pushed.stdout)["version"] == FIRST
     assert run("status", "--exit-code", "--service", "push").returncode == 0
     assert run("status", "--exit-code", "--service", "serving").returncode == 5
     assert json.loads(run("versions", "--json").stdout)[0]["tensor_count"] == 2
-    assert run("pull", tmp_path / "out", "1").returncode == 0
+    assert run("pull", tmp_path / "out", FIRST).returncode == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == path.read_bytes()
     assert run("apply").returncode == 5
     assert run("pull", tmp_path / "none", "9").returncode == 3
     assert run("versions", "--model", "nobody").returncode == 3
     other = tmp_path / "other.safetensors"
     save_file({"x": torch.from_numpy(np.ones(3))}, other)
-    refused = run("push", other, "--version", "1")
+    refused = run("push", other, "--version", FIRST)
     assert refused.returncode == 4
     assert refused.stderr.count("\n") == 1
