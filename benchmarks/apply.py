@@ -16,10 +16,9 @@ max_token_gap_s         longest gap around an apply; spread tells the longest of
 reload_max_token_gap_s  the same around a reload
 
 with CPU weight repacking off, so that the layout is that of a GPU, and tied embeddings. With suffix
-_repacked: a second engine with repacking on and an untied model; where ours refuses to apply there,
-the figure is null and refusal_repacked holds the sentence. engine_repacks_repacked tells whether
-vLLM really repacks there: on a processor without bfloat16 instructions it does not, and ours
-applies.
+_repacked: a second engine with repacking on, in float32, and an untied model; where ours refuses to
+apply there, the figure is null and refusal_repacked holds the sentence. engine_repacks_repacked tells
+whether vLLM really repacks there.
 """
 
 from __future__ import annotations
@@ -69,7 +68,9 @@ def _run(folder: Path, rounds: int, requests: int, *, plain: bool) -> dict[str, 
     """Measure one engine in a process of its own, because the layout is set when vLLM starts."""
     other = folder / "other"
     write_variant(folder / "base", other, 1)
-    order = Order(str(folder), str(folder / "base"), str(other), plain, rounds, requests)
+    # vLLM repacks float32 on every processor, bfloat16 only where it has instructions for it.
+    dtype = "bfloat16" if plain else "float32"
+    order = Order(str(folder), str(folder / "base"), str(other), plain, rounds, requests, dtype)
     log = folder / "engine.log"
     command = [sys.executable, "-m", "benchmarks.apply_engine", order_json(order)]
     with log.open("wb") as errors:

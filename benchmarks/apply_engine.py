@@ -45,6 +45,7 @@ class Order:
         plain: Whether CPU repacking is off.
         rounds: How many reloads, and how many applies of ours, in turn.
         requests: Requests that run all the time.
+        dtype: vLLM's --dtype.
     """
 
     folder: str
@@ -53,6 +54,7 @@ class Order:
     plain: bool
     rounds: int
     requests: int
+    dtype: str = "bfloat16"
 
 
 @dataclass
@@ -222,7 +224,7 @@ async def measure(order: Order) -> dict[str, Any]:
 
     arguments = AsyncEngineArgs(
         model=order.base,
-        dtype="bfloat16",
+        dtype=order.dtype,
         max_model_len=_MAX_MODEL_LEN,
         max_num_seqs=max(4, order.requests),
         enforce_eager=True,
