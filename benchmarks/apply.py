@@ -17,8 +17,8 @@ reload_max_token_gap_s  the same around a reload
 
 with CPU weight repacking off, so that the layout is that of a GPU, and tied embeddings. With suffix
 _repacked: a second engine with repacking on, in float32, and an untied model; where ours refuses to
-apply there, the figure is null and refusal_repacked holds the sentence. engine_repacks_repacked tells
-whether vLLM really repacks there.
+apply there, the figure is null and refusal_repacked holds the sentence. engine_repacks_repacked
+tells whether vLLM really repacks there.
 """
 
 from __future__ import annotations
