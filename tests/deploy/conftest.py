@@ -87,12 +87,12 @@ def _require_namespaces() -> None:
     pytest.skip(reason)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("compose") / "model", dtype="bfloat16")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def stack(docker_compose: str, promtool: str, checkpoint: Path) -> Iterator[Stack]:
     """Every service of the compose file but Grafana, healthy by its own healthcheck."""
     _require_namespaces()
@@ -121,7 +121,7 @@ class Applied:
     report: ApplyReport
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def applied(stack: Stack, checkpoint: Path) -> Applied:
     """Push a changed version with the real client and make it live; then ask for nonsense."""
     from safetensors.torch import load_file
