@@ -176,9 +176,11 @@ class VllmEngine:
                     Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
                 )
             serving = self._state is EngineState.SERVING
-            # Asked together with the pause: its answer comes at the end of a step, and one that is
-            # awaited first costs a whole step more.
-            asleep = asyncio.ensure_future(self._asleep())
+            # Sent just before the pause and read after it: an answer comes at the end of a step, so
+            # one that is awaited first costs a whole step. vLLM calls a paused engine asleep too,
+            # hence the order, and only one that serves is asked.
+            asleep = asyncio.ensure_future(self._asleep(serving))
+            await asyncio.sleep(0)
             try:
                 mode = await self._stand_still(spec)
                 if await asleep:
@@ -198,8 +200,8 @@ class VllmEngine:
             self._arm(lease_s)
             return Lease(self._lease, mode)
 
-    async def _asleep(self) -> bool:
-        return bool(await self._guarded(self._vllm.sleeping()))
+    async def _asleep(self, serving: bool) -> bool:  # noqa: FBT001 - private, one use
+        return serving and await self._guarded(self._vllm.sleeping())
 
     async def _stand_still(self, spec: PauseSpec) -> str:
         if spec.mode != "wait":
