@@ -73,7 +73,7 @@ test: lint ## Lint, then all tests but the full matrix and those for a GPU
 	$(PY) -m pytest -m "not matrix and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-matrix
-test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU)
+test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU), and what takes as long
 	@# pytest answers 5 when it selects nothing.
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 

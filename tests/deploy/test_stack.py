@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tests.deploy.conftest import Applied
     from tests.deploy.containers import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+# With the long tests, because it starts every service; `make test` keeps within 15 minutes so.
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 #: Of deploy/prometheus/prometheus.yml.
 _SCRAPE_S = 5

@@ -103,6 +103,7 @@ def test_the_model_learns_while_it_generates(demo: Demo) -> None:
     assert texts[-1] == SENTENCE.strip(), output
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("demo", [("--train-seconds", "0")], indirect=True)
 def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
     status = demo.wait(360)
@@ -111,6 +112,7 @@ def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
     assert demo.mark.left_after(_GONE_S) == []
 
 
+@pytest.mark.matrix
 def test_ctrl_c_while_vllm_starts_leaves_nothing_behind(demo: Demo) -> None:
     demo.wait_for("Starting vLLM", 60)
     time.sleep(3)
