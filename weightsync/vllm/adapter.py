@@ -29,6 +29,9 @@ T = TypeVar("T")
 MAX_LEASE_S = 3600.0
 #: How long health waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
+#: Turns of the loop in which vLLM's client has sent a question: its own task, and a gather over
+#: engines. Too few would only refuse an apply as asleep, which the tests would see.
+_TURNS_TO_SEND = 4
 _MODES = ("keep", "wait", "abort")
 
 
@@ -180,7 +183,8 @@ class VllmEngine:
             # one that is awaited first costs a whole step. vLLM calls a paused engine asleep too,
             # hence the order, and only one that serves is asked.
             asleep = asyncio.ensure_future(self._asleep(serving))
-            await asyncio.sleep(0)
+            for _ in range(_TURNS_TO_SEND):
+                await asyncio.sleep(0)
             try:
                 mode = await self._stand_still(spec)
                 if await asleep:
