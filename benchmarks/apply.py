@@ -1,8 +1,8 @@
 """How long vLLM stands still for new weights: our apply against vLLM's own reload_weights.
 
-A real vLLM (CPU) serves a random-weight Qwen2 of about half a billion bfloat16 parameters, and
-requests run all the time, on old keys (cache: keep). In turn a version is pushed and applied, and
-vLLM reloads one from a tmpfs directory:
+A real vLLM (CPU) serves a random-weight Qwen2 of about half a billion parameters (a bfloat16
+checkpoint), and requests run all the time, on old keys (cache: keep). In turn a version is pushed
+and applied, and vLLM reloads one from a tmpfs directory:
 
 reload_pause_s          pause, reload_weights, resume
 pause_s                 ours, from the request to pause until the engine runs, with the proof that
@@ -46,30 +46,42 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds (default 7)")
     parser.add_argument("--requests", type=int, default=4, help="running requests (default 4)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="vLLM's --dtype with repacking off (default float32: a processor without bfloat16 "
+        "instructions takes so long for a step in bfloat16 that both ways mostly wait for it)",
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the benchmark")
     parser.add_argument("--no-repacked", action="store_true", help="only with repacking off")
     options = parser.parse_args()
     samples: dict[str, list[float]] = {}
     facts: dict[str, Any] = {}
-    parameters = {"rounds": options.rounds, "requests": options.requests, "cache": "keep"}
+    parameters = {
+        "rounds": options.rounds,
+        "requests": options.requests,
+        "cache": "keep",
+        "dtype": options.dtype,
+    }
     for suffix, plain in (("", True), ("_repacked", False)):
         if suffix and options.no_repacked:
             continue
         with tempfile.TemporaryDirectory(prefix="ws-bench-", dir=_TMPFS) as folder:
             count = make_checkpoint(Path(folder, "base"), tied=plain, small=options.small)
             parameters[f"parameters{suffix}"] = count
-            result = _run(Path(folder), options.rounds, options.requests, plain=plain)
+            # vLLM repacks float32 on every processor, bfloat16 only where it computes in it.
+            dtype = options.dtype if plain else "float32"
+            result = _run(Path(folder), options.rounds, options.requests, dtype, plain=plain)
         samples |= {f"{name}{suffix}": values for name, values in result["samples"].items()}
         facts |= {f"{name}{suffix}": value for name, value in result["facts"].items()}
     report.emit("apply", parameters, samples, facts, as_json=options.json)
 
 
-def _run(folder: Path, rounds: int, requests: int, *, plain: bool) -> dict[str, Any]:
+def _run(folder: Path, rounds: int, requests: int, dtype: str, *, plain: bool) -> dict[str, Any]:
     """Measure one engine in a process of its own, because the layout is set when vLLM starts."""
     other = folder / "other"
     write_variant(folder / "base", other, 1)
-    # vLLM repacks float32 on every processor, bfloat16 only where it has instructions for it.
-    dtype = "bfloat16" if plain else "float32"
     order = Order(str(folder), str(folder / "base"), str(other), plain, rounds, requests, dtype)
     log = folder / "engine.log"
     command = [sys.executable, "-m", "benchmarks.apply_engine", order_json(order)]
