@@ -76,8 +76,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     # adapter
     *_each(
         _LLM,
-        "collective_rpc resume_generation is_sleeping errored engine_core output_processor "
-        "vllm_config renderer",
+        "collective_rpc resume_generation is_sleeping sleep wake_up errored engine_core "
+        "output_processor vllm_config renderer",
         "the adapter",
     ),
     Symbol((f"{_LLM}.update_weight_version",), "labels of versions", needed=False),

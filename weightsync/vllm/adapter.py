@@ -14,6 +14,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.calls import VllmCalls
 from weightsync.vllm.checkpoint import offer_files
 from weightsync.vllm.refusals import config_refusals
+from weightsync.vllm.sleep import SleepGuard
 from weightsync.vllm.worker import METHODS, rank_names
 
 if TYPE_CHECKING:
@@ -27,11 +28,8 @@ T = TypeVar("T")
 
 #: Longest lease; a server that wants more renews.
 MAX_LEASE_S = 3600.0
-#: How long health waits for an engine core that may be inside a worker call.
+#: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
-#: Turns of the loop in which vLLM's client has sent a question: its own task, and a gather over
-#: engines. Too few would only refuse an apply as asleep, which the tests would see.
-_TURNS_TO_SEND = 4
 _MODES = ("keep", "wait", "abort")
 
 
@@ -50,13 +48,13 @@ class VllmEngine:
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
         self._vllm = VllmCalls(llm)
+        self._sleep = SleepGuard(llm, self._stop_unless_serving)
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = ""
         self._timer: asyncio.TimerHandle | None = None
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._outstanding = 0
         self._broken = ""
         #: Digest that every rank reported after the last commit; None: no commit since the resume.
         self._committed: str | None = None
@@ -97,13 +95,11 @@ class VllmEngine:
         return dataclasses.replace(self._info, state=state, reason=reason)
 
     async def health(self) -> EngineHealth:
-        """Tell how the engine is; answers within about a second whatever the workers do."""
-        sleeping = False
-        if not self._outstanding and not self._vllm.dead:
-            with contextlib.suppress(Exception):
-                sleeping = await asyncio.wait_for(self._vllm.sleeping(), _ASK_S)
+        """Tell how the engine is; answers at once whatever the engine core and the workers do."""
         state, reason = self.condition()
-        return EngineHealth(state, reason, self._info.engine_id, self._vllm.requests, sleeping)
+        return EngineHealth(
+            state, reason, self._info.engine_id, self._vllm.requests, self._sleep.asleep
+        )
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Return when generation stands still, under a lease of `lease_s` seconds.
@@ -179,20 +175,11 @@ class VllmEngine:
                     Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
                 )
             serving = self._state is EngineState.SERVING
-            # Sent just before the pause and read after it: an answer comes at the end of a step, so
-            # one that is awaited first costs a whole step. vLLM calls a paused engine asleep too,
-            # hence the order, and only one that serves is asked.
-            asleep = asyncio.ensure_future(self._asleep(serving))
-            for _ in range(_TURNS_TO_SEND):
-                await asyncio.sleep(0)
+            self._sleep.hold()
             try:
                 mode = await self._stand_still(spec)
-                if await asleep:
-                    raise WeightSyncError(
-                        Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then apply again"
-                    )
             except BaseException:
-                asleep.cancel()
+                self._sleep.release()
                 # vLLM stays paused when finishing a pause fails.
                 if serving:
                     await self._guarded(self._vllm.resume())
@@ -204,8 +191,9 @@ class VllmEngine:
             self._arm(lease_s)
             return Lease(self._lease, mode)
 
-    async def _asleep(self, serving: bool) -> bool:  # noqa: FBT001 - private, one use
-        return serving and await self._guarded(self._vllm.sleeping())
+    async def _stop_unless_serving(self) -> None:
+        if self._state is not EngineState.SERVING:
+            await self._vllm.pause("keep", clear_cache=False)
 
     async def _stand_still(self, spec: PauseSpec) -> str:
         if spec.mode != "wait":
@@ -264,7 +252,6 @@ class VllmEngine:
                     Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
                 )
             self._committed = ""
-        self._outstanding += 1
         try:
             replies = await self._vllm.rpc(method, args)
         except Exception as error:
@@ -273,8 +260,6 @@ class VllmEngine:
             self._broken = f"a worker call failed inside vLLM ({_text(error)}); restart vLLM"
             await self._give_up(self._broken)
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
-        finally:
-            self._outstanding -= 1
         if method == "weightsync_commit":
             self._committed = _agreed(replies)
         return replies
@@ -308,6 +293,7 @@ class VllmEngine:
 
     def _drop_lease(self) -> None:
         self._lease = ""
+        self._sleep.release()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -59,10 +59,6 @@ class VllmCalls:
         """Let steps run again; without effect when they do."""
         await self.llm.resume_generation()
 
-    async def sleeping(self) -> bool:
-        """Whether vLLM's sleep mode holds the engine."""
-        return bool(await self.llm.is_sleeping())
-
     async def set_version(self, label: str) -> bool:
         """Set the weight version of outputs where vLLM has one; the engine is paused."""
         if not hasattr(self.llm, "update_weight_version"):

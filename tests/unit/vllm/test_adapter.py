@@ -64,6 +64,14 @@ class Llm:
     async def is_sleeping(self) -> bool:
         return self.asleep
 
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.log.append(f"sleep {level} {mode}")
+        self.asleep = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        self.log.append("wake up")
+        self.asleep = tags is not None
+
     async def update_weight_version(self, label: str) -> None:
         self.log.append(f"label {label}")
 
@@ -244,18 +252,60 @@ async def test_failure_inside_vllm_fences_for_good() -> None:
     assert "restart vLLM" in (await _refused(engine.call_workers("weightsync_state", {}))).message
 
 
-async def test_dead_sleeping_and_generating_engines_are_told_apart() -> None:
+async def test_dead_and_generating_engines_are_told_apart() -> None:
     llm = Llm()
     engine = await _serving(llm)
     error = await _refused(engine.call_workers("weightsync_commit", {}))
     assert "pause it before" in error.message
-    llm.asleep = True
-    assert (await engine.health()).sleeping is True
-    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
     llm.errored = True
     health = await engine.health()
     assert (health.state, health.requests) == (EngineState.DEAD, 1)
     assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_AWAY
+
+
+async def test_sleeping_engine_refuses_a_pause_until_it_is_fully_awake() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await llm.sleep(mode="keep")
+    assert (await engine.health()).sleeping is True
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
+    await llm.wake_up(tags=["weights"])
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
+    await llm.wake_up()
+    assert (await engine.health()).sleeping is False
+    await engine.pause(PauseSpec(), 1)
+    assert llm.log == ["sleep 1 keep", "wake up", "wake up", "mm", ("keep", True)]
+
+
+async def test_sleep_waits_for_the_end_of_a_pause() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(PauseSpec(), 10)
+    going = asyncio.ensure_future(llm.sleep())
+    waking = asyncio.ensure_future(llm.wake_up())
+    await asyncio.sleep(0.05)
+    assert not going.done()
+    assert not waking.done()
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    await asyncio.gather(going, waking)
+    assert llm.log == ["mm", ("keep", True), "label 7", "resume", "sleep 1 abort", "wake up"]
+
+
+async def test_woken_engine_that_may_not_serve_is_stopped_again() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.fence("test")
+    await llm.sleep()
+    await llm.wake_up()
+    assert llm.log[-2:] == ["wake up", ("keep", False)]
+
+
+async def test_sleep_that_throws_weights_away_is_refused() -> None:
+    llm = Llm()
+    await _serving(llm)
+    with pytest.raises(RuntimeError, match="use level 1"):
+        await llm.sleep(2)
+    assert llm.log == []
 
 
 async def test_failed_pause_lets_generation_go_on() -> None:

@@ -1,0 +1,80 @@
+"""Keeps vLLM's sleep mode and our pauses apart."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["SleepGuard"]
+
+#: From this level on, sleep mode throws the weights away.
+_DISCARDS = 2
+
+
+class SleepGuard:
+    """Knows whether sleep mode holds the engine, and lets it in only between two pauses of ours.
+
+    vLLM's own `is_sleeping` cannot tell: it is also True of a paused engine, and its answer waits
+    for the running step. And `wake_up` starts generation, whoever stopped it. So the two calls
+    that change sleep mode go through this guard, on this one AsyncLLM.
+
+    Args:
+        llm: vLLM's AsyncLLM; its `sleep` and `wake_up` wait while `hold` is in force.
+        stop_again: Stops generation if it must stand still; called after a full wake-up.
+    """
+
+    def __init__(self, llm: Any, stop_again: Callable[[], Awaitable[None]]) -> None:
+        self.asleep = False
+        self._free = asyncio.Event()
+        self._free.set()
+        self._stop_again = stop_again
+        self._ask, self._sleep, self._wake_up = llm.is_sleeping, llm.sleep, llm.wake_up
+        llm.sleep, llm.wake_up = self.sleep, self.wake_up
+
+    def hold(self) -> None:
+        """Keep sleep mode out until `release`.
+
+        Raises:
+            WeightSyncError: ENGINE_ASLEEP.
+        """
+        if self.asleep:
+            raise WeightSyncError(
+                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then apply again"
+            )
+        self._free.clear()
+
+    def release(self) -> None:
+        """Let sleep mode in again."""
+        self._free.set()
+
+    async def sleep(self, level: int = 1, *args: Any, **kwargs: Any) -> None:
+        """Do what AsyncLLM.sleep does, between two pauses.
+
+        Raises:
+            RuntimeError: the level would throw away weights that every rank has proved.
+        """
+        if level >= _DISCARDS:
+            msg = f"sleep level {level} throws the served weights away; use level 1 with WeightSync"
+            raise RuntimeError(msg)
+        await self._between_pauses()
+        self.asleep = True
+        await self._sleep(level, *args, **kwargs)
+
+    async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what AsyncLLM.wake_up does, between two pauses."""
+        await self._between_pauses()
+        answer = await self._wake_up(*args, **kwargs)
+        # A wake-up of some memory only leaves the engine asleep; a full one starts generation.
+        self.asleep = bool(await self._ask())
+        if not self.asleep:
+            await self._stop_again()
+        return answer
+
+    async def _between_pauses(self) -> None:
+        while not self._free.is_set():
+            await self._free.wait()
