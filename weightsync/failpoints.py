@@ -1,0 +1,282 @@
+"""Named places at which a test makes this process fail.
+
+Off unless WEIGHTSYNC_FAILPOINTS is set, and then every process that inherits the variable has them:
+server, fetchers, bridge and workers. Its value is either a plan or `@` and the path of a file that
+holds one, which is read again whenever it changes. A plan is a list of
+
+    NAME=[SKIP>][COUNT*]ACTION[(ARGUMENT)]
+
+separated by `;` or new lines: from hit SKIP+1 on, COUNT times (default: always), do ACTION:
+
+    panic           die at once, by SIGKILL
+    stop            stop, by SIGSTOP; another process continues or kills it
+    sleep(SECONDS)  block this thread, or this task in `reach`
+    error(ERRNO)    raise OSError; ERRNO by name, default EIO
+    lie(TEXT)       the code at the point decides what to falsify
+
+With a file, each time an action is taken its line `NAME ACTION PID` is appended to `<file>.hits`
+first, so that a test knows which faults were met, also after a panic. The notation follows gofail
+(https://github.com/etcd-io/gofail).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["POINTS", "VARIABLE", "FailpointError", "enabled", "hit", "lie", "parse", "reach"]
+
+VARIABLE = "WEIGHTSYNC_FAILPOINTS"
+
+#: Every failpoint and where it is. A plan with another name is refused; a test finds each name once
+#: in the code.
+POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "receive.begin": "a push was asked for, nothing was done yet",
+        "receive.layout": "a layout part arrived",
+        "receive.chunk": "a chunk was copied into its segment",
+        "receive.header": "the bytes of a shard's header are here",
+        "receive.shard": "the last byte of a shard is here",
+        "receive.record": "before an open push is written down, so that it survives a crash",
+        "receive.keep": "before received bytes are made durable and acknowledged as such",
+        "receive.resume": "a push that survived a crash is taken up again",
+        "commit.seal": "before the manifest is made",
+        "commit.store": "before the store commits",
+        "commit.reply": "the version is committed, the answer is not sent",
+        "file.write": "before any small file is written",
+        "file.fsync": "before any fsync",
+        "file.rename": "before any rename",
+        "file.flush_directory": "before any fsync of a directory",
+        "store.manifest": "before the manifest is written",
+        "store.record": "before the commit record is written",
+        "store.recorded": "the commit record is durable",
+        "store.epoch": "before an epoch is written",
+        "store.marks": "before marks are written",
+        "store.delete": "before the commit record of a deleted version is removed",
+        "store.deleted": "the record of a deleted version is gone, its files are not",
+        "store.recover": "before a version is recovered at start",
+        "fetcher.task": "a fetcher has taken a task",
+        "fetcher.digest": "before a fetcher digests",
+        "fetcher.persist": "before a fetcher writes a shard",
+        "fetcher.load": "before a fetcher reads a shard",
+        "fetcher.reply": "a fetcher has done a task and not said so",
+        "stage.allocate": "before memory for a segment is reserved",
+        "stage.load": "before a version is read back from the store",
+        "stage.verify": "before a staged version is digested again",
+        "apply.begin": "an apply begins",
+        "apply.prepared": "every rank is ready, nothing is paused",
+        "apply.intent": "before INTENT is written",
+        "apply.pause": "INTENT is durable, before the pause",
+        "apply.commit": "generation stands still, before the commit",
+        "apply.committed": "every rank has answered the commit",
+        "apply.restore": "before the old version is restored",
+        "apply.restored": "the old version is restored and proved, generation still stands",
+        "apply.fence": "before the engine is fenced",
+        "apply.resume": "before the resume",
+        "apply.resumed": "generation runs on the new version, DONE is not written",
+        "apply.done": "DONE is durable",
+        "apply.reconcile": "before an engine is reconciled",
+        "journal.write": "before a journal entry is written",
+        "journal.read": "before the journal is read at start",
+        "worker.capture": "before a load plan is captured",
+        "worker.prepare": "a rank's prepare thread has begun",
+        "worker.map": "before a rank maps segments",
+        "worker.commit": "before a rank's first write",
+        "worker.half": "a rank has written half of its slices",
+        "worker.written": "a rank has written all, nothing is proved",
+        "worker.verify": "before live parameters are compared",
+        "worker.state": "before a rank tells what it holds",
+        "worker.release": "before a rank lets go of versions",
+        "worker.reply": "before a rank's reply; lies about apply_id, content_digest or rank",
+        "bridge.hello": "a server said hello",
+        "bridge.pause": "before vLLM is asked to pause",
+        "bridge.paused": "vLLM stands still, the answer is not sent",
+        "bridge.call": "before a worker call",
+        "bridge.called": "the workers have answered, the answer is not sent",
+        "bridge.renew": "before a lease is prolonged",
+        "bridge.expire": "a lease has run out",
+        "bridge.resume": "before vLLM is asked to resume",
+        "bridge.resumed": "vLLM generates, the answer is not sent",
+        "bridge.fence": "before vLLM is fenced",
+    }
+)
+
+_TERM = re.compile(
+    r"(?P<name>[a-z0-9_.]+)=(?:(?P<skip>\d{1,9})>)?(?:(?P<count>\d{1,9})\*)?"
+    r"(?P<action>panic|stop|sleep|error|lie)(?:\((?P<argument>[^()]*)\))?"
+)
+
+
+class FailpointError(ValueError):
+    """A plan that cannot be followed; its text is one sentence."""
+
+
+@dataclass
+class _Term:
+    """What to do at one point, and how often it was hit."""
+
+    action: str
+    argument: str
+    skip: int
+    count: int | None
+    hits: int = 0
+
+    def due(self) -> bool:
+        self.hits += 1
+        if self.hits <= self.skip:
+            return False
+        return self.count is None or self.hits <= self.skip + self.count
+
+
+def parse(plan: str) -> dict[str, _Term]:
+    """Return what a plan says, by failpoint.
+
+    Raises:
+        FailpointError: A term is malformed or names an unknown failpoint.
+    """
+    terms = {}
+    for text in re.split(r"[;\n]", plan):
+        if not text.strip():
+            continue
+        match = _TERM.fullmatch(text.strip())
+        if match is None:
+            raise FailpointError(f"{text.strip()!r} is not NAME=[SKIP>][COUNT*]ACTION[(ARGUMENT)]")
+        if match["name"] not in POINTS:
+            raise FailpointError(f"no failpoint {match['name']!r}; use one of {', '.join(POINTS)}")
+        term = _Term(
+            match["action"],
+            match["argument"] or "",
+            int(match["skip"] or 0),
+            int(match["count"]) if match["count"] else None,
+        )
+        _check(match["name"], term)
+        terms[match["name"]] = term
+    return terms
+
+
+def _check(name: str, term: _Term) -> None:
+    if term.action == "sleep":
+        try:
+            seconds = float(term.argument)
+        except ValueError:
+            seconds = -1
+        if not 0 <= seconds <= 3600:
+            raise FailpointError(f"{name}: sleep({term.argument}) is not 0 to 3600 seconds")
+    if term.action == "error" and not hasattr(errno, term.argument or "EIO"):
+        raise FailpointError(f"{name}: no errno {term.argument!r}; use a name such as ENOSPC")
+
+
+class _Plan:
+    """The plan of this process."""
+
+    def __init__(self, value: str) -> None:
+        self._lock = threading.Lock()
+        self._path = Path(value[1:]) if value.startswith("@") else None
+        self._stamp: tuple[int, int, int] | None = None
+        self._terms = {} if self._path else parse(value)
+
+    def take(self, name: str, *actions: str) -> _Term | None:
+        """Return what is due at a point now, if it is one of the actions."""
+        with self._lock:
+            self._refresh()
+            term = self._terms.get(name)
+            if term is None or term.action not in actions or not term.due():
+                return None
+            self._record(name, term)
+            return term
+
+    def _refresh(self) -> None:
+        if self._path is None:
+            return
+        try:
+            status = self._path.stat()
+            stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if stamp != self._stamp:
+                self._terms, self._stamp = parse(self._path.read_text()), stamp
+        except FileNotFoundError:
+            self._terms, self._stamp = {}, None
+
+    def _record(self, name: str, term: _Term) -> None:
+        if self._path is None:
+            return
+        line = f"{name} {term.action} {os.getpid()}\n".encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(f"{self._path}.hits", flags, 0o600)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+
+_plan: _Plan | None = _Plan(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+
+
+def enabled() -> bool:
+    """Whether this process was started with failpoints."""
+    return _plan is not None
+
+
+def hit(name: str) -> None:
+    """Do what the plan says at this point of a thread.
+
+    Raises:
+        OSError: The plan says error.
+    """
+    if _plan is None:
+        return
+    term = _plan.take(name, "panic", "stop", "sleep", "error")
+    if term is None:
+        return
+    if term.action == "sleep":
+        time.sleep(float(term.argument))
+    else:
+        _act(name, term)
+
+
+async def reach(name: str) -> None:
+    """Do what the plan says at this point of a task; a sleep lets other tasks go on.
+
+    Raises:
+        OSError: The plan says error.
+    """
+    if _plan is None:
+        return
+    term = _plan.take(name, "panic", "stop", "sleep", "error")
+    if term is None:
+        return
+    if term.action == "sleep":
+        await asyncio.sleep(float(term.argument))
+    else:
+        _act(name, term)
+
+
+def lie(name: str) -> str | None:
+    """Return the text of a lie that is due at this point, or None."""
+    if _plan is None:
+        return None
+    term = _plan.take(name, "lie")
+    return term.argument if term else None
+
+
+def _act(name: str, term: _Term) -> None:
+    if term.action == "panic":
+        os.kill(os.getpid(), signal.SIGKILL)
+        # The signal may reach another thread first.
+        time.sleep(60)
+    if term.action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    code = getattr(errno, term.argument or "EIO")
+    raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
