@@ -36,6 +36,8 @@ class SleepGuard:
         stop_again: Callable[[], Awaitable[None]],
     ) -> None:
         self.asleep = False
+        # One after the other, in the order of the calls.
+        self._turns = asyncio.Lock()
         self._free = asyncio.Event()
         self._free.set()
         self._settle = settle
@@ -76,25 +78,27 @@ class SleepGuard:
         if level >= _DISCARDS:
             msg = f"sleep level {level} throws the served weights away; use level 1 with WeightSync"
             raise RuntimeError(msg)
-        await self._between_pauses()
-        # From here on nothing new begins; a job that reads the weights may still run.
-        self.asleep = True
-        try:
-            await self._settle()
-        except BaseException:
-            self.asleep = False
-            raise
-        await self._sleep(level, *args, **kwargs)
+        async with self._turns:
+            await self._between_pauses()
+            # From here on nothing new begins; a job that reads the weights may still run.
+            self.asleep = True
+            try:
+                await self._settle()
+            except BaseException:
+                self.asleep = False
+                raise
+            await self._sleep(level, *args, **kwargs)
 
     async def wake_up(self, *args: Any, **kwargs: Any) -> Any:
         """Do what AsyncLLM.wake_up does, between two pauses."""
-        await self._between_pauses()
-        answer = await self._wake_up(*args, **kwargs)
-        # A wake-up of some memory only leaves the engine asleep; a full one starts generation.
-        self.asleep = bool(await self._ask())
-        if not self.asleep:
-            await self._stop_again()
-        return answer
+        async with self._turns:
+            await self._between_pauses()
+            answer = await self._wake_up(*args, **kwargs)
+            # A wake-up of some memory only leaves the engine asleep; a full one starts generation.
+            self.asleep = bool(await self._ask())
+            if not self.asleep:
+                await self._stop_again()
+            return answer
 
     async def _between_pauses(self) -> None:
         while not self._free.is_set():
