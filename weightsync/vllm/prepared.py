@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.vllm.crew import Crew
     from weightsync.vllm.live import LiveParameters
 
 __all__ = [
@@ -80,25 +81,33 @@ class Prepared:
     targets: Targets
     nbytes: int
 
-    def write(self) -> None:
+    def write(self, crew: Crew) -> None:
         """Copy every slice into the live parameters."""
-        for target, source in zip(self.targets.views(), self.sources, strict=True):
-            target.copy_(source)
+        targets, sources = self.targets.views(), self.sources
 
-    def mismatched(self, stop: Callable[[], bool] = bool) -> list[str]:
+        def copy(index: int) -> None:
+            targets[index].copy_(sources[index])
+
+        crew.each(copy, [source.nbytes for source in sources])
+
+    def mismatched(self, crew: Crew, stop: Callable[[], bool] = bool) -> list[str]:
         """Digest the live slices; return the parameters whose bytes are not those expected.
 
         Args:
+            crew: Does the work.
             stop: Asked before every slice; True raises `CancelledPrepareError`.
         """
-        wrong: dict[str, None] = {}
-        slices = self.plan.slices
-        for item, target, digest in zip(slices, self.targets.views(), self.expected, strict=True):
+        targets, expected = self.targets.views(), self.expected
+        wrong: set[int] = set()
+
+        def compare(index: int) -> None:
             if stop():
                 raise CancelledPrepareError
-            if bytes_digest(target) != digest:
-                wrong[item.param] = None
-        return list(wrong)
+            if bytes_digest(targets[index]) != expected[index]:
+                wrong.add(index)
+
+        crew.each(compare, [target.nbytes for target in targets])
+        return list(dict.fromkeys(self.plan.slices[index].param for index in sorted(wrong)))
 
 
 def read_document(socket: str, document: str) -> StagedVersion:
