@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
@@ -84,8 +86,11 @@ class Prepared:
     def write(self, crew: Crew) -> None:
         """Copy every slice into the live parameters."""
         targets, sources = self.targets.views(), self.sources
+        turns, half = itertools.count(), len(sources) // 2
 
         def copy(index: int) -> None:
+            if next(turns) == half:
+                failpoints.hit("worker.half")
             targets[index].copy_(sources[index])
 
         crew.each(copy, [source.nbytes for source in sources])
