@@ -21,7 +21,6 @@ first, so that a test knows which faults were met, also after a panic. The notat
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -257,6 +256,9 @@ async def reach(name: str) -> None:
     if term is None:
         return
     if term.action == "sleep":
+        # Not at the top: fetchers start without it.
+        import asyncio
+
         await asyncio.sleep(float(term.argument))
     else:
         _act(name, term)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard, parse_header
+from weightsync_server import files
 from weightsync_server.faults import read_fault, write_fault
 
 if TYPE_CHECKING:
@@ -68,13 +69,12 @@ def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
 
 def _write(fd: int, view: memoryview, stop: threading.Event) -> None:
     # Reserved first: a full disk is met before any byte is written.
-    if len(view):
-        os.posix_fallocate(fd, 0, len(view))
+    files.allocate(fd, len(view))
     done = 0
     while done < len(view):
         _look(stop)
-        done += os.pwrite(fd, view[done : done + _PIECE], done)
-    os.fsync(fd)
+        done += files.pwrite(fd, view[done : done + _PIECE], done)
+    files.fsync(fd)
 
 
 def persist(view: memoryview, target: str, temporary: str, stop: threading.Event) -> None:
@@ -89,8 +89,7 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
     what = f"writing {Path(target).name}"
     try:
         Path(target).parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o640)
+        fd = files.create(temporary)
     except OSError as error:
         raise write_fault(error, what) from error
     try:
@@ -98,10 +97,10 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
             _write(fd, view, stop)
         finally:
             os.close(fd)
-        Path(temporary).replace(target)
+        files.rename(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            Path(temporary).unlink()
+            files.unlink(temporary)
         if isinstance(error, OSError):
             raise write_fault(error, what) from error
         raise

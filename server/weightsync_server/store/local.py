@@ -21,9 +21,10 @@ import xxhash
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
+from weightsync_server import files
 from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.store.base import CommitRecord, check_epoch, check_model, check_version
-from weightsync_server.store.files import flush_directory, read_document, replace, write_document
+from weightsync_server.store.files import read_document, replace, write_document
 from weightsync_server.store.recovery import COMMIT, MANIFEST, recover, shard_name
 from weightsync_server.threads import in_thread
 
@@ -165,8 +166,8 @@ class LocalStore:
         body = manifest.to_json()
         # Also flushes the names of the shards, which are in the same directory.
         replace(directory / MANIFEST, body)
-        flush_directory(directory.parent)
-        flush_directory(self._root)
+        files.flush_directory(directory.parent)
+        files.flush_directory(self._root)
         try:
             write_document(
                 directory / COMMIT,
@@ -181,7 +182,7 @@ class LocalStore:
         except BaseException:
             # The record may be in place though its name could not be flushed.
             with contextlib.suppress(OSError):
-                (directory / COMMIT).unlink(missing_ok=True)
+                files.unlink(directory / COMMIT)
             raise
 
 
@@ -221,7 +222,7 @@ def _check_shards(directory: Path, record: CommitRecord, sizes: Sequence[int]) -
     # An earlier try of the same version may have had more shards.
     for path in directory.iterdir():
         if path.name not in expected:
-            path.unlink()
+            files.unlink(path)
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -239,8 +240,8 @@ def _discard(directory: Path) -> None:
 
 def _delete(directory: Path) -> None:
     if directory.exists():
-        (directory / COMMIT).unlink(missing_ok=True)
-        flush_directory(directory)
+        files.unlink(directory / COMMIT)
+        files.flush_directory(directory)
         shutil.rmtree(directory)
 
 
@@ -254,7 +255,7 @@ def _read_or(path: Path, default: dict[str, Any]) -> dict[str, Any]:
 def _write(path: Path, document: dict[str, Any]) -> None:
     if not path.parent.exists():
         path.parent.mkdir(mode=0o750, exist_ok=True)
-        flush_directory(path.parent.parent)
+        files.flush_directory(path.parent.parent)
     write_document(path, document)
 
 

@@ -9,8 +9,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server import files
 from weightsync_server.store.base import MAX_VERSION, CommitRecord, check_model
-from weightsync_server.store.files import TEMPORARY, flush_directory, read_document, write_document
+from weightsync_server.store.files import TEMPORARY, read_document, write_document
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,14 +55,14 @@ def recover(root: Path) -> list[CommitRecord]:
             if _is_plain_directory(entry):
                 records += _recover_version(entry)
             elif entry.name.endswith(TEMPORARY):
-                entry.unlink()
+                files.unlink(entry)
     return sorted(records, key=lambda record: (record.model, record.version))
 
 
 def _claim(root: Path) -> None:
     if not root.exists():
         root.mkdir(mode=0o750, parents=True, exist_ok=True)
-        flush_directory(root.parent)
+        files.flush_directory(root.parent)
     try:
         known = read_document(root / MARKER).get("format")
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def _claim(root: Path) -> None:
 def _refuse_foreign(root: Path) -> None:
     for entry in root.iterdir():
         if entry.name.startswith(MARKER):  # left by a crash while it was written
-            entry.unlink()
+            files.unlink(entry)
         elif entry.name != "lost+found":
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
@@ -122,7 +123,7 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
         return []
     for entry in directory.iterdir():
         if entry.name.endswith(TEMPORARY):
-            entry.unlink()
+            files.unlink(entry)
     return [record]
 
 
@@ -142,7 +143,7 @@ def _whole(directory: Path, commit: dict[str, Any], version: int) -> CommitRecor
 def _put_aside(directory: Path, why: str) -> None:
     aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
-        directory.rename(aside)
+        files.rename(directory, aside)
     except OSError as error:
         logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
     else:
