@@ -8,10 +8,12 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server import files
 from weightsync_server.store.base import MAX_VERSION, CommitRecord, check_model
 from weightsync_server.store.files import TEMPORARY, read_document, write_document
+from weightsync_server.store.partial import is_partial, read_push
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,11 +109,13 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
     match = _VERSION.fullmatch(directory.name)
     if match is None or int(match[1]) > MAX_VERSION:
         return []
+    failpoints.hit("store.recover")
     try:
         commit = read_document(directory / COMMIT)
     except FileNotFoundError:
-        logger.info("removing %s: it was never committed", directory)
-        shutil.rmtree(directory)
+        if read_push(directory) is None:
+            logger.info("removing %s: it was never committed", directory)
+            shutil.rmtree(directory)
         return []
     except ValueError as error:
         _put_aside(directory, f"the commit record: {error}")
@@ -122,7 +126,7 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
         _put_aside(directory, str(error))
         return []
     for entry in directory.iterdir():
-        if entry.name.endswith(TEMPORARY):
+        if entry.name.endswith(TEMPORARY) or is_partial(entry):
             files.unlink(entry)
     return [record]
 
