@@ -21,6 +21,7 @@ import torch
 
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, Durability, Retry, WeightSyncError
 
 if TYPE_CHECKING:
@@ -241,13 +242,7 @@ def test_a_fetcher_dies_in_a_push(whole: Victim, pushing: ThreadPoolExecutor, po
         whole.met(f"fetcher.{point}")
         whole.disarm()
         whole.finished(handle, seed)
-    until(lambda: whole.server.stub.GetStatus(_status(), timeout=5).fetchers == 2)
-
-
-def _status() -> object:
-    from weightsync.v1 import weightsync_pb2 as pb
-
-    return pb.GetStatusRequest()
+    until(lambda: whole.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5).fetchers == 2)
 
 
 @pytest.mark.parametrize("point", ["stage.load", "fetcher.load"])
