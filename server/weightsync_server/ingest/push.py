@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused, tensor_entries
+from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.telling import progress
 from weightsync_server.ingest.upload import ShardUpload
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest, TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.ingest.limits import PushLimits
+    from weightsync_server.store import KeptShard
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
     from weightsync_server.versions.layouts import KnownLayout
 
@@ -44,7 +48,6 @@ FATAL = frozenset(
 )
 #: Layouts with more tensors than this are worked on in a thread.
 _INLINE_TENSORS = 256
-_NAMED = 10
 
 
 class Push:
@@ -66,6 +69,12 @@ class Push:
         committing: The task that commits it.
         sealing: The task that makes its manifest, once all bytes are proved.
         streams: Streams open now.
+        declared_bytes: Sum of the shards' sizes so far.
+        told: How far every shard came, once it has ended.
+        request: The call that opened it.
+        recorded: It is written down and survives a crash, as far as its bytes are kept.
+        asleep: After a restart what was kept of it, by shard; None: it is awake.
+        waking: The task that wakes it.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
         last_byte_at: When the last shard was complete.
     """
@@ -83,11 +92,16 @@ class Push:
         self.key = request.idempotency_key
         self.versions = versions
         self.record = record
+        record.push_id, record.key = self.id, self.key
         self.existing: VersionRecord | None = None
         self.limits = limits
         self.meters = meters
         self.shards: dict[int, ShardUpload] = {}
         self.known: KnownLayout | None = None
+        self.request = request
+        self.recorded = False
+        self.asleep: dict[int, KeptShard] | None = None
+        self.waking: asyncio.Task[None] | None = None
         self.shard_count = request.shard_count
         self.total_bytes = request.total_bytes
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,10 +112,10 @@ class Push:
         self.streams = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
-        self._declared_bytes = 0
+        self.declared_bytes = 0
         self._tensors = 0
         self._names: set[str] = set()
-        self._progress: list[pb.ShardProgress] = []
+        self.told: list[pb.ShardProgress] | None = None
         self._on_end = on_end
         self._closing: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -112,6 +126,10 @@ class Push:
         """Raise the error of a push that failed."""
         if self.error is not None:
             raise self.error
+
+    def rename(self, push_id: str) -> None:
+        """Take the id under which an earlier life of the server opened the push."""
+        self.id = self.record.push_id = push_id
 
     def touch(self) -> None:
         """Put the idle timeout off; it runs only while no stream is connected."""
@@ -173,9 +191,9 @@ class Push:
 
     def strip(self) -> None:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
-        self._progress = self.progress()
+        self.told = progress(self)
         self.shards = {}
-        self.known = self.sealing = None
+        self.known = self.sealing = self.asleep = None
         self._names = set()
 
     async def closed(self) -> None:
@@ -184,18 +202,21 @@ class Push:
             await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        tasks: list[asyncio.Task[object]] = []
+        tasks: list[asyncio.Task[Any]] = []
         for upload in self.shards.values():
-            if upload.verification is not None:
-                upload.verification.cancel()
-                tasks.append(upload.verification)
+            for task in (upload.verification, upload.keeping, upload.restoring):
+                if task is not None:
+                    task.cancel()
+                    tasks.append(task)
             if upload.allocation is not None:
                 tasks.append(upload.allocation)
         tasks += [task for task in (self.committing, self.sealing) if task is not None]
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self.versions.drop(self.record)
+            # Who shuts down will be asked to go on.
+            stays = self.error is not None and self.error.reason is Reason.SHUTTING_DOWN
+            await self.versions.drop(self.record, keep=stays and self.recorded)
         finally:
             for upload in self.shards.values():
                 upload.segment = None
@@ -295,11 +316,11 @@ class Push:
             self._names.add(tensor.name)
 
     def _accept(self, upload: ShardUpload, tensors: tuple[TensorEntry, ...]) -> None:
-        self._declared_bytes += upload.entry.size
-        if self.total_bytes and self._declared_bytes > self.total_bytes:
+        self.declared_bytes += upload.entry.size
+        if self.total_bytes and self.declared_bytes > self.total_bytes:
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
-                f"the shards so far hold {self._declared_bytes} bytes, total_bytes promised "
+                f"the shards so far hold {self.declared_bytes} bytes, total_bytes promised "
                 f"{self.total_bytes}; declare the right sum or none",
             )
         self._tensors += len(tensors)
@@ -318,16 +339,37 @@ class Push:
         if isinstance(error, WeightSyncError):
             self.fail(error)
 
+    def described(
+        self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]
+    ) -> ShardUpload | None:
+        """Return the upload of a shard whose checked layout is known; None: it has another.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
+        """
+        upload = self.shards.get(index)
+        if upload is None:
+            upload = self.shards[index] = ShardUpload(index, entry)
+            self._check_names(tensors)
+            self._accept(upload, tensors)
+        return upload if (upload.entry, upload.tensors) == (entry, tensors) else None
+
     # Bytes
 
-    async def ready(self, upload: ShardUpload) -> Segment:
-        """Return the shard's segment, made by now."""
+    async def allocated(self, upload: ShardUpload) -> Segment:
+        """Return the shard's segment, made by now, whatever is in it."""
         if upload.segment is None and upload.allocation is not None:
             upload.segment = await asyncio.shield(upload.allocation)
         self.check_open()
         if upload.segment is None:
             raise WeightSyncError(Reason.FAULT, f"shard {upload.index} has no memory; push again")
         return upload.segment
+
+    async def ready(self, upload: ShardUpload) -> Segment:
+        """Return the shard's segment, with what survived a crash."""
+        if upload.restoring is not None:
+            await asyncio.wait([upload.restoring])
+        return await self.allocated(upload)
 
     async def advance(self, upload: ShardUpload, segment: Segment) -> None:
         """Do what is due when the received bytes have reached the upload's mark.
@@ -339,8 +381,10 @@ class Push:
             await check_arrived_header(upload, segment, self.known)
             self.check_open()
             upload.headed = True
-            upload.mark = upload.entry.size
-        if upload.complete and upload.verification is None:
+        if not upload.complete:
+            await keep_up(self, upload, segment)
+        elif upload.verification is None:
+            await failpoints.reach("receive.shard")
             upload.owner = None
             self.verify(upload, segment)
 
@@ -348,42 +392,3 @@ class Push:
         """Begin to digest a complete shard and to make it durable."""
         self.last_byte_at = asyncio.get_running_loop().time()
         upload.verification = asyncio.create_task(verify_shard(self, upload, segment))
-
-    # Telling
-
-    def missing(self, shard_count: int = 0) -> list[str]:
-        """Return what has not arrived, at most ten items and how many more."""
-        count = shard_count or self.shard_count or max(self.shards, default=-1) + 1
-        items = []
-        for index in range(count):
-            upload = self.shards.get(index)
-            if upload is None or upload.tensors is None:
-                items.append(f"the layout and bytes of shard {index}")
-            elif not upload.complete:
-                gone = upload.received
-                items.append(f"shard {index} from byte {gone} of {upload.entry.size} on")
-        if not items and not self.shards:
-            items = ["all shards"]
-        if not items and self._declared_bytes < self.total_bytes:
-            items = [f"{self.total_bytes - self._declared_bytes} of total_bytes"]
-        if len(items) > _NAMED:
-            items[_NAMED:] = [f"{len(items) - _NAMED} more"]
-        return items
-
-    def progress(self) -> list[pb.ShardProgress]:
-        """Return how far every shard has come whose layout is here."""
-        return self._progress or [
-            self.shards[index].progress()
-            for index in sorted(self.shards)
-            if self.shards[index].tensors is not None
-        ]
-
-    def status(self) -> pb.PushStatus:
-        """Return the push as GetStatus tells it."""
-        return pb.PushStatus(
-            push_id=self.id,
-            version=self.record.version,
-            received_bytes=sum(upload.received for upload in self.shards.values()),
-            declared_bytes=max(self._declared_bytes, self.total_bytes),
-            streams=self.streams,
-        )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.layout import check_version
+from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
@@ -20,7 +22,7 @@ def proceed(push: Push) -> None:
     # Without a count, a sum or a commit there may be shards of which nothing came yet.
     if not (push.shard_count or push.total_bytes) or push.error is not None:
         return
-    if all(upload.found is not None for upload in push.shards.values()) and not push.missing():
+    if all(upload.found is not None for upload in push.shards.values()) and not missing(push):
         seal(push)
 
 
@@ -34,6 +36,7 @@ def seal(push: Push) -> asyncio.Task[Manifest]:
 
 
 async def _seal(push: Push) -> Manifest:
+    await failpoints.reach("commit.seal")
     ordered = [push.shards[index] for index in sorted(push.shards)]
     found = [digest for upload in ordered for digest in upload.found or ()]
     try:
