@@ -56,7 +56,7 @@ def read_private(path: Path, what: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _refused(f"{what} {path} cannot be read: {error.strerror}") from None
-    with os.fdopen(fd, "rb", buffering=0) as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
             raise _refused(f"{what} {path} is no file of at most 1 MiB; name another")
@@ -70,7 +70,9 @@ def read_private(path: Path, what: str) -> bytes:
                 f"{what} {path} belongs to user {status.st_uid}; make root or this server's user "
                 "its owner"
             )
-        return file.read(_MAX_BYTES) or b""
+        return os.read(fd, _MAX_BYTES)
+    finally:
+        os.close(fd)
 
 
 def _refused(sentence: str) -> WeightSyncError:
