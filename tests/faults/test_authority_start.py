@@ -180,6 +180,18 @@ def test_a_socket_admits_owner_and_group_alone(folder: Path) -> None:
         assert secured.stop() == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_socket_takes_the_group_of_its_folder(folder: Path) -> None:
+    (folder / "run").mkdir()
+    os.chown(folder / "run", 0, 12345)
+    (folder / "run").chmod(0o2750)
+    secured = Secured(folder).start()
+    try:
+        assert (folder / "run" / "push.sock").stat().st_gid == 12345
+    finally:
+        assert secured.stop() == 0
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect(folder: Path) -> None:
     secured = Secured(folder).start()
