@@ -78,10 +78,8 @@ def test_only_the_sockets_are_shared(services: dict[str, Service]) -> None:
 
 def test_vllm_may_look_and_no_more(services: dict[str, Service]) -> None:
     # What it can open in the shared folder is a socket for reading; the other is not mounted.
-    given = [
-        flag.partition("=")[2] for flag in services["weightsync-server"].argv if "listen" in flag
-    ]
-    endpoints = [Endpoint.parse(text) for text in given]
+    flags = [flag for flag in services["weightsync-server"].argv if flag.startswith("--listen=")]
+    endpoints = [Endpoint.parse(flag.partition("=")[2]) for flag in flags]
     shared = [one for one in endpoints if one.address.startswith("unix:/run/weightsync/")]
     assert [(one.address, one.role) for one in shared] == [
         (services["vllm"].environment["WEIGHTSYNC_ADDRESS"], Role.READ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import json
 import re
 import shlex
 import stat
@@ -162,10 +161,10 @@ def test_a_group_for_each_role_may_enter_its_folder(
         command = [program(tool, "systemd"), f"--root={tmp_path}", *flags, str(UNITS / name)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
-    groups = dict(
-        (line.split(":")[0], int(line.split(":")[2]))
+    groups = {
+        line.split(":")[0]: int(line.split(":")[2])
         for line in (tmp_path / "etc/group").read_text().splitlines()
-    )
+    }
     users = {
         line.split(":")[0]: line.split(":")[2:4]
         for line in (tmp_path / "etc/passwd").read_text().splitlines()
@@ -184,7 +183,7 @@ def test_the_unit_of_the_server_gives_each_socket_its_role() -> None:
     (variable,) = shlex.split(service["Environment"])
     name, _, value = variable.partition("=")
     assert name == "WEIGHTSYNC_LISTEN"
-    endpoints = [Endpoint.parse(text) for text in Settings(listen=json.loads(value)).listen]
+    endpoints = CliApp.run(Settings, cli_args=["--listen", value]).endpoints
     assert [one.role for one in endpoints] == [Role.PUSH, Role.APPLY, Role.READ, Role.ADMIN]
     writable = service["ReadWritePaths"].split()
     for endpoint in endpoints[:3]:
