@@ -244,6 +244,7 @@ async def _thread(work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
+        running.exception()  # retrieved: the cancellation goes before it
         raise
 
 
