@@ -83,6 +83,11 @@ class Settings(BaseSettings):
         1_000_000, ge=1, description="Most that a version may lie above the newest one."
     )
     push_idle_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="Seconds without a message, or heartbeat, after which a stream is ended.",
+    )
+    push_resume_timeout_s: float = Field(
         600, gt=0, description="Seconds without a stream after which an open push is dropped."
     )
     max_pushes: int = Field(4, ge=1, description="Pushes open at once.")

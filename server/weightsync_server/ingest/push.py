@@ -120,7 +120,7 @@ class Push:
             self._idle = None
         if self.streams == 0 and self.error is None and self.committed is None:
             loop = asyncio.get_running_loop()
-            self._idle = loop.call_later(self.limits.idle_timeout_s, self._too_idle)
+            self._idle = loop.call_later(self.limits.resume_timeout_s, self._too_idle)
 
     def join(self) -> None:
         """A stream begins to serve the push."""
@@ -209,7 +209,7 @@ class Push:
         self.fail(
             WeightSyncError(
                 Reason.PUSH_ABORTED,
-                f"the push was idle for {self.limits.idle_timeout_s:g} s and was dropped; "
+                f"the push was idle for {self.limits.resume_timeout_s:g} s and was dropped; "
                 "begin it again",
             ),
             "aborted",
