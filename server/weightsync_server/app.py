@@ -146,6 +146,7 @@ class App:
             server=parts.segments,
             budget=parts.budget,
             slots=settings.slots,
+            disk_floor_bytes=settings.disk_floor_bytes,
             retention=Retention(settings.retain_versions, settings.retain_bytes),
             reserved=_CHECKPOINT_VERSION,
         )
@@ -284,6 +285,11 @@ def _track(
     )
     metrics.track(
         "weightsync_staging_capacity_bytes", "Most shared memory allowed.", lambda: budget.limit
+    )
+    metrics.track(
+        "weightsync_disk_promised_bytes",
+        "Room in the store that open pushes were promised and have not used yet.",
+        lambda: versions.disk.promised,
     )
     metrics.track(
         "weightsync_slots_used",

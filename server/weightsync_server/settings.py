@@ -76,6 +76,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Most shared memory for segments; 0: 80 % of what is available at start.",
     )
+    disk_floor_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Free space of the store's disk that pushes leave to journal and records.",
+    )
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")

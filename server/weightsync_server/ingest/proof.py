@@ -94,11 +94,12 @@ async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
 
 
 async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    if push.existing is not None and push.existing.commit is not None:
+    if not push.stores:
         return
     versions, entry = push.versions, upload.entry
     target = versions.store.shard_target(versions.name, push.record.version, upload.index)
     if target is not None:
         started = time.monotonic()
         await versions.fetchers.persist(segment, entry.size, target)
+        push.disk.wrote(entry.size)
         push.meters.observe_phase("persist", time.monotonic() - started)

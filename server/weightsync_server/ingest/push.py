@@ -13,6 +13,7 @@ from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.room import make_room
 from weightsync_server.ingest.upload import ShardUpload
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Push:
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
+        disk: The room in the store that it was promised.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
         committed: The answer to its commit.
@@ -84,6 +86,7 @@ class Push:
         self.versions = versions
         self.record = record
         self.existing: VersionRecord | None = None
+        self.disk = versions.disk.share()
         self.limits = limits
         self.meters = meters
         self.shards: dict[int, ShardUpload] = {}
@@ -107,6 +110,12 @@ class Push:
         self._idle: asyncio.TimerHandle | None = None
 
     # Life
+
+    @property
+    def stores(self) -> bool:
+        """Its shards go to a disk; those of a repeated version lie there already."""
+        again = self.existing is not None and self.existing.commit is not None
+        return self.versions.store.durable and not again
 
     def check_open(self) -> None:
         """Raise the error of a push that failed."""
@@ -174,6 +183,7 @@ class Push:
     def strip(self) -> None:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self._progress = self.progress()
+        self.disk.close()
         self.shards = {}
         self.known = self.sealing = None
         self._names = set()
@@ -304,13 +314,11 @@ class Push:
             )
         self._tensors += len(tensors)
         upload.describe(tensors)
-        # A task of its own, so that streams of other shards go on meanwhile.
-        pool = self.versions.pool
-        upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
+        if not self.stores or self.disk.covers(self._declared_bytes):
+            upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
         if upload.segment is None:
-            upload.allocation = asyncio.create_task(
-                pool.segment(self.record.place, upload.index, upload.entry.size)
-            )
+            # A task of its own, so that streams of other shards go on meanwhile.
+            upload.allocation = asyncio.create_task(make_room(self, upload, self._declared_bytes))
             upload.allocation.add_done_callback(self._allocated)
 
     def _allocated(self, task: asyncio.Task[Segment]) -> None:

@@ -13,6 +13,7 @@ from weightsync_server.ingest.checks import check_begin, check_digest
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.room import promise_room
 from weightsync_server.ingest.stream import PushStream
 from weightsync_server.versions import NoMeters
 
@@ -321,13 +322,13 @@ class Pushes:
         self, push: Push, request: pb.BeginPushRequest, deadline_s: float | None
     ) -> None:
         try:
-            slot = await self._slot(push, deadline_s)
+            await self._slot(push, deadline_s)
             known = None
             if request.layout_digest:
                 known = await push.versions.layout(request.layout_digest)
                 push.check_open()
             total = request.total_bytes or (known.layout.size if known else 0)
-            await push.versions.pool.promise(slot, total)
+            await promise_room(push, total)
             push.check_open()
             if known is not None:
                 push.describe_known(known)
