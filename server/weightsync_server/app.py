@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_server.admission import Admission, CallLimits
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
@@ -176,8 +177,17 @@ class App:
         rpcs = RpcMetrics(metrics.registry)
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
-        guard = GuardInterceptor(rpcs, lambda: metrics.violate("only_data"))
-        server = grpc.aio.server(interceptors=[guard], options=_CHANNEL_OPTIONS)
+        guard = GuardInterceptor(
+            rpcs, lambda: metrics.violate("only_data"), self._settings.reader_timeout_s
+        )
+        server = grpc.aio.server(
+            interceptors=[guard, Admission(_call_limits(self._settings))],
+            options=(
+                *_CHANNEL_OPTIONS,
+                ("grpc.max_allowed_incoming_connections", self._settings.max_connections),
+            ),
+            maximum_concurrent_rpcs=self._settings.max_calls,
+        )
         weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
         if self._settings.reflection:
@@ -222,6 +232,15 @@ def _limits(settings: Settings) -> PushLimits:
         max_version_jump=settings.max_version_jump,
         stream_idle_timeout_s=settings.push_idle_timeout_s,
         resume_timeout_s=settings.push_resume_timeout_s,
+    )
+
+
+def _call_limits(settings: Settings) -> CallLimits:
+    return CallLimits(
+        calls_per_s=settings.max_calls_per_s,
+        streams=settings.max_streams,
+        pulls=settings.max_pulls,
+        watches=settings.max_watches,
     )
 
 

@@ -95,7 +95,22 @@ class Settings(BaseSettings):
     push_resume_timeout_s: float = Field(
         600, gt=0, description="Seconds without a stream after which an open push is dropped."
     )
-    max_pushes: int = Field(4, ge=1, description="Pushes open at once.")
+    reader_timeout_s: float = Field(
+        60, gt=0, description="Seconds that a reader may take for one message of a stream."
+    )
+    max_pushes: int = Field(
+        4, ge=1, description="Pushes open at once, shared out when several callers push."
+    )
+    max_streams: int = Field(32, ge=1, description="PushWeights streams at once, of all pushes.")
+    max_pulls: int = Field(16, ge=1, description="PullWeights streams at once.")
+    max_watches: int = Field(
+        64, ge=1, description="Other streams at once, such as WatchVersions and health watches."
+    )
+    max_calls: int = Field(1024, ge=16, description="Calls at once, of every kind.")
+    max_calls_per_s: float = Field(
+        500, ge=1, description="Calls per second of one caller; twice as many may come at once."
+    )
+    max_connections: int = Field(512, ge=1, description="Connections at once to each address.")
     prepare_timeout_s: float = Field(300, gt=0, description="Longest prepare of an apply, seconds.")
     commit_timeout_s: float = Field(
         60, gt=0, description="Longest commit of an apply, seconds; then the engine is fenced."

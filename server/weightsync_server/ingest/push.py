@@ -11,6 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.callers import caller
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
 from weightsync_server.ingest.room import make_room
@@ -57,6 +58,7 @@ class Push:
     Attributes:
         id: Names the push.
         key: Idempotency key; empty: none.
+        caller: Who began it.
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
@@ -83,6 +85,7 @@ class Push:
     ) -> None:
         self.id = secrets.token_hex(16)
         self.key = request.idempotency_key
+        self.caller = caller.get()
         self.versions = versions
         self.record = record
         self.existing: VersionRecord | None = None
@@ -114,8 +117,8 @@ class Push:
     @property
     def stores(self) -> bool:
         """Its shards go to a disk; those of a repeated version lie there already."""
-        again = self.existing is not None and self.existing.commit is not None
-        return self.versions.store.durable and not again
+        again = self.existing and self.existing.commit
+        return self.versions.store.durable and again is None
 
     def check_open(self) -> None:
         """Raise the error of a push that failed."""

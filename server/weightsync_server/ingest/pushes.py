@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.callers import caller
 from weightsync_server.ingest.checks import check_begin, check_digest
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.room import promise_room
+from weightsync_server.ingest.shares import Shares
 from weightsync_server.ingest.stream import PushStream
 from weightsync_server.versions import NoMeters
 
@@ -51,6 +53,7 @@ class Pushes:
         self._data_endpoints = list(data_endpoints)
         self._open: dict[str, Push] = {}
         self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._shares = Shares(self.limits.max_pushes)
         self._shut = False
         for versions in models.values():
             versions.epochs.observe(self._refuse_stale)
@@ -264,6 +267,8 @@ class Pushes:
                 "or raise max_pushes",
                 retry_after_s=1.0,
             )
+        who = caller.get()
+        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
         version = request.version or versions.next_version()
         existing = self._existing(versions, version)
         record = versions.unlisted(version, epoch, dict(request.metadata))
