@@ -20,9 +20,9 @@ from weightsync_client.errors import (
     AbortedError,
     ClientError,
     DeadlineError,
-    ExhaustedError,
     NotFoundError,
     UnavailableError,
+    passing,
     refuse,
 )
 from weightsync_client.jobs import Job, Jobs
@@ -374,9 +374,9 @@ class Push:
         while True:
             try:
                 return self._invoke(call)
-            except UnavailableError:
+            except ClientError as error:
                 failures += 1
-                if failures >= self._retry.attempts or self._stop.is_set():
+                if not passing(error) or failures >= self._retry.attempts or self._stop.is_set():
                     raise
                 self._stop.wait(self._retry.delay_s(failures))
 
@@ -384,10 +384,5 @@ class Push:
 def _resumable(error: BaseException) -> bool:
     if isinstance(error, AbortedError):
         return error.reason in (Reason.OFFSET_MISMATCH, Reason.SHARD_BUSY)
-    if isinstance(error, ExhaustedError):
-        # The server has not noticed yet that an earlier stream of this push is gone.
-        return error.reason is Reason.LIMIT_EXCEEDED and error.retry_after_s is not None
-    if isinstance(error, DeadlineError):
-        # The server ended a silent stream; a timeout of this client's own comes without an advice.
-        return error.retry_after_s is not None
-    return isinstance(error, UnavailableError)
+    # Or too many streams: the server has not noticed yet that an earlier one is gone.
+    return passing(error)

@@ -91,7 +91,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         self,
         metrics: RpcMetrics,
         on_fault: Callable[[], None],
-        reader_timeout_s: float = 60.0,
+        reader_timeout_s: float = 10.0,
     ) -> None:
         self._metrics = metrics
         self._on_fault = on_fault

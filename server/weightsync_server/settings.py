@@ -96,7 +96,7 @@ class Settings(BaseSettings):
         600, gt=0, description="Seconds without a stream after which an open push is dropped."
     )
     reader_timeout_s: float = Field(
-        60, gt=0, description="Seconds that a reader may take for one message of a stream."
+        10, gt=0, description="Seconds that a reader may take for one message of a stream."
     )
     max_pushes: int = Field(
         4, ge=1, description="Pushes open at once, shared out when several callers push."

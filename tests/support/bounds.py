@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = [
+    "FIRST",
     "MODEL",
     "Message",
     "begin",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 MODEL = "default"
+#: The version of the first push: 1 is kept for the engine's checkpoint.
+FIRST = 2
 Message = pb.PushWeightsRequest
 
 
