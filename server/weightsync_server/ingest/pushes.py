@@ -260,6 +260,8 @@ class Pushes:
                 await push.closed()
 
     def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
+        who = caller.get()
+        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
@@ -267,8 +269,6 @@ class Pushes:
                 "or raise max_pushes",
                 retry_after_s=1.0,
             )
-        who = caller.get()
-        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
         version = request.version or versions.next_version()
         existing = self._existing(versions, version)
         record = versions.unlisted(version, epoch, dict(request.metadata))
