@@ -36,19 +36,26 @@ Message = pb.PushWeightsRequest
 
 @contextlib.contextmanager
 def serving(
-    *flags: str, store: str = "memory://", state_dir: Path | None = None, tcp: str = ""
+    *flags: str,
+    store: str = "memory://",
+    tcp: str = "",
+    disk: str = "",
 ) -> Iterator[WeightSyncServer]:
     """Run a server until the block ends, which must end by itself when it is asked to.
 
     Args:
         *flags: More flags.
         store: Where versions are kept; empty: in the state directory.
-        state_dir: Its state; None: a fresh folder.
         tcp: A second address to listen on.
+        disk: Options of a tmpfs of its own for its state, such as size=16m; it then also has a
+            small /dev/shm of its own. Needs root.
     """
     with tempfile.TemporaryDirectory(prefix="wsb") as folder:
-        state = state_dir or Path(folder, "state")
+        state = Path(folder, "state")
         server = WeightSyncServer(Path(folder, "run"), state, store=store, flags=flags)
+        if disk:
+            state.mkdir()
+            server.wrapper = _private_disk(state, disk)
         if tcp:
             server.flags = (*flags, "--listen", f'["{server.address}", "{tcp}"]')
         server.start()
@@ -57,6 +64,12 @@ def serving(
         finally:
             code = server.stop()
         assert code == 0, server.log
+
+
+def _private_disk(path: Path, options: str) -> list[str]:
+    # Other processes see it below /proc/PID/root; it is gone with the server.
+    state, shm = f"mount -t tmpfs -o {options} tmpfs {path}", "mount -t tmpfs -o size=1m tmpfs"
+    return ["unshare", "--mount", "sh", "-c", f'{state} && {shm} /dev/shm && exec "$@"', "sh"]
 
 
 def one_shard(size: int = 1000, seed: int = 0) -> Shard:

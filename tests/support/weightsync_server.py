@@ -34,12 +34,14 @@ class WeightSyncServer:
         state_dir: State and store.
         store: Where versions are kept; empty: in the state directory.
         flags: More flags.
+        wrapper: Command line that runs the server's, such as one that prepares a namespace.
     """
 
     run_dir: Path
     state_dir: Path
     store: str = ""
     flags: Sequence[str] = ()
+    wrapper: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
 
@@ -71,7 +73,8 @@ class WeightSyncServer:
         }
         given = {flag for flag in self.flags if flag.startswith("--")}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
-        return [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+        server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+        return [*self.wrapper, *server]
 
     def start(self) -> WeightSyncServer:
         """Return when the server answers."""
