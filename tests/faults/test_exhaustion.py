@@ -254,9 +254,11 @@ def test_no_descriptors_left() -> None:
             assert exhausted(lambda: push(stub, 32 * MIB, 1))
             assert pulled(stub) == held
             # Nobody new gets in.
-            with grpc.insecure_channel(server.address, own) as channel:
-                with pytest.raises(grpc.FutureTimeoutError):
-                    grpc.channel_ready_future(channel).result(1)
+            with (
+                grpc.insecure_channel(server.address, own) as channel,
+                pytest.raises(grpc.FutureTimeoutError),
+            ):
+                grpc.channel_ready_future(channel).result(1)
         assert push(stub, 32 * MIB, 1).durable
         with grpc.insecure_channel(server.address, own) as channel:
             grpc.channel_ready_future(channel).result(10)
