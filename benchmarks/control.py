@@ -105,8 +105,12 @@ class _Caller:
                 call()
                 times.append((time.perf_counter() - started) * 1e3)
                 time.sleep(_PACE_S)
-        cuts = statistics.quantiles(times, n=100)
-        figures = {"p50": cuts[49], "p99": cuts[98], "max": max(times)}
+        times.sort()
+        figures = {
+            "p50": statistics.median(times),
+            "p99": times[int(len(times) * 0.99)],
+            "max": times[-1],
+        }
         return {f"{name}_{key}_ms": round(value, 2) for key, value in figures.items()}
 
     def _calls(self) -> list[Callable[[], object]]:
@@ -133,7 +137,7 @@ class _Caller:
 def _pushers(
     folder: Path, address: str, count: int, mib: int, nice: int
 ) -> Iterator[Callable[[], int]]:
-    """Run processes that push all the while; yield a function that tells the bytes of ended ones."""
+    """Run processes that push all the while; yield what tells the bytes of ended ones."""
     log = folder / "pushers.log"
     arguments = ("-m", "benchmarks.control", "--push-to", address, "--mib", str(mib))
     if nice:
