@@ -43,6 +43,7 @@ class Doors:
         self._model = settings.name
         self._endpoints = settings.endpoints
         self._options = list(options)
+        self._most_calls = settings.max_calls
         self._file = AuthorityFile(settings.authority) if settings.authority else None
         self._certificates: Certificates | None = None
         if settings.tls_cert and settings.tls_key:
@@ -74,7 +75,11 @@ class Doors:
         addresses = []
         for group in self._groups():
             first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
-            server = grpc.aio.server(interceptors=[first, *interceptors], options=self._options)
+            server = grpc.aio.server(
+                interceptors=[first, *interceptors],
+                options=self._options,
+                maximum_concurrent_rpcs=self._most_calls,
+            )
             self._servers.append(server)
             serve(server)
             addresses += [self._bind(server, endpoint.address) for endpoint in group]
