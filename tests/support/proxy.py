@@ -73,7 +73,9 @@ class FaultProxy:
             writer.close()
             return
         self._open |= {writer, far_writer}
-        await asyncio.gather(self._up(reader, far_writer), self._down(far_reader, writer))
+        # A task that ends as cancelled is an error to asyncio's streams.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._up(reader, far_writer), self._down(far_reader, writer))
         for end in (writer, far_writer):
             self._open.discard(end)
             end.close()
