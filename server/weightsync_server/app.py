@@ -30,7 +30,7 @@ from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
-from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
+from weightsync_server.versions import ModelVersions, Retention, Scrubber, SegmentBudget
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -117,6 +117,9 @@ class App:
         stack.push_async_callback(versions.close)
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
+        if store.durable and settings.scrub_bytes_per_s:
+            scrubbing = asyncio.create_task(Scrubber(versions, settings.scrub_bytes_per_s).run())
+            stack.callback(scrubbing.cancel)
         stack.push_async_callback(pushes.close)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()
@@ -319,6 +322,11 @@ def _track(
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(versions.slots_status()))
     metrics.track(
         "weightsync_newest_version", "Newest committed version; 0: none.", lambda: versions.newest
+    )
+    metrics.track(
+        "weightsync_damaged_versions",
+        "Committed versions that are damaged in the store.",
+        lambda: sum(bool(record.damaged) for record in versions.list()),
     )
     metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
     metrics.track(

@@ -87,6 +87,9 @@ class Settings(BaseSettings):
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
+    scrub_bytes_per_s: int = Field(
+        32 << 20, ge=0, description="How fast stored versions are checked for damage; 0: never."
+    )
     max_version_jump: int = Field(
         1_000_000, ge=1, description="Most that a version may lie above the newest one."
     )
