@@ -318,17 +318,26 @@ def test_a_lease_that_is_not_renewed_ends_the_pause_behind_the_servers_back(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("point", ["worker.commit", "worker.half", "worker.written"])
-def test_a_rank_that_dies_is_never_served_and_a_new_vllm_gets_the_live_version(
-    site: FaultySite, point: str
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "worker.commit=1*panic",
+        "worker.half=1*panic",
+        "worker.written=1*panic",
+        "bridge.paused=1*panic",
+        "bridge.called=1>1*panic",
+    ],
+)
+def test_a_rank_or_bridge_that_dies_is_never_served_and_a_new_vllm_gets_the_live_version(
+    site: FaultySite, fault: str
 ) -> None:
     old = site.ask()
     version = site.push()
     with site.watched():
-        site.arm(f"{point}=1*panic")
+        site.arm(fault)
         refusal = site.try_apply(version)
         assert refusal is not None
-        assert refusal.reason is Reason.ENGINE_FENCED
+        assert refusal.reason in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
         assert site.met()
         site.disarm()
         site.vllm.stop()
