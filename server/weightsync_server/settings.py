@@ -124,7 +124,8 @@ class Settings(BaseSettings):
     pause_lease_s: float = Field(
         15,
         gt=0.5,
-        description="Seconds after which a pause ends by itself when this server is gone.",
+        description="Seconds after which a pause ends by itself when this server is gone, and in "
+        "which vLLM must stop and start; longer than its longest step.",
     )
     drain_timeout_s: float = Field(
         30, ge=0, description="Seconds that calls get to finish after SIGTERM."
