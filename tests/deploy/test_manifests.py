@@ -15,7 +15,7 @@ from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT
 from weightsync.addresses import is_private
-from weightsync_server.authority import RULES, Endpoint, Role
+from weightsync_server.authority import RULES, Role
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
