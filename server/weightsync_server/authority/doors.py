@@ -51,8 +51,8 @@ class Doors:
                 settings.tls_cert, settings.tls_key, settings.tls_client_ca
             )
         self._servers: list[grpc.aio.Server] = []
-        if self._file and not settings.tls_client_ca:
-            _refuse_certificates_alone(self._file)
+        if self._file:
+            _refuse_no_proof(self._file, takes_certificates=settings.tls_client_ca is not None)
 
     def bind(
         self,
@@ -110,13 +110,13 @@ class Doors:
         return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _refuse_certificates_alone(file: AuthorityFile) -> None:
+def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
     principals = file.current()
-    if principals.has_certificates and not principals.has_tokens:
+    if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            "the authority file has certificate names and no token, and no client certificate is "
-            "asked for; give --tls-client-ca, or add tokens",
+            "nobody could prove authority: the authority file has no token, and no certificate "
+            "name that could be used; add tokens, or certificate names and --tls-client-ca",
         )
 
 
