@@ -30,6 +30,7 @@ from tests.support.bounds import (
     serving,
     within,
 )
+from tests.support.memory_bridge import memory_bridge
 from tests.support.processes import descriptors
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
@@ -188,6 +189,58 @@ def test_a_disk_that_others_fill_during_chunks_manifest_and_records() -> None:
         epoch = stub.AcquireEpoch(acquire, timeout=5).epoch
         stub.PinVersion(pin, timeout=5)
         assert push(stub, 4 * MIB, 1, epoch=epoch).durable
+
+
+@mounts
+def test_a_journal_without_room_refuses_applies_and_the_served_version_goes_on() -> None:
+    size = 1000
+
+    def weight(seed: int) -> bytes:
+        shard = one_shard(size, seed)
+        return shard.data[-size:]
+
+    flags = ("--disk-floor-bytes", str(MIB), "--slots", "4")
+    with serving(*flags, store="", disk="size=16m") as server, contextlib.ExitStack() as stack:
+        checkpoint = {"weight": ("U8", (size,), weight(0))}
+        engine = stack.enter_context(memory_bridge(server.run_dir, checkpoint))
+        assert server.process is not None
+        disk = Disk(Path(f"/proc/{server.process.pid}/root"), server.state_dir)
+        stub = server.stub
+        server.wait_serving()
+        versions = [push(stub, size, seed).version for seed in (1, 2)]
+
+        def switch(number: int) -> None:
+            version = versions[number % 2]
+            if model_status(stub).live_version > version:
+                stub.Rollback(pb.RollbackRequest(model=MODEL), timeout=10)
+            else:
+                apply = pb.ApplyVersionRequest(model=MODEL, version=version, clear_rejected=True)
+                stub.ApplyVersion(apply, timeout=10)
+
+        switch(0)
+        switch(1)
+        disk.fill()
+        # What is left of the journal's last page is room for some more.
+        done = 0
+
+        def until_refused() -> None:
+            nonlocal done
+            for number in range(100):
+                switch(number)
+                done += 1
+
+        error = exhausted(until_refused)
+        assert error.reason is Reason.DISK_EXHAUSTED
+        assert "journal" in error.message
+        model = server.wait_serving()
+        served = {version: weight(1 + i) for i, version in enumerate(versions)}
+        assert engine.live["weight"] == served[model.live_version]
+        assert stub.VerifyVersion(pb.VerifyVersionRequest(model=MODEL), timeout=10).ranks
+        disk.empty()
+        switch(done)
+        live = model_status(stub).live_version
+        assert live != model.live_version
+        assert engine.live["weight"] == served[live]
 
 
 @mounts

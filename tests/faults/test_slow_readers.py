@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from functools import partial
 import grpc
 import pytest
 
-from benchmarks.servers import free_port, rss_anon
+from benchmarks.servers import descendants, free_port, rss_anon
 from tests.support.bounds import (
     FIRST,
     MODEL,
@@ -112,6 +114,34 @@ def test_deaf_readers_are_dropped() -> None:
             with readers(server, (1 << 31) - 1, address):
                 within(5, lambda: leases(server) == READERS)
                 within(9, lambda: leases(server) == 0)
+
+
+def test_fetchers_that_stand_still_hold_a_fast_trainer_back_at_no_cost() -> None:
+    with serving(store="") as server:
+        assert server.process is not None
+        _, *fetchers = descendants(server.process.pid)
+        stub = server.stub
+        stub.PushWeights(push_messages(one_shard()), timeout=10)
+        base = peak = memory(server)
+        for pid in fetchers:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            call = stub.PushWeights.future(push_messages(one_shard(128 << 20)), timeout=60)
+            arrived = partial(receives, server, 128 << 20)
+            within(20, arrived)
+            for _ in range(20):
+                peak = max(peak, memory(server))
+                time.sleep(0.05)
+            assert not call.done()
+        finally:
+            for pid in fetchers:
+                os.kill(pid, signal.SIGCONT)
+        assert call.result().commit.durable
+        assert peak - base < 64e6, f"{(peak - base) / 1e6:.0f} MB"
+
+
+def receives(server: WeightSyncServer, size: int) -> bool:
+    return any(push.received_bytes >= size for push in model_status(server.stub).pushes)
 
 
 def test_watches_that_never_read_are_dropped_and_bounded() -> None:
