@@ -116,8 +116,7 @@ class Push:
         self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
         self.sealing: asyncio.Task[Manifest] | None = None
         self.streams = 0
-        self.first_byte_at = 0.0
-        self.last_byte_at = 0.0
+        self.first_byte_at = self.last_byte_at = 0.0
         self.declared_bytes = 0
         self._tensors = 0
         self._names: set[str] = set()
