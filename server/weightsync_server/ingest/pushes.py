@@ -193,8 +193,8 @@ class Pushes:
         if push is None:
             raise WeightSyncError(
                 Reason.PUSH_UNKNOWN,
-                "no push with this id: it ended long ago or the server restarted; see "
-                "ListVersions whether its version is committed, else begin it again",
+                "no push with this id: it ended long ago, or the server restarted and its store "
+                "keeps none; see in ListVersions whether it is committed, else begin it again",
             )
         return push
 
