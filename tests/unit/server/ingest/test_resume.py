@@ -227,7 +227,7 @@ async def test_a_writer_that_was_replaced_in_a_crash_ends_at_the_start(tmp_path:
 async def test_what_nobody_asks_for_is_removed_when_it_was_idle_too_long(tmp_path: Path) -> None:
     async with life(tmp_path) as here:
         begun = await half(here)
-    async with life(tmp_path, limits={"idle_timeout_s": 0.1}) as here:
+    async with life(tmp_path, limits={"resume_timeout_s": 0.1}) as here:
         assert here.versions.get(1).durability == pb.DURABILITY_RECEIVING
         await until(lambda: not (tmp_path / "store" / "m" / "v1").exists())
         told = here.pushes.get(pb.GetPushRequest(push_id=begun.push_id))
