@@ -77,6 +77,15 @@ test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU), and
 	@# pytest answers 5 when it selects nothing.
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
+.PHONY: fuzz
+fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given
+	$(PY) -m pip install -q --disable-pip-version-check --constraint constraints.txt --group fuzz
+	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+
+.PHONY: planted
+planted: setup ## Plant 36 bugs into a copy of the tree, one by one: do the tests notice?
+	$(PY) -m tests.planted
+
 .PHONY: demo
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo

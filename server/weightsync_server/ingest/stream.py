@@ -79,6 +79,8 @@ class PushStream:
             push = await self._pushes.open(message.begin, self._deadline_s)
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
+            # It may still wait for its slot, which a layout needs.
+            await asyncio.shield(push.opened)
             push.check_open()
         else:
             raise refused("the first message of a stream must be begin or join")

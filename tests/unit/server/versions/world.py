@@ -19,10 +19,11 @@ from weightsync_server.faults import write_fault
 from weightsync_server.fetchers import FetcherPool, tasks
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.store import open_store
+from weightsync_server.threads import in_thread
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from weightsync.manifest import ShardEntry, TensorEntry
@@ -236,16 +237,6 @@ async def world(
         server.close()
 
 
-async def _thread(work: Callable[..., Any], *args: Any) -> Any:
-    """Run in a thread; a cancelled caller still waits for its end, as fetchers promise."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
-
-
 class Threads:
     """Does a fetcher's work in threads of this process, for tests of other things than processes.
 
@@ -266,7 +257,7 @@ class Threads:
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:
             raise self.errors.pop(0)
-        blob = await _thread(tasks.digest, segment.view, shard, threading.Event())
+        blob = await in_thread(tasks.digest, segment.view, shard, threading.Event())
         return [blob[at : at + 16] for at in range(0, len(blob), 16)]
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
@@ -276,14 +267,14 @@ class Threads:
             raise write_fault(OSError(errno.ENOSPC, "No space left on device"), "writing")
         with memoryview(segment.view)[:size] as view:
             temporary = f"{target}.x.tmp"
-            await _thread(tasks.persist, view, target, temporary, threading.Event())
+            await in_thread(tasks.persist, view, target, temporary, threading.Event())
         self.persisted.append(target)
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         fd = os.open(source_fd, os.O_RDONLY) if isinstance(source_fd, str) else os.dup(source_fd)
         try:
             with memoryview(segment.view)[:size] as view:
-                await _thread(tasks.load, fd, view, threading.Event())
+                await in_thread(tasks.load, fd, view, threading.Event())
         finally:
             os.close(fd)
 
