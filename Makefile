@@ -86,6 +86,10 @@ fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if gi
 planted: setup ## Plant 36 bugs into a copy of the tree, one by one: do the tests notice?
 	$(PY) -m tests.planted
 
+.PHONY: soak
+soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM
+	$(PY) -m tests.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED)) $(if $(VLLM),--vllm)
+
 .PHONY: demo
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo
