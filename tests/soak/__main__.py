@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _FLAGS = ("--slots", "3", "--retain-versions", "100000", "--pause-lease-s", "5")
 #: Everything is looked at after so many faults even where nothing had to be started again.
 _CHECK_EVERY = 10
+_SHOWN = 30
 
 
 class Soak:
@@ -146,15 +147,17 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
     tally = soak.tally
     for name, count in sorted(tally.faults.items()):
         print(f"{count:6d}  {name}")
-    for text in [*history.violations, *(f"still alive: {line}" for line in left)]:
+    wrong = [*history.violations, *(f"still alive: {line}" for line in left)]
+    for text in wrong[:_SHOWN]:
         print(f"VIOLATION: {text}")
-    violations = len(history.violations) + len(left)
+    if len(wrong) > _SHOWN:
+        print(f"and {len(wrong) - _SHOWN} more")
     line = {
         "seed": seed,
         "minutes": round(seconds / 60, 1),
         "faults": tally.faults.total(),
         "operations": history.operations,
-        "violations": violations,
+        "violations": len(wrong),
         "leaked_segments": soak.checker.leaked,
         "lost_commits": len(history.lost),
         "server_kills": tally.kills,
@@ -163,7 +166,7 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
         "versions": len(history.committed),
     }
     print(json.dumps(line))
-    return int(bool(violations or soak.checker.leaked or history.lost))
+    return int(bool(wrong or soak.checker.leaked or history.lost))
 
 
 def main() -> int:

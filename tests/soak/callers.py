@@ -102,6 +102,8 @@ class Trainer(Caller):
 
     def step(self) -> None:
         """Do one thing."""
+        # Some hundred versions in a run: each is read back at its end.
+        time.sleep(self.rng.uniform(0, 0.3))
         chosen = self.rng.choices(
             [self.push, self.race, self.stale, self.acquire], weights=[75, 8, 8, 9]
         )[0]

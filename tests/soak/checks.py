@@ -101,13 +101,20 @@ class Checker:
             self._controller.call("abort", lambda r=request: self._stub.AbortPush(r, timeout=20))  # type: ignore[misc]
 
     def _versions(self, *, restarted: bool) -> None:
-        request = pb.ListVersionsRequest(model=MODEL)
-        told, _ = self._controller.call(
-            "list", lambda: self._stub.ListVersions(request, timeout=20)
-        )
+        told, _ = self._controller.call("list", self._list)
         if told is not None:
             checkpoint = self._controller.contents.digest(0)
-            self._history.check_versions(told.versions, checkpoint, restarted=restarted)
+            self._history.check_versions(told, checkpoint, restarted=restarted)
+
+    def _list(self) -> list[pb.VersionInfo]:
+        request = pb.ListVersionsRequest(model=MODEL)
+        found: list[pb.VersionInfo] = []
+        while True:
+            page = self._stub.ListVersions(request, timeout=20)
+            found += page.versions
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
 
     def _served(self, model: pb.ModelStatus) -> None:
         told = self._site.engine.told()
