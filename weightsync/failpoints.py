@@ -21,7 +21,6 @@ first, so that a test knows which faults were met, also after a panic. The notat
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -70,6 +69,9 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "fetcher.task": "a fetcher has taken a task",
         "fetcher.digest": "before a fetcher digests",
         "fetcher.persist": "before a fetcher writes a shard",
+        "fetcher.keep": "before a fetcher makes bytes of an arriving shard durable",
+        "fetcher.kept": "those bytes are durable, the list beside them does not tell so",
+        "fetcher.restore": "before a fetcher reads back what was kept of a shard",
         "fetcher.load": "before a fetcher reads a shard",
         "fetcher.reply": "a fetcher has done a task and not said so",
         "stage.allocate": "before memory for a segment is reserved",
@@ -257,6 +259,9 @@ async def reach(name: str) -> None:
     if term is None:
         return
     if term.action == "sleep":
+        # Not at the top: fetchers start without it.
+        import asyncio
+
         await asyncio.sleep(float(term.argument))
     else:
         _act(name, term)

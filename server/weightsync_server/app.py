@@ -112,6 +112,7 @@ class App:
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
         stack.push_async_callback(versions.close)
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
+        await pushes.restore()
         stack.push_async_callback(pushes.close)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()

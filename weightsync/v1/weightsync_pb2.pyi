@@ -377,7 +377,10 @@ class BeginPushRequest(_message.Message):
     base_content_digest: _builtins.str
     """For a delta: content digest of the base, 32 hexadecimal digits. Empty otherwise."""
     idempotency_key: _builtins.str
-    """A repeated call with the same key joins the same push. At most 128 bytes; empty: none."""
+    """A repeated call with the same key joins the same push, also after a restart of the server unless
+    the store is memory://; once it is committed, for as long as the version exists. At most 128
+    bytes; empty: none.
+    """
     layout_digest: _builtins.str
     """Digest of a layout that the server may know from an earlier push, 32 hexadecimal digits; empty:
     the layout comes shard by shard.
@@ -431,6 +434,7 @@ class ShardProgress(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
+    DURABLE_BYTES_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     """Index of the shard in the push, from 0."""
     received_bytes: _builtins.int
@@ -439,6 +443,10 @@ class ShardProgress(_message.Message):
     """Size of the shard in bytes."""
     verified: _builtins.bool
     """True when the bytes are verified and, unless the store is memory://, durable."""
+    durable_bytes: _builtins.int
+    """Bytes that also survive a crash of the server: at most 64 MiB fewer than received_bytes. Always
+    0 with memory:// and while a version is pushed that is committed already.
+    """
     def __init__(
         self,
         *,
@@ -446,10 +454,11 @@ class ShardProgress(_message.Message):
         received_bytes: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         verified: _builtins.bool = ...,
+        durable_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["received_bytes", b"received_bytes", "shard", b"shard", "size_bytes", b"size_bytes", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_bytes", b"durable_bytes", "received_bytes", b"received_bytes", "shard", b"shard", "size_bytes", b"size_bytes", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,13 +6,14 @@ record tells where the engine was meant to be.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
+
+from weightsync_server import files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,9 +91,8 @@ class Journal:
             self._rewrite()
         data = _encode(entry)
         self._torn = True
-        if os.write(self._fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(self._fd)
+        files.write(self._fd, data)
+        files.fsync(self._fd)
         self._torn = False
         self._entries.append(entry)
 
@@ -115,18 +115,17 @@ class Journal:
         done = [entry for entry in self._entries if entry.event == "DONE"][-1:]
         self._entries = done if self._entries[-1:] == done else done + self._entries[-1:]
         fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.writelines(map(_encode, self._entries))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        files.unlink(fresh)
+        fd = files.create(fresh)
         try:
-            os.fsync(folder)
+            files.write(fd, b"".join(map(_encode, self._entries)))
+            files.fsync(fd)
         finally:
-            os.close(folder)
+            os.close(fd)
+        files.rename(fresh, self._path)
+        files.flush_directory(self._path.parent)
         before = self._fd
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._fd = files.append(self._path)
         self._torn = False
         if before >= 0:
             os.close(before)

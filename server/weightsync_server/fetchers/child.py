@@ -17,10 +17,11 @@ import sys
 import threading
 from typing import Any
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import ShardEntry
 from weightsync_server.faults import read_fault, write_fault
-from weightsync_server.fetchers import tasks, wire
+from weightsync_server.fetchers import keeping, tasks, wire
 from weightsync_server.fetchers.maps import MAX_MAPS, Maps
 
 __all__ = ["main"]
@@ -65,6 +66,7 @@ class _Child:
         answer: dict[str, Any] = {"id": request["id"]}
         blob = b""
         try:
+            failpoints.hit("fetcher.task")
             blob = self._do(request, fds, stop)
         except tasks.Cancelled:
             answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
@@ -78,20 +80,20 @@ class _Child:
             self._stops.pop(request["id"], None)
         # Without a server the main thread meets the end of the socket and ends the process.
         with contextlib.suppress(OSError):
+            failpoints.hit("fetcher.reply")
             self._send(answer, blob)
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
         op, size = request["op"], request["size"]
-        fault = read_fault if op == "load" else write_fault
+        fills = op in ("load", "restore")
+        fault = read_fault if fills else write_fault
         if len(fds) != request["fds"]:
             # The kernel drops descriptors that would exceed the limit, and says so to nobody.
             for fd in fds:
                 os.close(fd)
             error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise fault(error, "handing a segment to a fetcher")
-        lent = self._maps.use(
-            request["segment"], fds.pop(0), request["capacity"], writable=op == "load"
-        )
+        lent = self._maps.use(request["segment"], fds.pop(0), request["capacity"], writable=fills)
         try:
             with lent as view, view[:size] as part:
                 return self._act(request, part, fds, stop)
@@ -105,8 +107,9 @@ class _Child:
         self, request: dict[str, Any], view: memoryview, fds: list[int], stop: threading.Event
     ) -> bytes:
         op = request["op"]
-        if op == "digest":
-            return tasks.digest(view, ShardEntry(*request["shard"]), stop)
+        shard = ShardEntry(*request["shard"]) if "shard" in request else None
+        if shard is not None:
+            return _on_shard(request, shard, view, stop)
         if op == "persist":
             tasks.persist(view, request["target"], request["temporary"], stop)
             return b""
@@ -123,6 +126,19 @@ class _Child:
             raise read_fault(error, "opening a stored shard") from error
         fds.append(fd)
         return fd
+
+
+def _on_shard(
+    request: dict[str, Any], shard: ShardEntry, view: memoryview, stop: threading.Event
+) -> bytes:
+    if request["op"] == "digest":
+        return tasks.digest(view, shard, stop)
+    if request["op"] == "keep":
+        keeping.keep(view, shard, request["begin"], request["target"], stop)
+        return b""
+    if request["op"] == "restore":
+        return keeping.restore(view, shard, request["source"], stop).to_bytes(8, "big")
+    raise ValueError(f"unknown op {request['op']!r}")
 
 
 def _raise_limit() -> None:

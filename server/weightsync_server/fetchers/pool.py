@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,8 @@ class FetcherPool:
         Raises:
             WeightSyncError: SHARD_INVALID, LAYOUT_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
-        place = [shard.name, shard.size, shard.header_size]
-        blob = await self._work(self._digests, "digest", segment, shard.size, shard=place)
+        facts = {"shard": astuple(shard)}
+        blob = await self._work(self._digests, "digest", segment, shard.size, **facts)
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
@@ -154,6 +155,35 @@ class FetcherPool:
         """
         temporary = f"{target}.{secrets.token_hex(4)}.tmp"
         await self._work(self._files, "persist", segment, size, target=target, temporary=temporary)
+
+    async def keep(
+        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
+    ) -> None:
+        """Make bytes of a shard that is still arriving durable, so that `restore` finds them.
+
+        Args:
+            segment: Holds the shard up to `end`.
+            shard: Its name and sizes in bytes.
+            begin: End of what was kept before; 0: nothing was.
+            end: One past the last byte to keep; the header is among the first bytes kept.
+            target: The shard's file; a list lies beside it.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; as many bytes are
+                kept as before.
+        """
+        facts = {"shard": astuple(shard), "begin": begin, "target": target}
+        await self._work(self._files, "keep", segment, end, **facts)
+
+    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
+        """Fill a segment with what `keep` kept of a shard; return how many bytes are undamaged.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT when it is none; FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        facts = {"shard": astuple(shard), "source": source}
+        blob = await self._work(self._files, "restore", segment, shard.size, **facts)
+        return int.from_bytes(blob, "big")
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         """Fill the first `size` bytes of a segment with a whole file.

@@ -66,7 +66,7 @@ class Task:
     @contextlib.contextmanager
     def lend_fds(self) -> Iterator[list[int]]:
         """Lend the descriptors to send: only who fills a segment gets a writable one."""
-        if self.document["op"] == "load":
+        if self.document["op"] in ("load", "restore"):
             yield [fd for fd in (self._segment.fd, self._source_fd) if fd is not None]
             return
         fd = self._segment.read_only_fd()

@@ -8,9 +8,11 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard, parse_header
+from weightsync_server import files
 from weightsync_server.faults import read_fault, write_fault
 
 if TYPE_CHECKING:
@@ -18,17 +20,17 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import ShardEntry
 
-__all__ = ["Cancelled", "digest", "load", "persist"]
+__all__ = ["PIECE", "Cancelled", "digest", "load", "look", "persist"]
 
 #: Bytes between two looks at whether the server still wants the result.
-_PIECE = 16 << 20
+PIECE = 16 << 20
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: the server asked for it
     """The server no longer wants the result."""
 
 
-def _look(stop: threading.Event) -> None:
+def look(stop: threading.Event) -> None:
     if stop.is_set():
         raise Cancelled
 
@@ -43,6 +45,7 @@ def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
         WeightSyncError: SHARD_INVALID or LAYOUT_INVALID.
         Cancelled: The server no longer wants it.
     """
+    failpoints.hit("fetcher.digest")
     if shard.data_start > shard.size or shard.size > len(view):
         raise WeightSyncError(
             Reason.LAYOUT_INVALID, f"a shard of {shard.size} bytes in {len(view)} bytes of memory"
@@ -58,8 +61,8 @@ def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
     since = 0
     for tensor in ordered:
         since += tensor.end - tensor.begin
-        if since >= _PIECE:
-            _look(stop)
+        if since >= PIECE:
+            look(stop)
             since = 0
         begin = shard.data_start + tensor.begin
         parts.append(tensor_digest(view[begin : begin + tensor.end - tensor.begin]))
@@ -68,13 +71,12 @@ def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
 
 def _write(fd: int, view: memoryview, stop: threading.Event) -> None:
     # Reserved first: a full disk is met before any byte is written.
-    if len(view):
-        os.posix_fallocate(fd, 0, len(view))
+    files.allocate(fd, len(view))
     done = 0
     while done < len(view):
-        _look(stop)
-        done += os.pwrite(fd, view[done : done + _PIECE], done)
-    os.fsync(fd)
+        look(stop)
+        done += files.pwrite(fd, view[done : done + PIECE], done)
+    files.fsync(fd)
 
 
 def persist(view: memoryview, target: str, temporary: str, stop: threading.Event) -> None:
@@ -88,9 +90,9 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
     """
     what = f"writing {Path(target).name}"
     try:
+        failpoints.hit("fetcher.persist")
         Path(target).parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(temporary, flags, 0o640)
+        fd = files.create(temporary)
     except OSError as error:
         raise write_fault(error, what) from error
     try:
@@ -98,10 +100,10 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
             _write(fd, view, stop)
         finally:
             os.close(fd)
-        Path(temporary).replace(target)
+        files.rename(temporary, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            Path(temporary).unlink()
+            files.unlink(temporary)
         if isinstance(error, OSError):
             raise write_fault(error, what) from error
         raise
@@ -115,14 +117,15 @@ def load(fd: int, view: memoryview, stop: threading.Event) -> None:
         Cancelled: The server no longer wants it.
     """
     try:
+        failpoints.hit("fetcher.load")
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != len(view):
             raise _length(status.st_size, len(view))
         os.posix_fadvise(fd, 0, len(view), os.POSIX_FADV_SEQUENTIAL)
         done = 0
         while done < len(view):
-            _look(stop)
-            count = os.preadv(fd, [view[done : done + _PIECE]], done)
+            look(stop)
+            count = os.preadv(fd, [view[done : done + PIECE]], done)
             if not count:
                 raise _length(done, len(view))
             done += count

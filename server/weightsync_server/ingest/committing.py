@@ -81,6 +81,7 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
         return answer(existing, durable=durable, already=True)
     verified = all(upload.trainer_verified for upload in push.shards.values())
     if existing is not None:
+        existing.push_id, existing.key = push.id, push.key
         await push.versions.orphans.revive(
             existing, manifest, epoch=push.record.epoch, trainer_verified=verified
         )

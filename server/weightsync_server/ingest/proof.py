@@ -7,9 +7,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header
+from weightsync_server.ingest.keeping import keep_rest
 from weightsync_server.ingest.sealing import proceed
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ async def check_arrived_header(
     Raises:
         WeightSyncError: SHARD_INVALID.
     """
+    await failpoints.reach("receive.header")
     entry = upload.entry
     length = int.from_bytes(segment.view[:8], "little")
     if length != entry.header_size:
@@ -95,6 +98,9 @@ async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
 
 async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
     if push.existing is not None and push.existing.commit is not None:
+        return
+    if push.recorded:
+        await keep_rest(push, upload, segment)
         return
     versions, entry = push.versions, upload.entry
     target = versions.store.shard_target(versions.name, push.record.version, upload.index)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused, tensor_entries
+from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
 from weightsync_server.ingest.upload import ShardUpload
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest, TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.ingest.limits import PushLimits
+    from weightsync_server.store import KeptShard
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
     from weightsync_server.versions.layouts import KnownLayout
 
@@ -66,6 +69,10 @@ class Push:
         committing: The task that commits it.
         sealing: The task that makes its manifest, once all bytes are proved.
         streams: Streams open now.
+        request: The call that opened it.
+        recorded: It is written down and survives a crash, as far as its bytes are kept.
+        asleep: After a restart what was kept of it, by shard; None: it is awake.
+        waking: The task that wakes it.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
         last_byte_at: When the last shard was complete.
     """
@@ -83,11 +90,16 @@ class Push:
         self.key = request.idempotency_key
         self.versions = versions
         self.record = record
+        record.push_id, record.key = self.id, self.key
         self.existing: VersionRecord | None = None
         self.limits = limits
         self.meters = meters
         self.shards: dict[int, ShardUpload] = {}
         self.known: KnownLayout | None = None
+        self.request = request
+        self.recorded = False
+        self.asleep: dict[int, KeptShard] | None = None
+        self.waking: asyncio.Task[None] | None = None
         self.shard_count = request.shard_count
         self.total_bytes = request.total_bytes
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -112,6 +124,10 @@ class Push:
         """Raise the error of a push that failed."""
         if self.error is not None:
             raise self.error
+
+    def rename(self, push_id: str) -> None:
+        """Take the id under which an earlier life of the server opened the push."""
+        self.id = self.record.push_id = push_id
 
     def touch(self) -> None:
         """Put the idle timeout off; it runs only while no stream is connected."""
@@ -175,7 +191,7 @@ class Push:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self._progress = self.progress()
         self.shards = {}
-        self.known = self.sealing = None
+        self.known = self.sealing = self.asleep = None
         self._names = set()
 
     async def closed(self) -> None:
@@ -184,18 +200,21 @@ class Push:
             await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        tasks: list[asyncio.Task[object]] = []
+        tasks: list[asyncio.Task[Any]] = []
         for upload in self.shards.values():
-            if upload.verification is not None:
-                upload.verification.cancel()
-                tasks.append(upload.verification)
+            for task in (upload.verification, upload.keeping, upload.restoring):
+                if task is not None:
+                    task.cancel()
+                    tasks.append(task)
             if upload.allocation is not None:
                 tasks.append(upload.allocation)
         tasks += [task for task in (self.committing, self.sealing) if task is not None]
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self.versions.drop(self.record)
+            # Who shuts down will be asked to go on.
+            stays = self.error is not None and self.error.reason is Reason.SHUTTING_DOWN
+            await self.versions.drop(self.record, keep=stays and self.recorded)
         finally:
             for upload in self.shards.values():
                 upload.segment = None
@@ -318,16 +337,37 @@ class Push:
         if isinstance(error, WeightSyncError):
             self.fail(error)
 
+    def described(
+        self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]
+    ) -> ShardUpload | None:
+        """Return the upload of a shard whose checked layout is known; None: it has another.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
+        """
+        upload = self.shards.get(index)
+        if upload is None:
+            upload = self.shards[index] = ShardUpload(index, entry)
+            self._check_names(tensors)
+            self._accept(upload, tensors)
+        return upload if (upload.entry, upload.tensors) == (entry, tensors) else None
+
     # Bytes
 
-    async def ready(self, upload: ShardUpload) -> Segment:
-        """Return the shard's segment, made by now."""
+    async def allocated(self, upload: ShardUpload) -> Segment:
+        """Return the shard's segment, made by now, whatever is in it."""
         if upload.segment is None and upload.allocation is not None:
             upload.segment = await asyncio.shield(upload.allocation)
         self.check_open()
         if upload.segment is None:
             raise WeightSyncError(Reason.FAULT, f"shard {upload.index} has no memory; push again")
         return upload.segment
+
+    async def ready(self, upload: ShardUpload) -> Segment:
+        """Return the shard's segment, with what survived a crash."""
+        if upload.restoring is not None:
+            await asyncio.wait([upload.restoring])
+        return await self.allocated(upload)
 
     async def advance(self, upload: ShardUpload, segment: Segment) -> None:
         """Do what is due when the received bytes have reached the upload's mark.
@@ -339,8 +379,10 @@ class Push:
             await check_arrived_header(upload, segment, self.known)
             self.check_open()
             upload.headed = True
-            upload.mark = upload.entry.size
-        if upload.complete and upload.verification is None:
+        if not upload.complete:
+            await keep_up(self, upload, segment)
+        elif upload.verification is None:
+            await failpoints.reach("receive.shard")
             upload.owner = None
             self.verify(upload, segment)
 
@@ -372,6 +414,8 @@ class Push:
 
     def progress(self) -> list[pb.ShardProgress]:
         """Return how far every shard has come whose layout is here."""
+        if self.asleep is not None:
+            return [_slept(self.asleep[index]) for index in sorted(self.asleep)]
         return self._progress or [
             self.shards[index].progress()
             for index in sorted(self.shards)
@@ -383,7 +427,16 @@ class Push:
         return pb.PushStatus(
             push_id=self.id,
             version=self.record.version,
-            received_bytes=sum(upload.received for upload in self.shards.values()),
+            received_bytes=sum(shard.received_bytes for shard in self.progress()),
             declared_bytes=max(self._declared_bytes, self.total_bytes),
             streams=self.streams,
         )
+
+
+def _slept(shard: KeptShard) -> pb.ShardProgress:
+    return pb.ShardProgress(
+        shard=shard.index,
+        received_bytes=shard.size,
+        size_bytes=shard.entry.size,
+        durable_bytes=shard.size,
+    )

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import check_begin, check_digest
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
+from weightsync_server.ingest.opening import start
 from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.resuming import Survivors, loaded, wake
 from weightsync_server.ingest.stream import PushStream
 from weightsync_server.versions import NoMeters
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from weightsync_server.versions import Meters, ModelVersions, Slot, VersionRecord
+    from weightsync_server.versions import Meters, ModelVersions, VersionRecord
 
 __all__ = ["Pushes"]
 
@@ -54,8 +57,20 @@ class Pushes:
         for versions in models.values():
             versions.epochs.observe(self._refuse_stale)
 
+    async def restore(self) -> None:
+        """Take up the pushes of an earlier life of the server. Call it before any other call.
+
+        Those that were open sleep until they are asked for, or until they were idle for too long.
+        """
+        for versions in self._models.values():
+            survivors = Survivors(versions, self.limits, self.meters, self._on_end)
+            for push in survivors.committed():
+                self._remember(push)
+            for push in await survivors.open():
+                self._open[push.id] = push
+
     async def close(self) -> None:
-        """Drop every open push; commits under way are finished first."""
+        """End every open push; commits under way are finished first. What is kept can go on."""
         self._shut = True
         for push in list(self._open.values()):
             if push.committing is not None:
@@ -185,15 +200,16 @@ class Pushes:
             raise WeightSyncError(
                 Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
             )
+        await failpoints.reach("receive.begin")
         versions = self._versions(request.model)
         epoch = versions.check_epoch(request.epoch)
-        push = await self._joined(request)
+        push = await self._joined(request, deadline_s)
         if push is None:
             await self._settled(versions, request.version)
             # No await between here and the entry in _open: of two pushes of a version one is open.
             epoch = versions.check_epoch(request.epoch)
             push = self._create(versions, request, epoch)
-            await self._start(push, request, deadline_s)
+            await start(push, deadline_s)
         push.touch()
         return push
 
@@ -205,6 +221,9 @@ class Pushes:
             self._check_same(push.committed, request)
             return push.again()
         push.versions.check_epoch(push.record.epoch)
+        if push.committing is None:
+            await wake(push)
+            await loaded(push)
         if push.committing is None:
             check_complete(push, request.shard_count)
             # From here on no shard is added.
@@ -232,7 +251,7 @@ class Pushes:
             )
         return versions
 
-    async def _joined(self, request: pb.BeginPushRequest) -> Push | None:
+    async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
         if not request.idempotency_key:
             return None
         for push in [*self._open.values(), *reversed(self._ended.values())]:
@@ -245,8 +264,7 @@ class Pushes:
                     f"the idempotency key belongs to a push of version {push.record.version}; "
                     "choose another key",
                 )
-            await asyncio.shield(push.opened)
-            push.check_open()
+            await wake(push, deadline_s)
             return push
         return None
 
@@ -317,49 +335,6 @@ class Pushes:
                 f"not {request.content_digest}; push it as a higher version",
             )
 
-    async def _start(
-        self, push: Push, request: pb.BeginPushRequest, deadline_s: float | None
-    ) -> None:
-        try:
-            slot = await self._slot(push, deadline_s)
-            known = None
-            if request.layout_digest:
-                known = await push.versions.layout(request.layout_digest)
-                push.check_open()
-            total = request.total_bytes or (known.layout.size if known else 0)
-            await push.versions.pool.promise(slot, total)
-            push.check_open()
-            if known is not None:
-                push.describe_known(known)
-        except asyncio.CancelledError:
-            push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
-            raise
-        except WeightSyncError as error:
-            push.fail(error)
-            await push.closed()
-            raise
-        push.opened.set_result(None)
-
-    async def _slot(self, push: Push, deadline_s: float | None) -> Slot:
-        wait = self.limits.slot_wait_s
-        if deadline_s is not None:
-            # A little less than the caller waits, so that it is told why.
-            wait = min(wait, max(0.0, deadline_s * 0.95 - 0.05))
-        taking = asyncio.create_task(push.versions.pool.take(push.record, wait))
-        either: list[asyncio.Future[Any]] = [taking, push.opened]
-        try:
-            # `opened` before its time means that the push failed: an epoch rose, it was aborted.
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not taking.done():
-                taking.cancel()
-                await asyncio.wait([taking])
-        if push.error is not None:
-            if not taking.cancelled() and taking.exception() is None:
-                push.versions.pool.release(taking.result())
-            raise push.error
-        return taking.result()
-
     async def _commit(self, push: Push, content_digest: str) -> pb.CommitPushResponse:
         try:
             response = await commit(push, content_digest)
@@ -372,6 +347,7 @@ class Pushes:
             logger.exception("commit of version %d", push.record.version)
             push.fail(WeightSyncError(Reason.FAULT, "the commit failed in the server; push again"))
             raise push.error or error from error
+        await failpoints.reach("commit.reply")
         push.succeed(response)
         return response
 
@@ -385,6 +361,9 @@ class Pushes:
         self._open.pop(push.id, None)
         push.committing = None
         push.strip()
+        self._remember(push)
+
+    def _remember(self, push: Push) -> None:
         self._ended[push.id] = push
         while len(self._ended) > self.limits.remembered:
             self._ended.popitem(last=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.layout import check_version
 
@@ -34,6 +35,7 @@ def seal(push: Push) -> asyncio.Task[Manifest]:
 
 
 async def _seal(push: Push) -> Manifest:
+    await failpoints.reach("commit.seal")
     ordered = [push.shards[index] for index in sorted(push.shards)]
     found = [digest for upload in ordered for digest in upload.found or ()]
     try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import check_size, refused
 from weightsync_server.ingest.push import FATAL, Push
+from weightsync_server.ingest.resuming import wake
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -79,9 +81,8 @@ class PushStream:
             push = await self._pushes.open(message.begin, self._deadline_s)
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
-            # It may still wait for its slot, which a layout needs.
-            await asyncio.shield(push.opened)
-            push.check_open()
+            if push.committed is None:
+                await wake(push, self._deadline_s)
         else:
             raise refused("the first message of a stream must be begin or join")
         if push.committed is None:
@@ -130,6 +131,7 @@ class PushStream:
             view[begin:end] = data
             upload.received = end
             self._received += end - begin
+            failpoints.hit("receive.chunk")
             if end >= upload.mark:
                 await push.advance(upload, segment)
                 self._count()
@@ -174,6 +176,7 @@ class PushStream:
         push.check_open()
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
+            await failpoints.reach("receive.layout")
             await push.add_layout(message.layout, self)
         elif message.HasField("digests"):
             upload = push.shards.get(message.digests.shard)

@@ -29,8 +29,11 @@ class ShardUpload:
         allocation: The task that makes the segment.
         owner: The stream that sends its layout or its bytes now.
         received: Bytes received so far.
+        kept: Those of them that survive a crash of the server.
+        keeping: The task that makes more of them so.
+        restoring: The task that reads back what survived a crash.
         mark: Number of received bytes at which something must be done: the end of the header,
-            then the end of the shard.
+            then each number at which bytes are made durable, then the end of the shard.
         headed: The header is proved to tell the layout.
         header_digest: Digest of the header's bytes, once they were proved.
         verification: The task that digests and persists it.
@@ -46,6 +49,9 @@ class ShardUpload:
         self.allocation: asyncio.Task[Segment] | None = None
         self.owner: object | None = None
         self.received = 0
+        self.kept = 0
+        self.keeping: asyncio.Task[None] | None = None
+        self.restoring: asyncio.Task[Segment] | None = None
         self.mark = 0
         self.headed = False
         self.header_digest = b""
@@ -168,4 +174,5 @@ class ShardUpload:
             received_bytes=self.received,
             size_bytes=self.entry.size,
             verified=self.verified,
+            durable_bytes=self.kept,
         )

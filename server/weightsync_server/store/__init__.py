@@ -6,11 +6,20 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.store.base import CommitRecord, Store
+from weightsync_server.store.base import CommitRecord, KeptShard, OpenPush, PushRecord, Store
 from weightsync_server.store.local import LocalStore
 from weightsync_server.store.memory import MemoryStore
 
-__all__ = ["CommitRecord", "LocalStore", "MemoryStore", "Store", "open_store"]
+__all__ = [
+    "CommitRecord",
+    "KeptShard",
+    "LocalStore",
+    "MemoryStore",
+    "OpenPush",
+    "PushRecord",
+    "Store",
+    "open_store",
+]
 
 
 def open_store(url: str) -> Store:

@@ -11,9 +11,19 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from weightsync.manifest import Manifest
+    from weightsync.manifest import Manifest, ShardEntry, TensorEntry
 
-__all__ = ["MAX_VERSION", "CommitRecord", "Store", "check_epoch", "check_model", "check_version"]
+__all__ = [
+    "MAX_VERSION",
+    "CommitRecord",
+    "KeptShard",
+    "OpenPush",
+    "PushRecord",
+    "Store",
+    "check_epoch",
+    "check_model",
+    "check_version",
+]
 
 #: The largest version and epoch: the largest integer that every JSON reader keeps exactly.
 MAX_VERSION = (1 << 53) - 1
@@ -39,6 +49,8 @@ class CommitRecord:
         shard_count: Shards.
         trainer_verified: Whether the digests equal those that the trainer sent.
         adopted: Whether it is an engine's checkpoint and no push.
+        push_id: The push that brought it; empty: none.
+        idempotency_key: Key of that push; empty: none.
     """
 
     model: str
@@ -54,6 +66,8 @@ class CommitRecord:
     shard_count: int
     trainer_verified: bool
     adopted: bool
+    push_id: str = ""
+    idempotency_key: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, read back by `from_json`."""
@@ -69,14 +83,84 @@ class CommitRecord:
         kinds = {"metadata": dict, "trainer_verified": bool, "adopted": bool}
         texts = ("model", "content_digest", "manifest_digest", "layout_digest")
         kinds |= dict.fromkeys(texts, str)
-        values: dict[str, Any] = {}
-        for name in cls.__dataclass_fields__:
-            value = document.get(name)
-            if type(value) is not kinds.get(name, int):
-                msg = f"{name} is {value!r}"
-                raise ValueError(msg)
-            values[name] = value
-        return cls(**values)
+        # Records of the first release lack these.
+        late = {name: document.get(name, "") for name in ("push_id", "idempotency_key")}
+        kinds |= dict.fromkeys(late, str)
+        return cls(
+            **_checked({**document, **late}, dict.fromkeys(cls.__annotations__, int) | kinds)
+        )
+
+
+@dataclass(frozen=True)
+class PushRecord:
+    """What must be known of an open push after a crash.
+
+    Attributes:
+        push_id: Names it.
+        model: Model name.
+        version: The version it brings.
+        epoch: Epoch of its writer.
+        request: The call that opened it, as it came, hexadecimal.
+    """
+
+    push_id: str
+    model: str
+    version: int
+    epoch: int
+    request: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values, read back by `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PushRecord:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: It is no such document.
+        """
+        kinds = {"push_id": str, "model": str, "version": int, "epoch": int, "request": str}
+        return cls(**_checked(document, kinds))
+
+
+@dataclass(frozen=True)
+class KeptShard:
+    """What a store has kept of a shard that was arriving.
+
+    Attributes:
+        index: Index in the push.
+        entry: Name and sizes.
+        tensors: In the order of their bytes.
+        header_digest: xxh3-128 of the header.
+        size: Bytes kept, from the first on; not proved yet.
+    """
+
+    index: int
+    entry: ShardEntry
+    tensors: tuple[TensorEntry, ...]
+    header_digest: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class OpenPush:
+    """A push that survived.
+
+    Attributes:
+        record: What it is.
+        shards: What was kept of it.
+    """
+
+    record: PushRecord
+    shards: tuple[KeptShard, ...]
+
+
+def _checked(document: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    for name, kind in kinds.items():
+        if type(document.get(name)) is not kind:
+            raise ValueError(f"{name} is {document.get(name)!r}")
+    return {name: document[name] for name in kinds}
 
 
 class Store(Protocol):
@@ -151,6 +235,16 @@ class Store(Protocol):
 
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
         """Replace the marks (pins, rejections), all or nothing."""
+
+    async def record_push(self, record: PushRecord) -> None:
+        """Write down that a push is open, until its version is committed or discarded.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, FAULT.
+        """
+
+    async def open_pushes(self, model: str) -> list[OpenPush]:
+        """Return the recorded pushes that were open when the store was last used."""
 
 
 def check_model(model: str) -> str:

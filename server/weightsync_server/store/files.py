@@ -6,31 +6,20 @@ import contextlib
 import json
 import os
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from weightsync_server import files
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
-__all__ = ["TEMPORARY", "flush_directory", "read_document", "replace", "write_document"]
+__all__ = ["TEMPORARY", "read_document", "replace", "write_document"]
 
 #: Suffix of files that count for nothing; `Store.open` removes them.
 TEMPORARY = ".tmp"
-
-
-def flush_directory(path: Path) -> None:
-    """Make the names in a directory durable.
-
-    Raises:
-        OSError: They may not be.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -40,20 +29,19 @@ def replace(path: Path, data: bytes) -> None:
         OSError: The file is the old one or, where the directory could not be flushed, the new one.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, 0o640)
+    fd = files.create(temporary)
     try:
-        with open(fd, "wb", buffering=0) as file:  # noqa: PTH123 - a descriptor
-            view = memoryview(data)
-            while view:
-                view = view[file.write(view) :]
-            os.fsync(fd)
-        os.replace(temporary, path)  # noqa: PTH105 - a seam of the tests
+        try:
+            files.write(fd, data)
+            files.fsync(fd)
+        finally:
+            os.close(fd)
+        files.rename(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            files.unlink(temporary)
         raise
-    flush_directory(path.parent)
+    files.flush_directory(path.parent)
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@
     <root>/<model>/v<version>/<shard>.safetensors, manifest.json, commit.json
 
 Shards are byte for byte what was pushed. A version exists if and only if its commit record does.
+What lies there of a push that is still open tells `weightsync_server.store.partial`.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
+from weightsync_server import files
 from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.store.base import CommitRecord, check_epoch, check_model, check_version
-from weightsync_server.store.files import flush_directory, read_document, replace, write_document
+from weightsync_server.store.files import read_document, replace, write_document
+from weightsync_server.store.partial import RECORD, forget_push, is_partial, open_pushes
 from weightsync_server.store.recovery import COMMIT, MANIFEST, recover, shard_name
 from weightsync_server.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
+    from weightsync_server.store.base import OpenPush, PushRecord
 
 __all__ = ["LocalStore"]
 
@@ -119,7 +125,18 @@ class LocalStore:
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
         """Replace the marks, all or nothing."""
         path = self._model(model) / _MARKS
-        await self._change(model, f"recording marks of {model}", _write, path, dict(marks))
+        what = f"recording marks of {model}"
+        await self._change(model, what, _write_marks, path, dict(marks))
+
+    async def record_push(self, record: PushRecord) -> None:
+        """Write down that a push is open, until its version is committed or discarded."""
+        path = self._directory(record.model, record.version) / RECORD
+        what = f"recording a push of version {record.version}"
+        await self._change(record.model, what, _record_push, path, record)
+
+    async def open_pushes(self, model: str) -> list[OpenPush]:
+        """Return the recorded pushes that were open when the store was last used."""
+        return await self._read(model, "open pushes", open_pushes, self._model(model), COMMIT)
 
     def _model(self, model: str) -> Path:
         return self._root / check_model(model)
@@ -152,6 +169,7 @@ class LocalStore:
 
     def _write_epoch(self, model: str, epoch: int) -> None:
         check_epoch(epoch, self._epoch(model))
+        failpoints.hit("store.epoch")
         _write(self._model(model) / _EPOCH, {"epoch": epoch})
 
     def _commit(self, record: CommitRecord, manifest: Manifest) -> None:
@@ -164,10 +182,12 @@ class LocalStore:
         _check_shards(directory, record, sizes)
         body = manifest.to_json()
         # Also flushes the names of the shards, which are in the same directory.
+        failpoints.hit("store.manifest")
         replace(directory / MANIFEST, body)
-        flush_directory(directory.parent)
-        flush_directory(self._root)
+        files.flush_directory(directory.parent)
+        files.flush_directory(self._root)
         try:
+            failpoints.hit("store.record")
             write_document(
                 directory / COMMIT,
                 {
@@ -181,8 +201,9 @@ class LocalStore:
         except BaseException:
             # The record may be in place though its name could not be flushed.
             with contextlib.suppress(OSError):
-                (directory / COMMIT).unlink(missing_ok=True)
+                files.unlink(directory / COMMIT)
             raise
+        forget_push(directory)
 
 
 def _is_committed(directory: Path, record: CommitRecord) -> bool:
@@ -220,8 +241,8 @@ def _check_shards(directory: Path, record: CommitRecord, sizes: Sequence[int]) -
         )
     # An earlier try of the same version may have had more shards.
     for path in directory.iterdir():
-        if path.name not in expected:
-            path.unlink()
+        if path.name not in expected and not is_partial(path):
+            files.unlink(path)
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -239,9 +260,22 @@ def _discard(directory: Path) -> None:
 
 def _delete(directory: Path) -> None:
     if directory.exists():
-        (directory / COMMIT).unlink(missing_ok=True)
-        flush_directory(directory)
+        failpoints.hit("store.delete")
+        files.unlink(directory / COMMIT)
+        files.flush_directory(directory)
+        failpoints.hit("store.deleted")
         shutil.rmtree(directory)
+
+
+def _record_push(path: Path, record: PushRecord) -> None:
+    failpoints.hit("receive.record")
+    _make_directory(path.parent.parent)
+    _write(path, record.to_json())
+
+
+def _write_marks(path: Path, marks: dict[str, Any]) -> None:
+    failpoints.hit("store.marks")
+    _write(path, marks)
 
 
 def _read_or(path: Path, default: dict[str, Any]) -> dict[str, Any]:
@@ -252,10 +286,14 @@ def _read_or(path: Path, default: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    if not path.parent.exists():
-        path.parent.mkdir(mode=0o750, exist_ok=True)
-        flush_directory(path.parent.parent)
+    _make_directory(path.parent)
     write_document(path, document)
+
+
+def _make_directory(path: Path) -> None:
+    if not path.exists():
+        path.mkdir(mode=0o750, exist_ok=True)
+        files.flush_directory(path.parent)
 
 
 def _damaged(what: str, error: ValueError) -> WeightSyncError:

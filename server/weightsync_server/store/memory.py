@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from weightsync.manifest import Manifest
-    from weightsync_server.store.base import CommitRecord
+    from weightsync_server.store.base import CommitRecord, OpenPush, PushRecord
 
 __all__ = ["MemoryStore"]
 
@@ -87,6 +87,15 @@ class MemoryStore:
     async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
         """Replace the marks until this process ends."""
         self._marks[check_model(model)] = dict(marks)
+
+    async def record_push(self, record: PushRecord) -> None:
+        """Do nothing: no push survives."""
+        _check(record.model, record.version)
+
+    async def open_pushes(self, model: str) -> list[OpenPush]:
+        """Return nothing: no push survives."""
+        check_model(model)
+        return []
 
 
 def _check(model: str, version: int, shard: int = 0) -> tuple[str, int]:

@@ -8,9 +8,12 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server import files
 from weightsync_server.store.base import MAX_VERSION, CommitRecord, check_model
-from weightsync_server.store.files import TEMPORARY, flush_directory, read_document, write_document
+from weightsync_server.store.files import TEMPORARY, read_document, write_document
+from weightsync_server.store.partial import is_partial, read_push
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,14 +57,14 @@ def recover(root: Path) -> list[CommitRecord]:
             if _is_plain_directory(entry):
                 records += _recover_version(entry)
             elif entry.name.endswith(TEMPORARY):
-                entry.unlink()
+                files.unlink(entry)
     return sorted(records, key=lambda record: (record.model, record.version))
 
 
 def _claim(root: Path) -> None:
     if not root.exists():
         root.mkdir(mode=0o750, parents=True, exist_ok=True)
-        flush_directory(root.parent)
+        files.flush_directory(root.parent)
     try:
         known = read_document(root / MARKER).get("format")
     except FileNotFoundError:
@@ -81,7 +84,7 @@ def _claim(root: Path) -> None:
 def _refuse_foreign(root: Path) -> None:
     for entry in root.iterdir():
         if entry.name.startswith(MARKER):  # left by a crash while it was written
-            entry.unlink()
+            files.unlink(entry)
         elif entry.name != "lost+found":
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
@@ -106,11 +109,13 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
     match = _VERSION.fullmatch(directory.name)
     if match is None or int(match[1]) > MAX_VERSION:
         return []
+    failpoints.hit("store.recover")
     try:
         commit = read_document(directory / COMMIT)
     except FileNotFoundError:
-        logger.info("removing %s: it was never committed", directory)
-        shutil.rmtree(directory)
+        if read_push(directory) is None:
+            logger.info("removing %s: it was never committed", directory)
+            shutil.rmtree(directory)
         return []
     except ValueError as error:
         _put_aside(directory, f"the commit record: {error}")
@@ -121,8 +126,8 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
         _put_aside(directory, str(error))
         return []
     for entry in directory.iterdir():
-        if entry.name.endswith(TEMPORARY):
-            entry.unlink()
+        if entry.name.endswith(TEMPORARY) or is_partial(entry):
+            files.unlink(entry)
     return [record]
 
 
@@ -142,7 +147,7 @@ def _whole(directory: Path, commit: dict[str, Any], version: int) -> CommitRecor
 def _put_aside(directory: Path, why: str) -> None:
     aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
-        directory.rename(aside)
+        files.rename(directory, aside)
     except OSError as error:
         logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
     else:

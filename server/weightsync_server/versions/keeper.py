@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.segments import Segment, reserved_size
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class SegmentKeeper:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED; nothing is reserved.
         """
+        await failpoints.reach("stage.allocate")
         capacity = reserved_size(size)
         more = capacity - min(reserved, capacity)
         self.budget.reserve(more)

@@ -45,7 +45,7 @@ class Orphans:
             return "staged for an apply; retry when that has ended"
         return ""
 
-    async def drop(self, record: VersionRecord) -> None:
+    async def drop(self, record: VersionRecord, *, keep: bool = False) -> None:
         """Label a version as failed; forget it, its slot and what was stored of it when unused.
 
         Nothing may write to its segments or its files any more.
@@ -58,7 +58,8 @@ class Orphans:
                 "version %d failed to commit and is %s", record.version, self.use(record)
             )
             self._versions.tell(record)
-        await self._discard(record)
+        if not keep:
+            await self._discard(record)
         if self._versions.find(record.version) is record:
             record.orphaned = True
             self.settle(record)

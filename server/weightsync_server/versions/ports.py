@@ -22,6 +22,14 @@ class Fetchers(Protocol):
     async def persist(self, segment: Segment, size: int, target: str) -> None:
         """Write the first `size` bytes to the file `target`, durably."""
 
+    async def keep(
+        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
+    ) -> None:
+        """Make the bytes from `begin` to `end` durable, so that `restore` finds them."""
+
+    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
+        """Fill a segment with what was kept of a shard; return how many bytes are undamaged."""
+
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         """Fill the first `size` bytes with a whole file."""
 

@@ -38,6 +38,8 @@ class VersionRecord:
         slot: Where its bytes lie or arrive.
         missing: While receiving: tells what has not arrived, at most 10 items.
         served: It was live once.
+        push_id: The push that brings it; empty: none.
+        key: Idempotency key of that push; empty: none.
         orphaned: Its push failed; it stays for as long as it is live or leased.
     """
 
@@ -55,6 +57,8 @@ class VersionRecord:
     slot: Slot | None = None
     missing: Callable[[], list[str]] | None = None
     served: bool = False
+    push_id: str = ""
+    key: str = ""
     orphaned: bool = False
 
     @classmethod
@@ -108,6 +112,8 @@ class VersionRecord:
             shard_count=len(layout.shards),
             trainer_verified=trainer_verified,
             adopted=adopted,
+            push_id=self.push_id,
+            idempotency_key=self.key,
         )
 
     def missing_text(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import builtins
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
@@ -165,12 +166,16 @@ class ModelVersions(Catalog):
         self._records[record.version] = record
         self.changed(record)
 
-    async def drop(self, record: VersionRecord) -> None:
+    async def drop(self, record: VersionRecord, *, keep: bool = False) -> None:
         """Forget a version that was not committed, its slot and what was stored of it.
 
         Nothing may write to its segments any more. While it is live or leased it stays, failed.
+
+        Args:
+            record: The version.
+            keep: What was stored stays, for the next life of the server.
         """
-        await self.orphans.drop(record)
+        await self.orphans.drop(record, keep=keep)
 
     async def seal(self, layout: Layout, digests: Iterable[bytes]) -> Manifest:
         """Return a manifest with its digests computed, off the event loop, and a shared layout."""
@@ -209,6 +214,7 @@ class ModelVersions(Catalog):
                     Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
                 )
             commit = record.sealed(manifest, trainer_verified=trainer_verified, adopted=adopted)
+            await failpoints.reach("commit.store")
             await self.store.commit(commit, manifest)
             record.commit = commit
             record.durability = pb.DURABILITY_COMMITTED

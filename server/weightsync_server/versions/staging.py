@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.staged import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
@@ -75,6 +76,7 @@ class Stager:
 
     async def verify(self, lease: SlotLease) -> None:
         """Digest the segments again; see `ModelVersions.verify_staged`."""
+        await failpoints.reach("stage.verify")
         record, fetchers = lease.record, self._versions.fetchers
         self._refuse_failed(record)
         manifest = await self._versions.manifest(record)
@@ -136,6 +138,7 @@ class Stager:
         task.result()
 
     async def _load(self, record: VersionRecord, timeout_s: float) -> None:
+        await failpoints.reach("stage.load")
         ours = self._versions
         # A little earlier than the caller gives up, so that the caller is told why.
         slot = await ours.pool.take(record, timeout_s * 0.9)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from weightsync_server import files
 from weightsync_server.apply import journal as module
 from weightsync_server.apply.journal import Entry, Journal
 
@@ -114,7 +115,7 @@ def test_it_starts_anew_when_it_has_grown(path: Path, monkeypatch: pytest.Monkey
     assert _seen(path) == (_intent(200, 199), (199, 198))
 
 
-@pytest.mark.parametrize("step", ["open", "replace", "fsync"])
+@pytest.mark.parametrize("step", ["create", "rename", "fsync"])
 def test_a_crash_while_it_starts_anew(
     path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -126,8 +127,7 @@ def test_a_crash_while_it_starts_anew(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as broken:
-        target = os if step == "fsync" else type(path)
-        broken.setattr(target, step, crash)
+        broken.setattr(files, step, crash)
         with pytest.raises(OSError, match="No space"):
             journal.write(_done(2, 1))
     assert _seen(path) == (_intent(2, 1), (1, 0)), "the record did not count"
@@ -152,9 +152,13 @@ def test_a_full_disk_never_counts_half_a_record(
 ) -> None:
     journal = Journal(path)
     journal.write(_done(1))
-    write = os.write
+
+    def short(fd: int, data: bytes) -> None:
+        os.write(fd, data[:kept])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda fd, data: write(fd, data[:kept]))
+        full.setattr(files, "write", short)
         with pytest.raises(OSError, match="No space"):
             journal.write(_intent(2, 1))
     assert journal.last == _done(1)

@@ -16,7 +16,7 @@ from weightsync.handover import SegmentServer
 from weightsync.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import write_fault
-from weightsync_server.fetchers import FetcherPool, tasks
+from weightsync_server.fetchers import FetcherPool, keeping, tasks
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.store import open_store
 from weightsync_server.threads import in_thread
@@ -229,6 +229,7 @@ async def world(
     await versions.open(records)
     meters = Counts()
     pushes = Pushes({MODEL: versions}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    await pushes.restore()
     try:
         yield World(versions, pushes, meters, budget, fetchers, server)
     finally:
@@ -269,6 +270,22 @@ class Threads:
             temporary = f"{target}.x.tmp"
             await in_thread(tasks.persist, view, target, temporary, threading.Event())
         self.persisted.append(target)
+
+    async def keep(
+        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
+    ) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.full:
+            raise write_fault(OSError(errno.ENOSPC, "No space left on device"), "writing")
+        with memoryview(segment.view)[:end] as view:
+            await in_thread(keeping.keep, view, shard, begin, target, threading.Event())
+        self.persisted.append(target)
+
+    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
+        with memoryview(segment.view)[: shard.size] as view:
+            good: int = await in_thread(keeping.restore, view, shard, source, threading.Event())
+            return good
 
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         fd = os.open(source_fd, os.O_RDONLY) if isinstance(source_fd, str) else os.dup(source_fd)

@@ -1,0 +1,101 @@
+"""The one place at which files change: whoever writes, flushes, renames or removes asks here.
+
+So a test that puts another function in the place of one of these fails or forgets any step. They
+are called as `files.fsync(fd)`, never imported by name.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer
+    from pathlib import Path
+
+__all__ = [
+    "allocate",
+    "append",
+    "create",
+    "flush_directory",
+    "fsync",
+    "open_written",
+    "pwrite",
+    "rename",
+    "unlink",
+    "write",
+]
+
+_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_MODE = 0o640
+
+
+def create(path: Path | str) -> int:
+    """Return a descriptor of a new file; one that exists is an error."""
+    return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
+
+
+def open_written(path: Path | str, *, new: bool = False) -> int:
+    """Return a descriptor of a file to write into, which keeps what it holds.
+
+    Args:
+        path: The file; never followed if it is a link.
+        new: Make it where it is missing; else that is an error.
+    """
+    return os.open(path, _FLAGS | (os.O_CREAT if new else 0), _MODE)
+
+
+def append(path: Path | str) -> int:
+    """Return a descriptor that writes behind the end of a file that exists."""
+    return os.open(path, _FLAGS | os.O_APPEND)
+
+
+def write(fd: int, data: Buffer) -> None:
+    """Write all of a small piece of data."""
+    failpoints.hit("file.write")
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def pwrite(fd: int, data: Buffer, offset: int) -> int:
+    """Write at an offset and return how many bytes were."""
+    return os.pwrite(fd, data, offset)
+
+
+def allocate(fd: int, size: int) -> None:
+    """Reserve the first `size` bytes, so that a full disk is met before any is written."""
+    if size:
+        os.posix_fallocate(fd, 0, size)
+
+
+def fsync(fd: int) -> None:
+    """Make the bytes of a file durable; after an error nothing is known of them."""
+    failpoints.hit("file.fsync")
+    os.fsync(fd)
+
+
+def rename(source: Path | str, target: Path | str) -> None:
+    """Give a file another name, in the place of what had it; durable after `flush_directory`."""
+    failpoints.hit("file.rename")
+    os.replace(source, target)  # noqa: PTH105 - paths come as text too
+
+
+def unlink(path: Path | str) -> None:
+    """Remove a file; that it is missing is fine."""
+    try:
+        os.unlink(path)  # noqa: PTH108 - paths come as text too
+    except FileNotFoundError:
+        return
+
+
+def flush_directory(path: Path | str) -> None:
+    """Make the names in a directory durable."""
+    failpoints.hit("file.flush_directory")
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

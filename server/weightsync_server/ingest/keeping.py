@@ -1,0 +1,78 @@
+"""Received bytes are made durable behind the receive, so that a crash of the server costs few."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.faults import write_fault
+
+if TYPE_CHECKING:
+    from weightsync.segments import Segment
+    from weightsync_server.ingest.push import Push
+    from weightsync_server.ingest.upload import ShardUpload
+
+__all__ = ["LOSS_BYTES", "STEP_BYTES", "keep_rest", "keep_up"]
+
+#: Bytes of a shard that are made durable at once: few flushes, and little is lost.
+STEP_BYTES = 16 << 20
+#: Most bytes of a shard that a crash may lose.
+LOSS_BYTES = 64 << 20
+
+#: Failures of the fetchers, not of the push: the next step tries again.
+_PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
+
+
+async def keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    """Begin to make what came durable where it is worth it, and set the mark for the next time.
+
+    Returns at once, unless so much is not durable yet that a crash would lose too much.
+    """
+    if not push.recorded:
+        upload.mark = upload.entry.size
+        return
+    if upload.keeping is None or upload.keeping.done():
+        upload.keeping = asyncio.create_task(_keep_up(push, upload, segment))
+    if upload.received - upload.kept > LOSS_BYTES - STEP_BYTES:
+        await asyncio.wait([upload.keeping])
+        push.check_open()
+    upload.mark = min(upload.received + STEP_BYTES, upload.entry.size)
+
+
+async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    """Make a whole shard durable.
+
+    Raises:
+        WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+    """
+    if upload.keeping is not None:
+        await asyncio.wait([upload.keeping])
+    while upload.kept < upload.entry.size:
+        await _keep(push, upload, segment)
+
+
+async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    try:
+        while upload.received - upload.kept >= STEP_BYTES and not upload.complete:
+            await _keep(push, upload, segment)
+    except WeightSyncError as error:
+        if error.reason not in _PASSING:
+            push.fail(error)
+
+
+async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
+    versions = push.versions
+    target = versions.store.shard_target(versions.name, push.record.version, upload.index)
+    if target is None:
+        raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
+    try:
+        await failpoints.reach("receive.keep")
+    except OSError as error:
+        raise write_fault(error, f"keeping shard {upload.index}") from error
+    end, started = upload.received, time.monotonic()
+    await versions.fetchers.keep(segment, upload.entry, upload.kept, end, target)
+    upload.kept = end
+    push.meters.observe_phase("persist", time.monotonic() - started)

@@ -1,0 +1,181 @@
+"""A push that survived a restart: asleep until its trainer asks for it, then read back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import read_fault
+from weightsync_server.ingest.committing import answer
+from weightsync_server.ingest.keeping import STEP_BYTES
+from weightsync_server.ingest.opening import equip
+from weightsync_server.ingest.push import Push
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.segments import Segment
+    from weightsync_server.ingest.limits import PushLimits
+    from weightsync_server.ingest.upload import ShardUpload
+    from weightsync_server.store import KeptShard, OpenPush
+    from weightsync_server.versions import Meters, ModelVersions, VersionRecord
+
+__all__ = ["Survivors", "loaded", "wake"]
+
+logger = logging.getLogger(__name__)
+
+
+class Survivors:
+    """Finds the pushes of an earlier life of the server.
+
+    Args:
+        versions: The registry of a model.
+        limits: Bounds on each push.
+        meters: Counts.
+        on_end: Called when a push has ended.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        limits: PushLimits,
+        meters: Meters,
+        on_end: Callable[[Push], None],
+    ) -> None:
+        self._versions = versions
+        self._limits = limits
+        self._meters = meters
+        self._on_end = on_end
+
+    def committed(self) -> list[Push]:
+        """Return the pushes that brought the committed versions, as ended ones, oldest first."""
+        return [
+            self._committed(record, record.commit.push_id, record.commit.idempotency_key)
+            for record in reversed(self._versions.list())
+            if record.commit is not None and record.commit.push_id
+        ]
+
+    async def open(self) -> list[Push]:
+        """Return the pushes that can still be committed, asleep; others are removed."""
+        found = []
+        for survivor in await self._versions.store.open_pushes(self._versions.name):
+            record = survivor.record
+            if record.epoch == self._versions.epoch and record.version > self._versions.highest:
+                found.append(self._asleep(survivor))
+            else:
+                logger.info("the push of version %d can no longer be committed", record.version)
+                await self._versions.store.discard(record.model, record.version)
+        return found
+
+    def _committed(self, record: VersionRecord, push_id: str, key: str) -> Push:
+        request = pb.BeginPushRequest(idempotency_key=key)
+        push = self._made(record, request, push_id)
+        push.opened.set_result(None)
+        push.committed = answer(record, durable=self._versions.store.durable, already=True)
+        return push
+
+    def _asleep(self, survivor: OpenPush) -> Push:
+        told = survivor.record
+        request = pb.BeginPushRequest.FromString(bytes.fromhex(told.request))
+        record = self._versions.unlisted(told.version, told.epoch, dict(request.metadata))
+        push = self._made(record, request, told.push_id)
+        push.asleep = {shard.index: shard for shard in survivor.shards}
+        push.recorded = True
+        record.missing = push.missing
+        self._versions.enlist(record)
+        push.touch()
+        size = sum(shard.size for shard in survivor.shards)
+        logger.info("the push of version %d goes on: %d bytes were kept", told.version, size)
+        return push
+
+    def _made(self, record: VersionRecord, request: pb.BeginPushRequest, push_id: str) -> Push:
+        push = Push(self._versions, record, request, self._limits, self._meters, self._on_end)
+        push.rename(push_id)
+        return push
+
+
+async def wake(push: Push, deadline_s: float | None = None) -> None:
+    """Return when a push can go on; one that was asleep begins to be read back.
+
+    Raises:
+        WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED; it sleeps on. Or why it has failed.
+    """
+    push.check_open()
+    if push.asleep is not None and push.waking is None:
+        push.waking = asyncio.create_task(_wake(push, deadline_s))
+        push.waking.add_done_callback(lambda task: task.cancelled() or task.exception())
+    if push.waking is not None:
+        await asyncio.shield(push.waking)
+    await asyncio.shield(push.opened)
+    push.check_open()
+
+
+async def loaded(push: Push) -> None:
+    """Return when it is known which of the bytes that were kept are undamaged."""
+    tasks = [upload.restoring for upload in push.shards.values() if upload.restoring is not None]
+    if tasks:
+        await asyncio.wait(tasks)
+    push.check_open()
+
+
+async def _wake(push: Push, deadline_s: float | None) -> None:
+    try:
+        await failpoints.reach("receive.resume")
+        await equip(push, deadline_s)
+        shards, push.asleep = push.asleep or {}, None
+        for shard in shards.values():
+            _take_up(push, shard)
+    except BaseException as error:
+        push.waking = None
+        if push.asleep is not None and push.error is None and push.record.slot is not None:
+            push.versions.pool.release(push.record.slot)
+        if isinstance(error, OSError):
+            raise read_fault(error, "resuming a push") from error
+        if push.asleep is None and isinstance(error, WeightSyncError):
+            push.fail(error)
+        raise
+    push.opened.set_result(None)
+
+
+def _take_up(push: Push, shard: KeptShard) -> None:
+    upload = push.described(shard.index, shard.entry, shard.tensors)
+    if upload is None:
+        logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
+        return
+    upload.headed = True
+    upload.header_digest = shard.header_digest
+    upload.received = upload.kept = shard.size
+    upload.mark = min(upload.received + STEP_BYTES, upload.entry.size)
+    upload.restoring = asyncio.create_task(_restore(push, upload))
+
+
+async def _restore(push: Push, upload: ShardUpload) -> Segment:
+    segment = await push.allocated(upload)
+    versions = push.versions
+    source = versions.store.shard_source(versions.name, push.record.version, upload.index)
+    good = 0
+    try:
+        good = await versions.fetchers.restore(segment, upload.entry, source or "")
+    except WeightSyncError as error:
+        if error.reason is Reason.SHUTTING_DOWN:
+            raise
+        logger.warning("shard %d starts again: %s", upload.index, error.message)
+    if good < upload.kept:
+        logger.warning("of %d kept bytes of shard %d %d are whole", upload.kept, upload.index, good)
+        _go_back(upload, good)
+    if upload.complete:
+        push.verify(upload, segment)
+    return segment
+
+
+def _go_back(upload: ShardUpload, good: int) -> None:
+    upload.received = upload.kept = good
+    upload.headed = good >= upload.entry.data_start
+    upload.mark = min(good + STEP_BYTES, upload.entry.size)
+    if not upload.headed:
+        upload.received = upload.kept = 0
+        upload.mark = upload.entry.data_start
