@@ -15,12 +15,14 @@ separated by `;` or new lines: from hit SKIP+1 on, COUNT times (default: always)
     lie(TEXT)       the code at the point decides what to falsify
 
 With a file, each time an action is taken its line `NAME ACTION PID` is appended to `<file>.hits`
-first, so that a test knows which faults were met, also after a panic. The notation follows gofail
+first, so that a test knows which faults were met, also after a panic. Without one, this process
+remembers them. The notation follows gofail
 (https://github.com/etcd-io/gofail).
 """
 
 from __future__ import annotations
 
+import collections
 import errno
 import os
 import re
@@ -35,7 +37,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["POINTS", "VARIABLE", "FailpointError", "enabled", "hit", "lie", "parse", "reach"]
+__all__ = [
+    "POINTS",
+    "VARIABLE",
+    "FailpointError",
+    "enabled",
+    "hit",
+    "hits",
+    "lie",
+    "parse",
+    "plan",
+    "reach",
+    "set_plan",
+]
 
 VARIABLE = "WEIGHTSYNC_FAILPOINTS"
 
@@ -101,11 +115,13 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "worker.verify": "before live parameters are compared",
         "worker.state": "before a rank tells what it holds",
         "worker.release": "before a rank lets go of versions",
-        "worker.reply": "before a rank's reply; lies about apply_id, content_digest or rank",
+        "worker.reply": "a rank's reply to a commit: lie(FIELD) or lie(FIELD=VALUE) falsifies it",
+        "worker.tell": "a rank's reply to what it holds: as worker.reply",
         "bridge.hello": "a server said hello",
         "bridge.pause": "before vLLM is asked to pause",
         "bridge.paused": "vLLM stands still, the answer is not sent",
         "bridge.call": "before a worker call",
+        "bridge.replies": "the workers' replies: lie(twice), lie(lost) or lie(stale)",
         "bridge.called": "the workers have answered, the answer is not sent",
         "bridge.renew": "before a lease is prolonged",
         "bridge.expire": "a lease has run out",
@@ -115,6 +131,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+#: Actions that are told, newest last.
+_MOST_HITS = 10_000
 _TERM = re.compile(
     r"(?P<name>[a-z0-9_.]+)=(?:(?P<skip>\d{1,9})>)?(?:(?P<count>\d{1,9})\*)?"
     r"(?P<action>panic|stop|sleep|error|lie)(?:\((?P<argument>[^()]*)\))?"
@@ -187,7 +205,31 @@ class _Plan:
         self._lock = threading.Lock()
         self._path = Path(value[1:]) if value.startswith("@") else None
         self._stamp: tuple[int, int, int] | None = None
-        self._terms = {} if self._path else parse(value)
+        self._text = "" if self._path else value
+        self._terms = parse(self._text)
+        self._hits: collections.deque[str] = collections.deque(maxlen=_MOST_HITS)
+
+    def text(self) -> str:
+        if self._path is None:
+            return self._text
+        return self._path.read_text() if self._path.exists() else ""
+
+    def replace(self, text: str) -> None:
+        terms = parse(text)
+        with self._lock:
+            if self._path is None:
+                self._text, self._terms = text, terms
+                return
+            # Not in place: another process must never read half a plan.
+            fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            fresh.write_text(text)
+            fresh.replace(self._path)
+
+    def hits(self) -> list[str]:
+        if self._path is None:
+            return list(self._hits)
+        file = Path(f"{self._path}.hits")
+        return file.read_text().splitlines()[-_MOST_HITS:] if file.exists() else []
 
     def take(self, name: str, *actions: str) -> _Term | None:
         """Return what is due at a point now, if it is one of the actions."""
@@ -211,9 +253,10 @@ class _Plan:
             self._terms, self._stamp = {}, None
 
     def _record(self, name: str, term: _Term) -> None:
-        if self._path is None:
-            return
         line = f"{name} {term.action} {os.getpid()}\n".encode()
+        if self._path is None:
+            self._hits.append(line.decode().strip())
+            return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(f"{self._path}.hits", flags, 0o600)
         try:
@@ -228,6 +271,28 @@ _plan: _Plan | None = _Plan(os.environ[VARIABLE]) if VARIABLE in os.environ else
 def enabled() -> bool:
     """Whether this process was started with failpoints."""
     return _plan is not None
+
+
+def plan() -> str:
+    """Return the plan in force; "" where nothing fails."""
+    return _plan.text() if _plan else ""
+
+
+def set_plan(text: str) -> None:
+    """Replace the plan: that of the file, for all who share it, or that of this process.
+
+    Raises:
+        FailpointError: It cannot be followed, or this process was started without failpoints.
+        OSError: The file cannot be written.
+    """
+    if _plan is None:
+        raise FailpointError(f"this process has no failpoints; start it with {VARIABLE}")
+    _plan.replace(text)
+
+
+def hits() -> list[str]:
+    """Return a line `NAME ACTION PID` per action that was taken, oldest first."""
+    return _plan.hits() if _plan else []
 
 
 def hit(name: str) -> None:

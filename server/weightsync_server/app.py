@@ -24,7 +24,7 @@ from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
 from weightsync_server.process import tune_process
-from weightsync_server.service import WeightSyncServicer
+from weightsync_server.service import WeightSyncServicer, add_debug_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
@@ -180,6 +180,8 @@ class App:
         server = grpc.aio.server(interceptors=[guard], options=_CHANNEL_OPTIONS)
         weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        if add_debug_service(server):
+            logger.warning("failpoints are on; this server fails on purpose")
         if self._settings.reflection:
             names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)

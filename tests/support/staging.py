@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from weightsync.digest import tensor_digest
+from weightsync.engine import PROTOCOL_VERSION
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.handover import SegmentServer
@@ -142,7 +143,9 @@ class BridgeClient:
 
     def hello(self) -> pb.HelloResponse:
         """Say hello."""
-        answer = self.stub.Hello(pb.HelloRequest(protocol=1, server_version="test"), timeout=30)
+        answer = self.stub.Hello(
+            pb.HelloRequest(protocol=PROTOCOL_VERSION, server_version="test"), timeout=30
+        )
         self.ranks = list(answer.ranks)
         return answer
 

@@ -17,7 +17,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["WeightSyncServer"]
@@ -34,12 +34,14 @@ class WeightSyncServer:
         state_dir: State and store.
         store: Where versions are kept; empty: in the state directory.
         flags: More flags.
+        variables: More environment variables.
     """
 
     run_dir: Path
     state_dir: Path
     store: str = ""
     flags: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
 
@@ -78,7 +80,11 @@ class WeightSyncServer:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with (self.run_dir / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, start_new_session=True
+                self.command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self.variables},
             )
         deadline = time.monotonic() + _START_S
         while True:

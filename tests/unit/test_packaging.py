@@ -67,7 +67,7 @@ def test_every_module_and_marker_is_in_it(names: set[str], package: str) -> None
     assert sorted((wanted | {f"{package}/py.typed"}) - names) == []
 
 
-@pytest.mark.parametrize("stub", ["v1/weightsync", "engine/v1/engine"])
+@pytest.mark.parametrize("stub", ["v1/weightsync", "engine/v1/engine", "debug/v1/debug"])
 @pytest.mark.parametrize("ending", ["_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"])
 def test_the_stubs_are_in_it(names: set[str], stub: str, ending: str) -> None:
     assert f"weightsync/{stub}{ending}" in names

@@ -169,7 +169,7 @@ class MemoryEngine:
             try:
                 prepared = self._read(client, str(args["document"]))
             except ValueError as error:
-                report |= {"phase": "failed", "error": str(error)}
+                report |= {"phase": "failed", "error": str(error), "refused": True}
             else:
                 report |= self._ready(str(args["apply_id"]), prepared, bool(args["compare_live"]))
         page.write(report)

@@ -9,11 +9,14 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weightsync import failpoints
 from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.calls import VllmCalls
+from weightsync.vllm.calls import VllmCalls, told
 from weightsync.vllm.checkpoint import offer_files
+from weightsync.vllm.motion import Motion
 from weightsync.vllm.refusals import config_refusals
+from weightsync.vllm.replies import Pairing, agreed
 from weightsync.vllm.sleep import SleepGuard
 from weightsync.vllm.worker import METHODS, rank_names
 
@@ -38,7 +41,8 @@ class VllmEngine:
 
     It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
     never served. A pause is a lease: when it runs out, the engine resumes only if every rank tells
-    the same proved version, and is fenced otherwise.
+    the same proved version, and is fenced otherwise. It is fenced as well when vLLM takes longer
+    than a lease to stop or to start, until that call has returned.
 
     Args:
         llm: vLLM's AsyncLLM.
@@ -56,15 +60,19 @@ class VllmEngine:
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._broken = ""
+        self._motion = Motion(self._vllm, self._stop_waiting)
         #: Digest that every rank reported after the last commit; None: no commit since the resume.
         self._committed: str | None = None
+        self._commits = 0
         self._served = ""
         self._versions: dict[str, int] = {}
         config = self._vllm.config
+        ranks = rank_names(config.parallel_config)
+        self._pairing = Pairing(ranks)
         self._info = EngineInfo(
             engine_id=secrets.token_hex(8),
             vllm_version=vllm_version,
-            ranks=rank_names(config.parallel_config),
+            ranks=ranks,
             capabilities=self._vllm.capabilities,
             refusals=config_refusals(config),
             state=self._state,
@@ -75,11 +83,12 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Pause the engine before anything can ask it for tokens."""
-        await self._vllm.pause("keep", clear_cache=False)
+        await self._motion.halt()
 
     async def close(self) -> None:
         """Stop the lease timer; vLLM itself is left as it is."""
         self._drop_lease()
+        self._motion.close()
         for task in list(self._tasks):
             task.cancel()
 
@@ -108,7 +117,7 @@ class VllmEngine:
 
         Raises:
             WeightSyncError: APPLY_BUSY while another lease holds, ENGINE_ASLEEP, ENGINE_AWAY,
-                REQUEST_INVALID.
+                REQUEST_INVALID. ENGINE_FENCED: vLLM did not stop within `lease_s`.
         """
         _check(spec, lease_s)
         return await self._whole(self._pause(spec, lease_s))
@@ -127,6 +136,7 @@ class VllmEngine:
 
         Raises:
             WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
+                ENGINE_FENCED: vLLM did not start in the time of a lease.
         """
         return await self._whole(self._resume(lease_id, version, content_digest))
 
@@ -158,8 +168,7 @@ class VllmEngine:
 
     async def _whole(self, work: Awaitable[T]) -> T:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._track(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -167,52 +176,38 @@ class VllmEngine:
             task.add_done_callback(_log_failure)
             raise
 
+    def _track(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         async with self._changes:
-            self._check_alive()
+            self._check_ready()
             if self._lease:
                 raise WeightSyncError(
                     Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
                 )
-            serving = self._state is EngineState.SERVING
+            self._motion.patience_s = lease_s
             self._sleep.hold()
             try:
-                mode = await self._stand_still(spec)
+                mode = await self._motion.stop(spec)
             except BaseException:
                 self._sleep.release()
-                # vLLM stays paused when finishing a pause fails.
-                if serving:
-                    await self._guarded(self._vllm.resume())
                 raise
             self._committed = None
             self._lease = secrets.token_hex(8)
-            if serving:
+            if self._state is EngineState.SERVING:
                 self._state, self._reason = EngineState.PAUSED, ""
             self._arm(lease_s)
             return Lease(self._lease, mode)
 
     async def _stop_unless_serving(self) -> None:
         if self._state is not EngineState.SERVING:
-            await self._vllm.pause("keep", clear_cache=False)
-
-    async def _stand_still(self, spec: PauseSpec) -> str:
-        if spec.mode != "wait":
-            await self._guarded(self._vllm.pause(spec.mode, clear_cache=spec.clear_cache))
-            return spec.mode
-        waiting = asyncio.ensure_future(self._vllm.pause("wait", clear_cache=spec.clear_cache))
-        done, _ = await asyncio.wait({waiting}, timeout=spec.wait_timeout_s)
-        if done:
-            await self._guarded(waiting)
-            return "wait"
-        # A second pause replaces the mode; the first one is answered at the engine's next idle
-        # moment, which the second one brings about.
-        await self._guarded(self._vllm.pause(spec.after_wait, clear_cache=spec.clear_cache))
-        await self._guarded(waiting)
-        return spec.after_wait
+            await self._motion.halt()
 
     async def _resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         async with self._changes:
-            self._check_alive()
+            self._check_ready()
             free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
             if lease_id or not free:
                 self._check_lease(lease_id)
@@ -225,56 +220,64 @@ class VllmEngine:
                     f"the ranks hold {known or 'no proved version'}, not "
                     f"{content_digest or 'nothing'}; commit a version on every rank first",
                 )
-            labelled = False
-            if version:
-                labelled = await self._guarded(self._vllm.set_version(str(version)))
-            await self._guarded(self._vllm.resume())
+            labelled = await self._motion.start(version)
             self._serve(content_digest)
             self._versions[content_digest] = version
             return labelled
 
     async def _fence(self, reason: str) -> None:
+        await failpoints.reach("bridge.fence")
+        reason = reason or "fenced by the server"
+        # At once: a pause or resume under way may take its time, requests are refused from now on.
+        self._set_fenced(reason)
         async with self._changes:
             self._drop_lease()
-            serving = self._state is EngineState.SERVING
-            self._state, self._reason = EngineState.FENCED, reason or "fenced by the server"
-            logger.error("weightsync: engine fenced: %s", self._reason)
-            if serving:
-                await self._guarded(self._vllm.pause("keep", clear_cache=False))
+            self._set_fenced(reason)
+            if self._motion.generating:
+                await self._motion.halt()
+
+    def _set_fenced(self, reason: str) -> None:
+        self._state, self._reason = EngineState.FENCED, reason
+        logger.error("weightsync: engine fenced: %s", reason)
+
+    def _stop_waiting(self, reason: str) -> None:
+        self._drop_lease()
+        self._set_fenced(reason)
 
     async def _rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._check_alive()
         if self._broken:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
         if method == "weightsync_commit":
-            if self._state is EngineState.SERVING:
+            if self._motion.generating:
                 raise WeightSyncError(
                     Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
                 )
             self._committed = ""
+            self._commits += 1
+        named = self._pairing.name(args)
         try:
-            replies = await self._vllm.rpc(method, args)
+            replies = self._pairing.own(await self._vllm.rpc(method, named), named)
         except Exception as error:
             # Our methods never raise, so vLLM itself failed, and its reply queues may now hold
             # replies of this call.
-            self._broken = f"a worker call failed inside vLLM ({_text(error)}); restart vLLM"
+            self._broken = f"a worker call failed inside vLLM ({told(error)}); restart vLLM"
             await self._give_up(self._broken)
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
         if method == "weightsync_commit":
-            self._committed = _agreed(replies)
+            self._committed = agreed(replies, len(self._info.ranks))
         return replies
 
     async def _give_up(self, reason: str) -> None:
         self._drop_lease()
-        serving = self._state is EngineState.SERVING
-        self._state, self._reason = EngineState.FENCED, reason
-        if serving:
+        self._set_fenced(reason)
+        if self._motion.generating:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._vllm.pause("keep", clear_cache=False), _ASK_S)
 
     async def _proved(self) -> str:
         replies = await self._rpc("weightsync_state", {})
-        return _agreed(replies)
+        return agreed(replies, len(self._info.ranks))
 
     # Leases.
 
@@ -306,40 +309,45 @@ class VllmEngine:
         self._timer = loop.call_later(seconds, self._on_expiry, self._lease)
 
     def _on_expiry(self, lease_id: str) -> None:
-        task = asyncio.ensure_future(self._expire(lease_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_log_failure)
+        self._track(asyncio.ensure_future(self._expire(lease_id)))
 
     async def _expire(self, lease_id: str) -> None:
         """End a lease that nobody renewed: resume on one proved version, or fence."""
         if self._lease != lease_id:
             return
         logger.warning("weightsync: lease %s ran out", lease_id)
+        try:
+            await self._end(lease_id)
+        except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
+            # Nobody is there to try again, so that it must not stay paused without a reason.
+            if self._lease == lease_id:
+                self._drop_lease()
+                self._set_fenced(f"the lease ran out and vLLM could not go on ({told(error)})")
+
+    async def _end(self, lease_id: str) -> None:
+        await failpoints.reach("bridge.expire")
         if self._state is not EngineState.PAUSED:
             self._drop_lease()
             return
+        begun = self._commits
         question = asyncio.ensure_future(self._proved())
         done, _ = await asyncio.wait({question}, timeout=_ASK_S)
         if not done and self._lease == lease_id:
-            self._state = EngineState.FENCED
-            self._reason = "the lease ran out while a worker call had not returned"
-        try:
-            digest = await question
-        except WeightSyncError:
-            return
+            self._set_fenced("the lease ran out while a worker call had not returned")
+        digest = await question
         async with self._changes:
+            # What was written after the question is not in its answer.
+            while self._commits != begun:
+                begun = self._commits
+                digest = await self._proved()
             if self._lease != lease_id:
                 return
-            if not digest:
+            # Where nothing was written, a rank that tells another version is not believed.
+            if not digest or (self._committed is None and digest != self._served):
                 self._drop_lease()
-                self._state = EngineState.FENCED
-                self._reason = "the lease ran out and the ranks do not hold one proved version"
-                logger.error("weightsync: engine fenced: %s", self._reason)
+                self._set_fenced("the lease ran out and the ranks do not hold one proved version")
                 return
-            if version := self._versions.get(digest, 0):
-                await self._guarded(self._vllm.set_version(str(version)))
-            await self._guarded(self._vllm.resume())
+            await self._motion.start(self._versions.get(digest, 0))
             self._serve(digest)
 
     # Failures of vLLM itself.
@@ -349,18 +357,9 @@ class VllmEngine:
         if state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, reason)
 
-    async def _guarded(self, call: Awaitable[T]) -> T:
-        try:
-            return await call
-        except Exception as error:
-            msg = f"vLLM did not do it ({_text(error)}); look into its log"
-            raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
-
-
-def _agreed(replies: list[dict[str, Any]]) -> str:
-    """Return the one digest that all ranks proved, or ""."""
-    digests = {reply.get("content_digest", "") if reply.get("ok") else "" for reply in replies}
-    return str(digests.pop()) if len(digests) == 1 else ""
+    def _check_ready(self) -> None:
+        self._check_alive()
+        self._motion.check_settled()
 
 
 def _check(spec: PauseSpec, lease_s: float) -> None:
@@ -376,10 +375,6 @@ def _check(spec: PauseSpec, lease_s: float) -> None:
         )
 
 
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
-
-
 def _log_failure(task: asyncio.Future[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("weightsync: %s", _text(task.exception() or Exception()))
+        logger.error("weightsync: %s", told(task.exception() or Exception()))

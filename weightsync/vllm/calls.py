@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Mapping
 
-__all__ = ["VllmCalls"]
+__all__ = ["VllmCalls", "guarded", "told"]
+
+T = TypeVar("T")
+
+
+def told(error: BaseException) -> str:
+    """Return what a failure of vLLM says, in short."""
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+async def guarded(call: Awaitable[T]) -> T:
+    """Return what a call of vLLM returns.
+
+    Raises:
+        WeightSyncError: ENGINE_AWAY: it raised something.
+    """
+    try:
+        return await call
+    except Exception as error:
+        msg = f"vLLM did not do it ({told(error)}); look into its log"
+        raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
 
 
 class VllmCalls:

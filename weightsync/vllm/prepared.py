@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
@@ -82,7 +83,11 @@ class Prepared:
 
     def write(self) -> None:
         """Copy every slice into the live parameters."""
-        for target, source in zip(self.targets.views(), self.sources, strict=True):
+        half = len(self.sources) // 2
+        pairs = zip(self.targets.views(), self.sources, strict=True)
+        for index, (target, source) in enumerate(pairs):
+            if index == half:
+                failpoints.hit("worker.half")
             target.copy_(source)
 
     def mismatched(self, stop: Callable[[], bool] = bool) -> list[str]:

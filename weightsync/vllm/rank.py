@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync import failpoints
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
@@ -102,6 +103,7 @@ class Rank:
     def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what the live parameters were last proved to hold; "" if unknown or half written."""
         del args
+        failpoints.hit("worker.state")
         held = self._holding
         return {
             "apply_id": held.apply_id,
@@ -118,6 +120,7 @@ class Rank:
         Raises:
             PlanRefusedError: The model cannot take this layout.
         """
+        failpoints.hit("worker.capture")
         self._refuse_repacked()
         staged = read_document(self._socket(args), str(args["document"]))
         plan, seconds = capture_plan(self._model, self._live, staged.manifest.layout)
@@ -135,6 +138,7 @@ class Rank:
         """Write a prepared version, then prove that the live parameters hold it."""
         apply_id = str(args["apply_id"])
         ready = self._known(apply_id)
+        failpoints.hit("worker.commit")
         held = self._holding
         held.apply_id, held.content_digest, held.dirty = apply_id, "", True
         begin = time.perf_counter()
@@ -145,6 +149,7 @@ class Rank:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 written = time.perf_counter()
+                failpoints.hit("worker.written")
                 wrong = ready.mismatched()
         finally:
             held.writes += 1
@@ -176,6 +181,7 @@ class Rank:
         Segments stay mapped, because mapping them again is slow, unless `segments` is given: then
         those that it does not name and that no kept version uses are unmapped.
         """
+        failpoints.hit("worker.release")
         keep = set(map(str, args["keep"]))
         if args.get("segments") is not None:
             self._existing = set(map(str, args["segments"]))
@@ -258,9 +264,11 @@ class Rank:
         return self._page[1]
 
     def _prepare(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.prepare")
         self._refuse_repacked()
         staged = read_document(self._socket(args), str(args["document"]))
         plan = find_plan(staged, self._plans)
+        failpoints.hit("worker.map")
         with self._memory:
             views = self._mappings.map(self._socket(args), staged.segments)
         stop = job.cancelled.is_set
@@ -276,6 +284,7 @@ class Rank:
         return {"phase": "ready", **self._compare(ready, job.cancelled.is_set)}
 
     def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
+        failpoints.hit("worker.verify")
         writes = self._holding.writes
         wrong = ready.mismatched(stop)
         held = self._holding
@@ -298,7 +307,8 @@ def _caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except NeedsCaptureError:
         return blank | {"phase": "needs_capture"}
     except PlanRefusedError as error:
-        return blank | {"phase": "failed", "error": str(error), "names": error.names[:_NAMES]}
+        refused = {"phase": "failed", "error": str(error), "refused": True}
+        return blank | refused | {"names": error.names[:_NAMES]}
     except CancelledPrepareError:
         return blank | {"phase": "failed", "error": "released by the server"}
     except Exception as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from weightsync import failpoints
 from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
@@ -13,13 +15,15 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
 
 if TYPE_CHECKING:
-    import grpc
+    from collections.abc import Awaitable, Callable
 
     from weightsync.vllm.adapter import VllmEngine
 
 __all__ = ["MAX_ARGS_BYTES", "EngineServicer"]
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 #: Longest JSON argument of a worker call in bytes; more does not fit vLLM's queues well.
 MAX_ARGS_BYTES = 64 << 10
@@ -33,12 +37,31 @@ _STATES = {
 }
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: WeightSyncError) -> NoReturn:
-    await context.abort_with_status(to_status(error))
+def _told(
+    method: Callable[[Any, Any, Any], Awaitable[_Answer]],
+) -> Callable[[Any, Any, Any], Awaitable[_Answer]]:
+    """Let every error of a call reach the server as a status with a reason."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Any) -> _Answer:
+        try:
+            return await method(self, request, context)
+        except WeightSyncError as error:
+            refusal = error
+        except Exception as error:
+            logger.exception("weightsync: %s failed", method.__name__)
+            text = f"the bridge failed ({type(error).__name__}); vLLM's log tells why"
+            refusal = WeightSyncError(Reason.FAULT, text)
+        await context.abort_with_status(to_status(refusal))
+        raise refusal
+
+    return call
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Answers the server's calls. Every error is a WeightSyncError with its reason as a detail.
+
+    The server that said hello last drives the engine; calls of any other change nothing.
 
     Args:
         engine: The engine of this process.
@@ -48,18 +71,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, engine: VllmEngine, segment_socket: str) -> None:
         self._engine = engine
         self._segment_socket = segment_socket
+        self._driver = ""
 
+    @_told
     async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
         """Compare versions and tell what the engine is."""
         if request.protocol != PROTOCOL_VERSION:
-            await _abort(
-                context,
-                WeightSyncError(
-                    Reason.ENGINE_UNSUPPORTED,
-                    f"the server speaks engine protocol {request.protocol}, the bridge "
-                    f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
-                ),
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED,
+                f"the server speaks engine protocol {request.protocol}, the bridge "
+                f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
             )
+        await failpoints.reach("bridge.hello")
+        self._driver = request.server_id
         info = await self._engine.hello()
         logger.info("weightsync: server %s connected", request.server_version or "of no release")
         return pb.HelloResponse(
@@ -74,65 +98,65 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             model=info.model,
         )
 
+    @_told
     async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:
         """Stop generation under a lease."""
+        self._check_driver(request)
         spec = PauseSpec(
             mode=request.mode or "keep",
             clear_cache=request.clear_cache,
             wait_timeout_s=request.wait_timeout.ToTimedelta().total_seconds(),
             after_wait=request.after_wait or "keep",
         )
-        try:
-            lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
-        except WeightSyncError as error:
-            await _abort(context, error)
+        lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
+        await failpoints.reach("bridge.paused")
         return pb.PauseResponse(lease_id=lease.lease_id, mode=lease.mode)
 
+    @_told
     async def RenewLease(self, request: Any, context: Any) -> pb.RenewLeaseResponse:
         """Prolong a lease."""
-        try:
-            seconds = request.lease.ToTimedelta().total_seconds()
-            await self._engine.renew(request.lease_id, seconds)
-        except WeightSyncError as error:
-            await _abort(context, error)
+        self._check_driver(request)
+        await failpoints.reach("bridge.renew")
+        seconds = request.lease.ToTimedelta().total_seconds()
+        await self._engine.renew(request.lease_id, seconds)
         return pb.RenewLeaseResponse()
 
+    @_told
     async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:
         """Start generation."""
-        try:
-            label_set = await self._engine.resume(
-                request.lease_id, request.version, request.content_digest
-            )
-        except WeightSyncError as error:
-            await _abort(context, error)
+        self._check_driver(request)
+        label_set = await self._engine.resume(
+            request.lease_id, request.version, request.content_digest
+        )
+        await failpoints.reach("bridge.resumed")
         return pb.ResumeResponse(label_set=label_set)
 
+    @_told
     async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
         """Keep the engine paused and refuse requests."""
-        try:
-            await self._engine.fence(request.reason)
-        except WeightSyncError as error:
-            await _abort(context, error)
+        self._check_driver(request)
+        await self._engine.fence(request.reason)
         return pb.FenceResponse()
 
+    @_told
     async def CallWorkers(self, request: Any, context: Any) -> pb.CallWorkersResponse:
         """Run a worker method on every rank."""
-        try:
-            args = _arguments(request.args_json)
-            replies = await self._engine.call_workers(request.method, args)
-        except WeightSyncError as error:
-            await _abort(context, error)
+        self._check_driver(request)
+        args = _arguments(request.args_json)
+        await failpoints.reach("bridge.call")
+        replies = await self._engine.call_workers(request.method, args)
+        await failpoints.reach("bridge.called")
         return pb.CallWorkersResponse(replies_json=[json.dumps(r).encode() for r in replies])
 
+    @_told
     async def OfferCheckpoint(self, request: Any, context: Any) -> pb.OfferCheckpointResponse:
         """Send the checkpoint's descriptors over the segment socket."""
+        self._check_driver(request)
         socket = request.segment_socket or self._segment_socket
-        try:
-            files = await self._engine.offer_checkpoint(socket, request.offer_id)
-        except WeightSyncError as error:
-            await _abort(context, error)
+        files = await self._engine.offer_checkpoint(socket, request.offer_id)
         return pb.OfferCheckpointResponse(files=files)
 
+    @_told
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
         """Tell whether the engine lives."""
         del request, context
@@ -143,6 +167,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             engine_id=health.engine_id,
             requests=health.requests,
             sleeping=health.sleeping,
+            server_id=self._driver,
+        )
+
+    def _check_driver(self, request: Any) -> None:
+        if request.server_id == self._driver:
+            return
+        if not self._driver:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                "this engine was started anew; the server must say hello to it first",
+                retry_after_s=1.0,
+            )
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "another weightsync-server has taken this engine over; stop one of the two",
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from weightsync import failpoints
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.rank import Rank, RefusedCallError
 from weightsync.vllm.settings import EngineSettings
@@ -70,14 +71,30 @@ def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return reply
 
 
+def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply, or what a failpoint makes of it: FIELD or FIELD=VALUE is another."""
+    lie = None
+    if word == "commit":
+        lie = failpoints.lie("worker.reply")
+    elif word == "state":
+        lie = failpoints.lie("worker.tell")
+    if lie is None:
+        return reply
+    field, _, value = lie.partition("=")
+    return reply | {field: value or "falsified"}
+
+
 def _method(word: str) -> Callable[..., dict[str, Any]]:
     def method(self: Any, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        reply: dict[str, Any] = {"ok": True, "rank": "", "error": ""}
+        # The name of the call goes back with the reply: vLLM pairs them by order only.
+        call = (args or {}).get("call", "")
+        reply: dict[str, Any] = {"ok": True, "rank": "", "call": call, "error": ""}
         try:
             reply["rank"] = rank_name(self.parallel_config, self.rank)
-            return reply | _call(self, word, args or {})
+            return _falsified(word, reply | _call(self, word, args or {}))
         except PlanRefusedError as error:
-            return reply | {"ok": False, "error": str(error), "names": error.names[:10]}
+            refused = {"ok": False, "error": str(error), "refused": True}
+            return reply | refused | {"names": error.names[:10]}
         except RefusedCallError as error:
             return reply | {"ok": False, "error": str(error)}
         except Exception as error:

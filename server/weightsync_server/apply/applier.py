@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
@@ -259,6 +260,7 @@ class Applier:
         *,
         durable: bool = True,
     ) -> Prepared:
+        await failpoints.reach("apply.begin")
         # In this order: the ranks' own targets then come from bytes that are proved afterwards.
         target = await self._prepare(
             session, record, compare_live=False, timeout_s=timeout_s, durable=durable
@@ -299,6 +301,7 @@ class Applier:
     ) -> pb.ApplyReport:
         switch = Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
         try:
+            await failpoints.reach("apply.prepared")
             switched = await switch.run(target, live, spec)
         except BaseException as error:
             target.lease.release()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from weightsync import failpoints
 from weightsync_server import files
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Journal:
         Raises:
             OSError: The disk refused; the record does not count.
         """
+        failpoints.hit("journal.write")
         if self._torn or os.fstat(self._fd).st_size > _ROTATE_BYTES:
             self._rewrite()
         data = _encode(entry)
@@ -101,6 +103,7 @@ class Journal:
         os.close(self._fd)
 
     def _read(self) -> list[Entry]:
+        failpoints.hit("journal.read")
         entries: list[Entry] = []
         if self._path.exists():
             for line in self._path.read_bytes().splitlines(keepends=True):

@@ -14,6 +14,7 @@ from weightsync_server.apply import reports
 from weightsync_server.apply.reconcile import Reconciler
 from weightsync_server.apply.session import Session
 from weightsync_server.apply.switch import Switch
+from weightsync_server.faults import write_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
 #: After these nobody knows what the ranks hold or whether the engine generates.
-_UNSURE = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY)
+_UNSURE = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY, Reason.FAULT)
 
 
 class Keeper:
@@ -132,6 +133,9 @@ class Keeper:
             self._set(pb.ENGINE_STATE_APPLYING, "")
             try:
                 yield session
+            except OSError as error:
+                self.suspect("a fault of this host in an apply: every rank is asked what it holds")
+                raise write_fault(error, "the apply") from error
             except BaseException as error:
                 told = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
                 if not told or session.ranks.hung:
@@ -244,6 +248,7 @@ class Keeper:
             self._journal,
             switch,
             self._settings.prepare_timeout_s,
+            lambda: self._metrics.violate("never_mixed"),
         ).run()
         self.show(held)
         self._set(pb.ENGINE_STATE_SERVING, "")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine
     from weightsync.handover import SegmentServer
 
-__all__ = ["RankCommit", "RankState", "Ranks", "Report"]
+__all__ = ["RankCommit", "RankState", "Ranks", "Report", "refusal"]
 
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
@@ -37,6 +37,7 @@ class Report:
         rank: `dp/pp/tp`.
         phase: `ready`, `failed` or `needs_capture`.
         error: One sentence when it failed.
+        refused: Whether the model cannot take these tensors, now or ever.
         bytes: Bytes that a commit would write.
         proved: Whether the live parameters hold the version; None: not compared.
         mismatched: Names of tensors that differ, at most 10.
@@ -46,6 +47,7 @@ class Report:
     rank: str
     phase: str
     error: str
+    refused: bool
     bytes: int
     proved: bool | None
     mismatched: tuple[str, ...]
@@ -108,6 +110,8 @@ class Ranks:
         replies = await self._call("weightsync_state", {}, timeout_s)
         return [
             RankState(rank, str(r.get("content_digest", "")), bool(r.get("dirty", True)))
+            if r.get("ok")
+            else RankState(rank, "", dirty=True)
             for rank, r in zip(self.names, replies, strict=True)
         ]
 
@@ -119,10 +123,7 @@ class Ranks:
         """
         replies = await self._call("weightsync_capture", {"document": document}, timeout_s)
         for rank, reply in zip(self.names, replies, strict=True):
-            if not reply.get("ok"):
-                raise WeightSyncError(
-                    Reason.ENGINE_REFUSED, f"rank {rank}: {reply.get('error', 'no reason given')}"
-                )
+            _check(rank, reply)
 
     async def prepare(
         self, apply_id: str, document: str, *, compare_live: bool, timeout_s: float
@@ -167,10 +168,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         replies = await self._call(method, {**args, "ticket": ticket}, timeout_s)
         for rank, reply in zip(self.names, replies, strict=True):
-            if not reply.get("ok"):
-                raise WeightSyncError(
-                    Reason.ENGINE_REFUSED, f"rank {rank}: {reply.get('error', 'no reason given')}"
-                )
+            _check(rank, reply)
         reports: list[Report | None] = [None] * len(self.names)
         while any(report is None for report in reports):
             if time.monotonic() > deadline:
@@ -205,10 +203,39 @@ class Ranks:
         replies = task.result()
         if len(replies) != len(self.names):
             raise WeightSyncError(
-                Reason.ENGINE_REFUSED,
-                f"{len(replies)} ranks answered {method}, expected {len(self.names)}; restart vLLM",
+                Reason.FAULT,
+                f"{len(replies)} ranks answered {method}, expected {len(self.names)}; restart vLLM "
+                "if it stays so",
             )
-        return replies
+        return [_own(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
+
+
+def refusal(rank: str, error: str, *, lasting: bool) -> WeightSyncError:
+    """Return why a rank did not do what it was asked to, before it wrote anything.
+
+    Args:
+        rank: `dp/pp/tp`.
+        error: What it said.
+        lasting: Whether asking again is useless.
+    """
+    if lasting:
+        return WeightSyncError(Reason.ENGINE_REFUSED, f"rank {rank} refused: {error}")
+    return WeightSyncError(
+        Reason.ENGINE_AWAY,
+        f"rank {rank} failed: {error or 'no reason given'}; try again",
+        retry_after_s=1.0,
+    )
+
+
+def _check(rank: str, reply: dict[str, Any]) -> None:
+    if not reply.get("ok"):
+        raise refusal(rank, str(reply.get("error", "")), lasting=bool(reply.get("refused")))
+
+
+def _own(rank: str, reply: dict[str, Any]) -> dict[str, Any]:
+    if reply.get("rank") == rank:
+        return reply
+    return {"ok": False, "error": f"answered as rank {reply.get('rank')!r}"}
 
 
 def _swallow(task: asyncio.Task[list[dict[str, Any]]]) -> None:
@@ -224,6 +251,7 @@ def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | Non
         rank=rank,
         phase=str(page.get("phase")),
         error=str(page.get("error", "")),
+        refused=bool(page.get("refused")),
         bytes=int(page.get("bytes", 0)),
         proved=page.get("proved"),
         mismatched=tuple(page.get("mismatched", ())),

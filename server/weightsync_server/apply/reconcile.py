@@ -13,12 +13,13 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.session import QUICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.ranks import RankState
@@ -43,6 +44,7 @@ class Reconciler:
         journal: What was live before.
         switch: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
+        on_mixture: Called when a generating engine is found not to hold what its ranks tell.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class Reconciler:
         journal: Journal,
         switch: Switch,
         prepare_timeout_s: float,
+        on_mixture: Callable[[], None],
     ) -> None:
         self._session = session
         self._versions = versions
         self._journal = journal
         self._switch = switch
         self._timeout_s = prepare_timeout_s
+        self._on_mixture = on_mixture
 
     async def run(self) -> Prepared:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -66,6 +70,7 @@ class Reconciler:
             WeightSyncError: ENGINE_REFUSED or ENGINE_FENCED: it stands still, with the reason.
                 ENGINE_AWAY: it cannot be asked now.
         """
+        await failpoints.reach("apply.reconcile")
         health = await self._session.engine.health()
         if health.state is EngineState.PAUSED:
             # A lease that nobody holds any more: an apply ended without knowing how.
@@ -77,6 +82,9 @@ class Reconciler:
             if _proved(held):
                 return await self._go_on(held)
             held.lease.release()
+            if health.state is EngineState.SERVING:
+                # Measured in the live parameters: every rank claims what it does not hold.
+                self._on_mixture()
         written = any(state.dirty or state.content_digest for state in states)
         try:
             return await self._place(written=written)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply.ranks import Ranks
+from weightsync_server.apply.ranks import Ranks, refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 
 #: Time for a worker RPC that only starts a thread or reads a field, seconds.
 QUICK_S = 30.0
+#: A pause or resume that outlives its lease by this long has got lost, seconds.
+_GRACE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,7 @@ class Session:
             await self._capture(lease.staged_id, timeout_s)
         for report in reports:
             if report.phase != "ready":
-                raise WeightSyncError(
-                    Reason.ENGINE_REFUSED, f"rank {report.rank} refused: {report.error}"
-                )
+                raise refusal(report.rank, report.error, lasting=report.refused)
         return Prepared(apply_id, record, lease, tuple(reports), time.monotonic() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:
@@ -161,7 +161,7 @@ class Session:
     async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
         """Pause generation and keep the lease; the body resumes or fences before it ends."""
         began = time.monotonic()
-        longest = QUICK_S + (spec.wait_timeout_s if spec.mode == "wait" else 0)
+        longest = self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
         lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
         pause = Pause(lease.lease_id, lease.mode, time.monotonic() - began, began)
         renewal = asyncio.create_task(self._renew(pause))
@@ -181,7 +181,20 @@ class Session:
         """Start generation on a version that every rank is proved to hold."""
         version = held.record.version if held else 0
         digest = held.digest if held else ""
-        await _bounded(self.engine.resume(pause.lease_id, version, digest), QUICK_S, "resume")
+        call = self.engine.resume(pause.lease_id, version, digest)
+        await _bounded(call, self._longest_s, "resume")
+
+    async def state(self) -> EngineState | None:
+        """Return what this start of the engine says that it does; None: it cannot be asked."""
+        try:
+            health = await self.engine.health()
+        except WeightSyncError:
+            return None
+        return health.state if health.engine_id == self.info.engine_id else None
+
+    @property
+    def _longest_s(self) -> float:
+        return min(QUICK_S, self.lease_s + _GRACE_S)
 
     async def hold(self, prepared: Prepared) -> None:
         """Record what every rank holds, and let the ranks drop everything else."""

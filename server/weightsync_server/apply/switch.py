@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Never
 
+from weightsync import failpoints
+from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.journal import Entry, Journal
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Switch", "Switched"]
 
 logger = logging.getLogger(__name__)
+
+#: How often a resume is tried, and how long between two tries, seconds.
+_RESUMES, _AGAIN_S = 3, 0.1
 
 
 @dataclass
@@ -79,19 +84,26 @@ class Switch:
                 ENGINE_FENCED: the engine stands still, with the reason. ENGINE_AWAY: it is gone.
         """
         result = Switched()
+        await failpoints.reach("apply.intent")
         await self._write("INTENT", target, base)
+        await failpoints.reach("apply.pause")
         async with self._session.paused(spec) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            await failpoints.reach("apply.commit")
             failures = await self._commit(target, result)
+            await failpoints.reach("apply.committed")
             if failures:
                 await self._restore(base, pause, failures)
             start = time.monotonic()
+            await failpoints.reach("apply.resume")
             await self._resume(pause, target)
             result.resume_s = time.monotonic() - start
         result.paused_s = time.monotonic() - pause.began
+        await failpoints.reach("apply.resumed")
         # After the resume, so that no fsync lies in the pause: after a crash in between the ranks
         # themselves are asked what they hold.
         await self._write("DONE", target, base)
+        await failpoints.reach("apply.done")
         self._observe(result)
         return result
 
@@ -119,6 +131,14 @@ class Switch:
             if self._session.ranks.hung or error.reason is Reason.ENGINE_AWAY:
                 # Nobody knows what the ranks hold until that call returns.
                 await self._fence([error.message])
+            if await self._session.state() is EngineState.SERVING:
+                # The lease ran out before the commit came, and nothing was written.
+                raise WeightSyncError(
+                    Reason.ENGINE_AWAY,
+                    "the engine went on with what it served before the commit reached it "
+                    f"({error.message}); apply again",
+                    retry_after_s=1.0,
+                ) from error
             return [error.message]
         self._metrics.set_served(
             {
@@ -134,9 +154,11 @@ class Switch:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
         if base is None:
             await self._fence(failures)
+        await failpoints.reach("apply.restore")
         again = await self._commit(base, Switched())
         if again:
             await self._fence(failures + again)
+        await failpoints.reach("apply.restored")
         await self._resume(pause, base)
         await self.record(base)
         raise WeightSyncError(
@@ -147,6 +169,7 @@ class Switch:
 
     async def _fence(self, failures: list[str]) -> Never:
         reason = "; ".join(failures)
+        await failpoints.reach("apply.fence")
         try:
             await self._session.engine.fence(reason)
         except WeightSyncError as error:
@@ -159,15 +182,27 @@ class Switch:
         )
 
     async def _resume(self, pause: Pause, held: Prepared) -> None:
-        try:
-            await self._session.resume(pause, held)
-        except WeightSyncError as error:
-            raise WeightSyncError(
-                Reason.ENGINE_AWAY,
-                f"every rank holds version {held.record.version}, but the resume was not confirmed "
-                f"({error.message}); GetStatus tells what the engine serves",
-                retry_after_s=1.0,
-            ) from error
+        for _ in range(_RESUMES):
+            try:
+                await self._session.resume(pause, held)
+            except WeightSyncError as error:
+                failure = error
+            else:
+                return
+            # The answer may be all that was lost: the engine is asked. It generates only on what
+            # every rank holds, and that is this version.
+            state = await self._session.state()
+            if state is EngineState.SERVING:
+                return
+            if state is not EngineState.PAUSED:
+                break
+            await asyncio.sleep(_AGAIN_S)
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"every rank holds version {held.record.version}, but the resume was not confirmed "
+            f"({failure.message}); GetStatus tells what the engine serves",
+            retry_after_s=1.0,
+        ) from failure
 
     async def _write(self, event: str, target: Prepared, base: Prepared | None) -> None:
         version = target.record.version

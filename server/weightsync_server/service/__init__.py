@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsync_server.service.debug import add_debug_service
 from weightsync_server.service.servicer import WeightSyncServicer
 
-__all__ = ["WeightSyncServicer"]
+__all__ = ["WeightSyncServicer", "add_debug_service"]

@@ -80,7 +80,10 @@ class Llm:
         await self.gate.wait()
         if self.fail is not None:
             raise self.fail
-        return [{"ok": True, "content_digest": digest} for digest in self.digests]
+        return [
+            {"ok": True, "rank": rank, "call": args[0]["call"], "content_digest": digest}
+            for rank, digest in zip(("0/0/0", "0/0/1"), self.digests, strict=True)
+        ]
 
 
 async def _serving(llm: Llm) -> VllmEngine:
@@ -349,3 +352,109 @@ async def test_unsupported_engines_say_so_in_one_sentence(changes: Any, word: st
     (sentence,) = info.refusals
     assert word in sentence
     assert ";" in sentence
+
+
+@pytest.mark.parametrize("what", ["pause", "resume"])
+async def test_what_vllm_takes_too_long_for_fences_until_it_has_returned(what: str) -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    slow = asyncio.Event()
+    quick_pause, quick_resume = llm.pause_scheduler_async, llm.resume_generation
+
+    async def pause(**how: Any) -> None:
+        await slow.wait()
+        await quick_pause(**how)
+
+    async def resume() -> None:
+        await slow.wait()
+        await quick_resume()
+
+    if what == "pause":
+        llm.pause_scheduler_async = pause  # type: ignore[method-assign]
+        error = await _refused(engine.pause(PauseSpec(clear_cache=False), 0.05))
+    else:
+        lease = await engine.pause(PauseSpec(clear_cache=False), 0.05)
+        llm.resume_generation = resume  # type: ignore[method-assign]
+        error = await _refused(engine.resume(lease.lease_id, 7, DIGEST))
+    assert error.reason is Reason.ENGINE_FENCED
+    state, reason = engine.condition()
+    assert state is EngineState.FENCED
+    assert f"did not answer a {what}" in reason
+    error = await _refused(engine.resume("", 7, DIGEST))
+    assert "has not yet" in error.message
+    llm.log.clear()
+    slow.set()
+    await _until(lambda: ("keep", False) in llm.log[1:])
+    await asyncio.sleep(0.01)
+    assert _state(engine) is EngineState.FENCED, "nobody has proved anything since"
+    llm.log.clear()
+    await engine.resume("", 7, DIGEST)
+    assert llm.log[-1] == "resume"
+    assert _state(engine) is EngineState.SERVING
+
+
+async def test_a_fence_holds_requests_off_while_a_pause_hangs() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    llm.drained.clear()
+    spec = PauseSpec(mode="wait", wait_timeout_s=60)
+    pausing = asyncio.create_task(engine.pause(spec, 10))
+    await asyncio.sleep(0.01)
+    fencing = asyncio.create_task(engine.fence("why"))
+    await asyncio.sleep(0.01)
+    assert engine.condition() == (EngineState.FENCED, "why")
+    llm.drained.set()
+    await asyncio.gather(pausing, fencing)
+    assert engine.condition() == (EngineState.FENCED, "why")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("call", "another"), ("rank", "0/0/0"), ("dirty", True), ("ok", False)]
+)
+async def test_a_reply_that_is_not_this_ranks_to_this_call_proves_nothing(
+    field: str, value: Any
+) -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.fence("test")
+    told = llm.collective_rpc
+
+    async def lie(method: str, args: Any = ()) -> list[dict[str, Any]]:
+        first, second = await told(method, args)
+        return [first, second | {field: value}]
+
+    llm.collective_rpc = lie  # type: ignore[method-assign]
+    error = await _refused(engine.resume("", 7, DIGEST))
+    assert error.reason is Reason.ENGINE_REFUSED
+    assert _state(engine) is EngineState.FENCED
+
+
+async def test_a_lease_that_runs_out_untouched_believes_no_other_version() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.02)
+    llm.digests = ["cd" * 16] * 2
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    assert "resume" not in llm.log
+
+
+async def test_a_commit_that_comes_while_a_lease_ends_is_asked_about() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.02)
+    told = llm.collective_rpc
+    commits: list[asyncio.Task[Any]] = []
+
+    async def cross(method: str, args: Any = ()) -> list[dict[str, Any]]:
+        replies = await told(method, args)
+        if method == "weightsync_state" and not commits:
+            # The answer is on its way back, and the ranks are written to after all.
+            llm.digests = [DIGEST, ""]
+            commits.append(asyncio.ensure_future(engine.call_workers("weightsync_commit", {})))
+            await asyncio.sleep(0)
+        return replies
+
+    llm.collective_rpc = cross  # type: ignore[method-assign]
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    assert "resume" not in llm.log
+    await asyncio.gather(*commits)

@@ -25,47 +25,47 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weightsync/engine/v1/engine.proto\x12\x14weightsync.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"8\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\"\xd2\x01\n\rHelloResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cvllm_version\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x30\n\x05state\x18\x07 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\"\xa0\x01\n\x0cPauseRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nafter_wait\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"/\n\rPauseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"O\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x14\n\x12RenewLeaseResponse\"J\n\rResumeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x03 \x01(\t\"#\n\x0eResumeResponse\x12\x11\n\tlabel_set\x18\x01 \x01(\x08\"\x1e\n\x0c\x46\x65nceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0f\n\rFenceResponse\"7\n\x12\x43\x61llWorkersRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\x0c\"+\n\x13\x43\x61llWorkersResponse\x12\x14\n\x0creplies_json\x18\x01 \x03(\x0c\"B\n\x16OfferCheckpointRequest\x12\x16\n\x0esegment_socket\x18\x01 \x01(\t\x12\x10\n\x08offer_id\x18\x02 \x01(\t\"(\n\x17OfferCheckpointResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"\x0f\n\rHealthRequest\"\x89\x01\n\x0eHealthResponse\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x10\n\x08sleeping\x18\x05 \x01(\x08*\xad\x01\n\x0b\x42ridgeState\x12\x1c\n\x18\x42RIDGE_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x42RIDGE_STATE_UNRECONCILED\x10\x01\x12\x18\n\x14\x42RIDGE_STATE_SERVING\x10\x02\x12\x17\n\x13\x42RIDGE_STATE_PAUSED\x10\x03\x12\x17\n\x13\x42RIDGE_STATE_FENCED\x10\x04\x12\x15\n\x11\x42RIDGE_STATE_DEAD\x10\x05\x32\xe4\x05\n\rEngineService\x12P\n\x05Hello\x12\".weightsync.engine.v1.HelloRequest\x1a#.weightsync.engine.v1.HelloResponse\x12P\n\x05Pause\x12\".weightsync.engine.v1.PauseRequest\x1a#.weightsync.engine.v1.PauseResponse\x12_\n\nRenewLease\x12\'.weightsync.engine.v1.RenewLeaseRequest\x1a(.weightsync.engine.v1.RenewLeaseResponse\x12S\n\x06Resume\x12#.weightsync.engine.v1.ResumeRequest\x1a$.weightsync.engine.v1.ResumeResponse\x12P\n\x05\x46\x65nce\x12\".weightsync.engine.v1.FenceRequest\x1a#.weightsync.engine.v1.FenceResponse\x12\x62\n\x0b\x43\x61llWorkers\x12(.weightsync.engine.v1.CallWorkersRequest\x1a).weightsync.engine.v1.CallWorkersResponse\x12n\n\x0fOfferCheckpoint\x12,.weightsync.engine.v1.OfferCheckpointRequest\x1a-.weightsync.engine.v1.OfferCheckpointResponse\x12S\n\x06Health\x12#.weightsync.engine.v1.HealthRequest\x1a$.weightsync.engine.v1.HealthResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weightsync/engine/v1/engine.proto\x12\x14weightsync.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"K\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\xd2\x01\n\rHelloResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cvllm_version\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x30\n\x05state\x18\x07 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\"\xb3\x01\n\x0cPauseRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nafter_wait\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x06 \x01(\t\"/\n\rPauseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"b\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\x14\n\x12RenewLeaseResponse\"]\n\rResumeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x03 \x01(\t\x12\x11\n\tserver_id\x18\x04 \x01(\t\"#\n\x0eResumeResponse\x12\x11\n\tlabel_set\x18\x01 \x01(\x08\"1\n\x0c\x46\x65nceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\t\"\x0f\n\rFenceResponse\"J\n\x12\x43\x61llWorkersRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\x0c\x12\x11\n\tserver_id\x18\x03 \x01(\t\"+\n\x13\x43\x61llWorkersResponse\x12\x14\n\x0creplies_json\x18\x01 \x03(\x0c\"U\n\x16OfferCheckpointRequest\x12\x16\n\x0esegment_socket\x18\x01 \x01(\t\x12\x10\n\x08offer_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"(\n\x17OfferCheckpointResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"\x0f\n\rHealthRequest\"\x9c\x01\n\x0eHealthResponse\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x10\n\x08sleeping\x18\x05 \x01(\x08\x12\x11\n\tserver_id\x18\x06 \x01(\t*\xad\x01\n\x0b\x42ridgeState\x12\x1c\n\x18\x42RIDGE_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x42RIDGE_STATE_UNRECONCILED\x10\x01\x12\x18\n\x14\x42RIDGE_STATE_SERVING\x10\x02\x12\x17\n\x13\x42RIDGE_STATE_PAUSED\x10\x03\x12\x17\n\x13\x42RIDGE_STATE_FENCED\x10\x04\x12\x15\n\x11\x42RIDGE_STATE_DEAD\x10\x05\x32\xe4\x05\n\rEngineService\x12P\n\x05Hello\x12\".weightsync.engine.v1.HelloRequest\x1a#.weightsync.engine.v1.HelloResponse\x12P\n\x05Pause\x12\".weightsync.engine.v1.PauseRequest\x1a#.weightsync.engine.v1.PauseResponse\x12_\n\nRenewLease\x12\'.weightsync.engine.v1.RenewLeaseRequest\x1a(.weightsync.engine.v1.RenewLeaseResponse\x12S\n\x06Resume\x12#.weightsync.engine.v1.ResumeRequest\x1a$.weightsync.engine.v1.ResumeResponse\x12P\n\x05\x46\x65nce\x12\".weightsync.engine.v1.FenceRequest\x1a#.weightsync.engine.v1.FenceResponse\x12\x62\n\x0b\x43\x61llWorkers\x12(.weightsync.engine.v1.CallWorkersRequest\x1a).weightsync.engine.v1.CallWorkersResponse\x12n\n\x0fOfferCheckpoint\x12,.weightsync.engine.v1.OfferCheckpointRequest\x1a-.weightsync.engine.v1.OfferCheckpointResponse\x12S\n\x06Health\x12#.weightsync.engine.v1.HealthRequest\x1a$.weightsync.engine.v1.HealthResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weightsync.engine.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BRIDGESTATE']._serialized_start=1209
-  _globals['_BRIDGESTATE']._serialized_end=1382
+  _globals['_BRIDGESTATE']._serialized_start=1361
+  _globals['_BRIDGESTATE']._serialized_end=1534
   _globals['_HELLOREQUEST']._serialized_start=91
-  _globals['_HELLOREQUEST']._serialized_end=147
-  _globals['_HELLORESPONSE']._serialized_start=150
-  _globals['_HELLORESPONSE']._serialized_end=360
-  _globals['_PAUSEREQUEST']._serialized_start=363
-  _globals['_PAUSEREQUEST']._serialized_end=523
-  _globals['_PAUSERESPONSE']._serialized_start=525
-  _globals['_PAUSERESPONSE']._serialized_end=572
-  _globals['_RENEWLEASEREQUEST']._serialized_start=574
-  _globals['_RENEWLEASEREQUEST']._serialized_end=653
-  _globals['_RENEWLEASERESPONSE']._serialized_start=655
-  _globals['_RENEWLEASERESPONSE']._serialized_end=675
-  _globals['_RESUMEREQUEST']._serialized_start=677
-  _globals['_RESUMEREQUEST']._serialized_end=751
-  _globals['_RESUMERESPONSE']._serialized_start=753
-  _globals['_RESUMERESPONSE']._serialized_end=788
-  _globals['_FENCEREQUEST']._serialized_start=790
-  _globals['_FENCEREQUEST']._serialized_end=820
-  _globals['_FENCERESPONSE']._serialized_start=822
-  _globals['_FENCERESPONSE']._serialized_end=837
-  _globals['_CALLWORKERSREQUEST']._serialized_start=839
-  _globals['_CALLWORKERSREQUEST']._serialized_end=894
-  _globals['_CALLWORKERSRESPONSE']._serialized_start=896
-  _globals['_CALLWORKERSRESPONSE']._serialized_end=939
-  _globals['_OFFERCHECKPOINTREQUEST']._serialized_start=941
-  _globals['_OFFERCHECKPOINTREQUEST']._serialized_end=1007
-  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_start=1009
-  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_end=1049
-  _globals['_HEALTHREQUEST']._serialized_start=1051
-  _globals['_HEALTHREQUEST']._serialized_end=1066
-  _globals['_HEALTHRESPONSE']._serialized_start=1069
-  _globals['_HEALTHRESPONSE']._serialized_end=1206
-  _globals['_ENGINESERVICE']._serialized_start=1385
-  _globals['_ENGINESERVICE']._serialized_end=2125
+  _globals['_HELLOREQUEST']._serialized_end=166
+  _globals['_HELLORESPONSE']._serialized_start=169
+  _globals['_HELLORESPONSE']._serialized_end=379
+  _globals['_PAUSEREQUEST']._serialized_start=382
+  _globals['_PAUSEREQUEST']._serialized_end=561
+  _globals['_PAUSERESPONSE']._serialized_start=563
+  _globals['_PAUSERESPONSE']._serialized_end=610
+  _globals['_RENEWLEASEREQUEST']._serialized_start=612
+  _globals['_RENEWLEASEREQUEST']._serialized_end=710
+  _globals['_RENEWLEASERESPONSE']._serialized_start=712
+  _globals['_RENEWLEASERESPONSE']._serialized_end=732
+  _globals['_RESUMEREQUEST']._serialized_start=734
+  _globals['_RESUMEREQUEST']._serialized_end=827
+  _globals['_RESUMERESPONSE']._serialized_start=829
+  _globals['_RESUMERESPONSE']._serialized_end=864
+  _globals['_FENCEREQUEST']._serialized_start=866
+  _globals['_FENCEREQUEST']._serialized_end=915
+  _globals['_FENCERESPONSE']._serialized_start=917
+  _globals['_FENCERESPONSE']._serialized_end=932
+  _globals['_CALLWORKERSREQUEST']._serialized_start=934
+  _globals['_CALLWORKERSREQUEST']._serialized_end=1008
+  _globals['_CALLWORKERSRESPONSE']._serialized_start=1010
+  _globals['_CALLWORKERSRESPONSE']._serialized_end=1053
+  _globals['_OFFERCHECKPOINTREQUEST']._serialized_start=1055
+  _globals['_OFFERCHECKPOINTREQUEST']._serialized_end=1140
+  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_start=1142
+  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_end=1182
+  _globals['_HEALTHREQUEST']._serialized_start=1184
+  _globals['_HEALTHREQUEST']._serialized_end=1199
+  _globals['_HEALTHRESPONSE']._serialized_start=1202
+  _globals['_HEALTHRESPONSE']._serialized_end=1358
+  _globals['_ENGINESERVICE']._serialized_start=1537
+  _globals['_ENGINESERVICE']._serialized_end=2277
 # @@protoc_insertion_point(module_scope)

@@ -66,19 +66,23 @@ class HelloRequest(_message.Message):
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract; they must be equal."""
     server_version: _builtins.str
     """Release of the server, for logs."""
+    server_id: _builtins.str
+    """Names the server process, at most 64 bytes. It drives the engine until another says hello."""
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
         server_version: _builtins.str = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "server_id", b"server_id", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,12 +159,17 @@ class PauseRequest(_message.Message):
     WAIT_TIMEOUT_FIELD_NUMBER: _builtins.int
     AFTER_WAIT_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
     """keep, wait or abort."""
     clear_cache: _builtins.bool
     """True: key-value, prefix and multimodal caches are cleared."""
     after_wait: _builtins.str
     """For wait: keep or abort after the timeout."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     @_builtins.property
     def wait_timeout(self) -> _duration_pb2.Duration:
         """For wait: how long."""
@@ -177,10 +186,11 @@ class PauseRequest(_message.Message):
         wait_timeout: _duration_pb2.Duration | None = ...,
         after_wait: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "wait_timeout", b"wait_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "server_id", b"server_id", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,8 +230,13 @@ class RenewLeaseRequest(_message.Message):
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """From Pause."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """From now."""
@@ -231,10 +246,11 @@ class RenewLeaseRequest(_message.Message):
         *,
         lease_id: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "lease_id", b"lease_id", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,22 +282,28 @@ class ResumeRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """From Pause; empty only from UNRECONCILED or FENCED."""
     version: _builtins.int
     """The version that every rank holds, for labels."""
     content_digest: _builtins.str
     """Its content digest."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         version: _builtins.int = ...,
         content_digest: _builtins.str = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "lease_id", b"lease_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "lease_id", b"lease_id", "server_id", b"server_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,16 +338,22 @@ class FenceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """One sentence, shown in the 503 answer."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,19 +384,25 @@ class CallWorkersRequest(_message.Message):
 
     METHOD_FIELD_NUMBER: _builtins.int
     ARGS_JSON_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Name of the method, weightsync_ and a lower-case word."""
     args_json: _builtins.bytes
     """Its one argument: a JSON object of ids and numbers, at most 64 KiB."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     def __init__(
         self,
         *,
         method: _builtins.str = ...,
         args_json: _builtins.bytes = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["args_json", b"args_json", "method", b"method"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["args_json", b"args_json", "method", b"method", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,19 +440,25 @@ class OfferCheckpointRequest(_message.Message):
 
     SEGMENT_SOCKET_FIELD_NUMBER: _builtins.int
     OFFER_ID_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     segment_socket: _builtins.str
     """Path of the server's segment socket as this process sees it; empty: beside the engine socket."""
     offer_id: _builtins.str
     """Names the offer on the segment socket."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
     def __init__(
         self,
         *,
         segment_socket: _builtins.str = ...,
         offer_id: _builtins.str = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer_id", b"offer_id", "segment_socket", b"segment_socket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer_id", b"offer_id", "segment_socket", b"segment_socket", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -476,6 +516,7 @@ class HealthResponse(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
     state: Global___BridgeState.ValueType
     """Present state."""
     reason: _builtins.str
@@ -486,6 +527,8 @@ class HealthResponse(_message.Message):
     """Requests that are running or waiting."""
     sleeping: _builtins.bool
     """True while the engine sleeps."""
+    server_id: _builtins.str
+    """The server that drives the engine; empty: none since its start."""
     def __init__(
         self,
         *,
@@ -494,10 +537,11 @@ class HealthResponse(_message.Message):
         engine_id: _builtins.str = ...,
         requests: _builtins.int = ...,
         sleeping: _builtins.bool = ...,
+        server_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "reason", b"reason", "requests", b"requests", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

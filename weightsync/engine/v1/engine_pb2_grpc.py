@@ -82,7 +82,8 @@ class EngineServiceServicer:
     """
 
     def Hello(self, request, context):
-        """Compares protocol versions and tells what the engine is. First call of every connection.
+        """Compares protocol versions and tells what the engine is. First call of every connection. From
+        then on this server drives the engine, and calls of the one before are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class EngineServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineServiceAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HelloRequest, _engine_pb2.HelloResponse]
-    """Compares protocol versions and tells what the engine is. First call of every connection."""
+    """Compares protocol versions and tells what the engine is. First call of every connection. From
+    then on this server drives the engine, and calls of the one before are refused.
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
     """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
     one verified version, else fences.
@@ -60,7 +62,9 @@ class EngineServiceAsyncStub(EngineServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_engine_pb2.HelloRequest, _engine_pb2.HelloResponse]  # type: ignore[assignment]
-    """Compares protocol versions and tells what the engine is. First call of every connection."""
+    """Compares protocol versions and tells what the engine is. First call of every connection. From
+    then on this server drives the engine, and calls of the one before are refused.
+    """
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
     one verified version, else fences.
@@ -87,7 +91,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.HelloResponse, _abc.Awaitable[_engine_pb2.HelloResponse]]:
-        """Compares protocol versions and tells what the engine is. First call of every connection."""
+        """Compares protocol versions and tells what the engine is. First call of every connection. From
+        then on this server drives the engine, and calls of the one before are refused.
+        """
 
     @_abc_1.abstractmethod
     def Pause(

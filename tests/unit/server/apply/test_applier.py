@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2
 from tests.unit.server.apply.plant import Plant, checkpoint, shards, tensors, until
 from tests.unit.server.versions.world import make_shard
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -276,34 +277,72 @@ async def test_an_engine_that_restarted_unseen_is_not_applied_to(it: Plant) -> N
     assert it.engine.serves == 1
 
 
-async def test_a_resume_that_is_not_confirmed(it: Plant) -> None:
+async def test_a_resume_whose_answer_is_lost_is_asked_for(it: Plant) -> None:
     await it.push(2)
 
     def lost(answer: Any) -> Any:
-        it.engine.after.pop("resume")
         raise WeightSyncError(Reason.ENGINE_AWAY, "the reply was lost")
 
     it.engine.after["resume"] = lost
-    await _refused(it, Reason.ENGINE_AWAY, "every rank holds version 2", version=2)
-    await until(lambda: it.here.versions.live == 2)
-    await it.ready()
-    assert it.engine.serves == 2
+    assert (await it.apply(2)).version == 2
+    assert it.engine.events.count("resume") == 2, "that of the start and this one"
+    assert it.engine.serves == it.here.versions.live == 2
     assert it.journal.live == (2, 1)
     assert it.leases() == {1: 0, 2: 1}
 
 
-async def test_a_resume_that_was_not_done(it: Plant) -> None:
+async def test_a_resume_that_fails_is_tried_again(it: Plant) -> None:
     await it.push(2)
+    tries = 0
 
     def fail() -> None:
-        it.engine.before.pop("resume")
-        raise WeightSyncError(Reason.ENGINE_AWAY, "the request was lost")
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "the request was lost")
 
     it.engine.before["resume"] = fail
-    await _refused(it, Reason.ENGINE_AWAY, version=2)
-    await until(lambda: it.engine.serves == 2)
+    assert (await it.apply(2)).version == 2
+    assert tries == 3
+    assert it.engine.serves == 2
+
+
+async def test_a_resume_that_fails_for_long_is_not_served_until_it_succeeds(it: Plant) -> None:
+    await it.push(2)
+    tries = 0
+
+    def fail() -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 8:
+            raise WeightSyncError(Reason.ENGINE_AWAY, "the request was lost")
+
+    it.engine.before["resume"] = fail
+    await _refused(it, Reason.ENGINE_AWAY, "every rank holds version 2", version=2)
+    assert it.serving[-1] is False
+    assert it.count("weightsync_fenced") == 1
     await it.ready()
-    assert it.here.versions.live == 2
+    assert tries == 8
+    assert it.engine.serves == it.here.versions.live == 2
+    assert it.journal.live == (2, 1)
+    assert it.leases() == {1: 0, 2: 1}
+
+
+async def test_a_pause_that_ended_before_the_commit_came_is_no_reason_to_fence(it: Plant) -> None:
+    await it.push(2)
+
+    async def ran_out() -> None:
+        it.engine.before.pop("commit")
+        (digest,) = {it.here.versions.get(1).content_digest}
+        await MemoryEngine.resume(it.engine, it.engine._lease, 1, digest)
+        raise WeightSyncError(Reason.ENGINE_REFUSED, "the engine generates")
+
+    it.engine.before["commit"] = ran_out
+    await _refused(it, Reason.ENGINE_AWAY, "apply again", version=2)
+    assert "fence" not in it.engine.events
+    await it.ready()
+    assert it.engine.serves == 1
+    assert (await it.apply(2)).version == 2
 
 
 async def test_a_pause_whose_answer_is_lost(it: Plant) -> None:

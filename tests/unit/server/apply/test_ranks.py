@@ -34,7 +34,7 @@ class Workers:
             await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return self.replies
+        return [{"rank": NAMES[i % 2]} | reply for i, reply in enumerate(self.replies)]
 
 
 @pytest.fixture
@@ -100,16 +100,30 @@ async def test_ranks_that_never_report(ranks: Ranks, workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("method", ["prepare", "verify", "capture"])
-async def test_a_rank_that_refuses_the_call(ranks: Ranks, workers: Workers, method: str) -> None:
-    workers.replies = [{"ok": True}, {"ok": False, "error": "still at work"}]
+@pytest.mark.parametrize(
+    ("refused", "reason", "text"),
+    [
+        (True, Reason.ENGINE_REFUSED, "rank 0/0/1 refused: no"),
+        (False, Reason.ENGINE_AWAY, "rank 0/0/1 failed: no; try again"),
+    ],
+)
+async def test_a_rank_that_refuses_the_call_or_fails(
+    ranks: Ranks,
+    workers: Workers,
+    method: str,
+    refused: bool,
+    reason: Reason,
+    text: str,
+) -> None:
+    workers.replies = [{"ok": True}, {"ok": False, "error": "no", "refused": refused}]
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "prepare": lambda: ranks.prepare("id", "d", compare_live=False, timeout_s=5),
         "verify": lambda: ranks.verify("id", 5),
         "capture": lambda: ranks.capture("d", 5),
     }
-    with pytest.raises(WeightSyncError, match="rank 0/0/1: still at work") as caught:
+    with pytest.raises(WeightSyncError, match=text) as caught:
         await calls[method]()
-    assert caught.value.reason is Reason.ENGINE_REFUSED
+    assert caught.value.reason is reason
 
 
 @pytest.mark.parametrize(
@@ -127,6 +141,11 @@ async def test_a_rank_that_refuses_the_call(ranks: Ranks, workers: Workers, meth
         ({"ok": True, "apply_id": "id", "error": "odd", "content_digest": "d"}, "", "odd"),
         ({"ok": True, "apply_id": "id"}, "", ""),
         ({}, "", "answered for apply None"),
+        (
+            {"ok": True, "rank": "0/0/7", "apply_id": "id", "content_digest": "d"},
+            "",
+            "answered as rank '0/0/7'",
+        ),
     ],
 )
 async def test_only_an_answer_to_this_very_commit_counts(
@@ -145,7 +164,7 @@ async def test_too_few_and_too_many_answers(ranks: Ranks, workers: Workers, coun
     workers.replies = [{"ok": True, "apply_id": "id", "content_digest": "d"}] * count
     with pytest.raises(WeightSyncError, match=f"{count} ranks answered") as caught:
         await ranks.commit("id", 5)
-    assert caught.value.reason is Reason.ENGINE_REFUSED
+    assert caught.value.reason is Reason.FAULT
 
 
 async def test_a_call_that_hangs_is_left_alone_and_nothing_is_sent_behind_it(

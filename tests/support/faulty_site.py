@@ -1,0 +1,239 @@
+"""A real vLLM and a real server beside it that fail together, by one plan of failpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from tests.support.models import make_checkpoint
+from tests.support.processes import state
+from tests.support.stock import push_folder
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.failpoints import VARIABLE
+from weightsync.rpc_status import from_call
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["COMMIT_S", "LEASE_S", "FaultySite"]
+
+_PROMPT = "the quick brown fox"
+#: Lease of a pause and longest commit, seconds: short, so that what hangs is noticed soon.
+LEASE_S, COMMIT_S = 2.0, 2.5
+
+
+class FaultySite:
+    """Versions alternate between two checkpoints, `a` and `b`, whose first tokens differ.
+
+    Args:
+        tp: Tensor parallel size of vLLM.
+
+    Attributes:
+        served: Every answer seen while `watched`: `a`, `b` or an HTTP status.
+    """
+
+    def __init__(self, tp: int = 1) -> None:
+        # Unix sockets allow 107 bytes, which pytest's own folders exceed.
+        self.root = Path(tempfile.mkdtemp(prefix="wf-"))
+        self.plan = self.root / "plan"
+        self.folders = {
+            name: make_checkpoint(self.root / name, dtype="bfloat16", seed=seed)
+            for seed, name in enumerate("ab")
+        }
+        variables = {VARIABLE: f"@{self.plan}"}
+        self.vllm = VllmServer(
+            self.folders["a"], self.root / "run", tp=tp, dtype="bfloat16", variables=variables
+        )
+        flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
+        self.server = WeightSyncServer(
+            self.root / "run", self.root / "state", flags=flags, variables=variables
+        )
+        self.expected: dict[str, Any] = {}
+        self.content: dict[int, str] = {1: "a"}
+        self.served: list[str] = []
+
+    def start(self) -> None:
+        """Start both, and learn what each checkpoint answers when nothing fails."""
+        self.server.start()
+        self.vllm.start()
+        self.server.wait_serving()
+        self.expected["a"] = self._answer()
+        self.apply(self.push())
+        assert self.server.stub.VerifyVersion(
+            pb.VerifyVersionRequest(model="default"), timeout=60
+        ).verified
+        self.expected["b"] = self._answer()
+        assert self.expected["a"] != self.expected["b"]
+
+    def stop(self) -> None:
+        """Stop both and remove everything."""
+        self.disarm()
+        self.let_go_on()
+        try:
+            self.server.stop()
+        finally:
+            self.vllm.stop()
+            shutil.rmtree(self.root)
+
+    # What fails
+
+    def arm(self, plan: str) -> None:
+        """Let everything fail as planned from now on."""
+        self._hits.unlink(missing_ok=True)
+        self.plan.write_text(plan)
+
+    def disarm(self) -> None:
+        """Let nothing fail any more."""
+        self.plan.unlink(missing_ok=True)
+
+    def met(self, timeout_s: float = 0.0) -> list[tuple[str, str, int]]:
+        """Return the faults that were met: failpoint, action, process; waits for a first one."""
+        end = time.monotonic() + timeout_s
+        while not self._hits.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        lines = self._hits.read_text().splitlines() if self._hits.exists() else []
+        return [(name, action, int(pid)) for name, action, pid in map(str.split, lines)]
+
+    def let_go_on(self) -> None:
+        """Continue every process that a failpoint has stopped."""
+        for _, action, pid in self.met():
+            if action == "stop" and state(pid) == "T":
+                os.kill(pid, signal.SIGCONT)
+
+    @property
+    def _hits(self) -> Path:
+        return Path(f"{self.plan}.hits")
+
+    # What is done
+
+    def push(self) -> int:
+        """Push the checkpoint that is not live as a new version."""
+        live = self.server.wait_serving().live_version
+        other = "b" if self.content[live] == "a" else "a"
+        version = push_folder(self.server.stub, self.folders[other]).version
+        self.content[version] = other
+        return version
+
+    def apply(self, version: int) -> pb.ApplyReport:
+        """Apply a version."""
+        request = pb.ApplyVersionRequest(model="default", version=version)
+        return self.server.stub.ApplyVersion(request, timeout=60).report
+
+    def try_apply(self, version: int) -> WeightSyncError | None:
+        """Apply a version; return its refusal: SERVER_AWAY when the server died of it."""
+        try:
+            self.apply(version)
+        except grpc.RpcError as error:
+            told = from_call(error)
+            if told is not None:
+                return told
+            if self.server.process is None or error.code() is not grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+                raise
+            self.server.process.wait(10)
+            return WeightSyncError(Reason.SERVER_AWAY, "the server died")
+        return None
+
+    def restart_server(self) -> None:
+        """Start the server again after it died."""
+        self.server.kill()
+        self.server.start()
+
+    def recover(self) -> str:
+        """Let nothing fail any more, wait until it serves; return the content that is live."""
+        self.disarm()
+        self.let_go_on()
+        if self.server.process is None or self.server.process.poll() is not None:
+            self.restart_server()
+        if not self.vllm_lives():
+            self.vllm.stop()
+            self.vllm.start()
+        live = self.server.wait_serving().live_version
+        assert self.server.stub.VerifyVersion(
+            pb.VerifyVersionRequest(model="default"), timeout=60
+        ).verified
+        assert self.ask() == self.content[live]
+        return self.content[live]
+
+    def vllm_lives(self) -> bool:
+        """Whether vLLM and its engine core live."""
+        with contextlib.suppress(OSError):
+            return self.vllm.request("/health")[0] == 200
+        return False
+
+    # What is seen
+
+    def ask(self) -> str:
+        """Return which content answers, or the HTTP status of a refusal.
+
+        Raises:
+            AssertionError: The answer is neither of the two versions': a mixture is served.
+        """
+        status, answer = self._request()
+        if status != 200:
+            assert status in (500, 503), (status, answer)
+            return str(status)
+        logprobs = answer["choices"][0]["logprobs"]
+        names = [name for name, seen in self.expected.items() if seen == logprobs]
+        assert len(names) == 1, f"a mixture is served: {logprobs}, expected {self.expected}"
+        return names[0]
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Ask vLLM without a break; fail if any answer is of neither version."""
+        over = threading.Event()
+        self.served = []
+        faults: list[BaseException] = []
+
+        def ask() -> None:
+            while not over.is_set():
+                try:
+                    self.served.append(self.ask())
+                except OSError:
+                    self.served.append("away")
+                except AssertionError as error:
+                    faults.append(error)
+                over.wait(0.01)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            asking.join(90)
+        assert not asking.is_alive(), "vLLM has not answered for long"
+        assert not faults, faults[0]
+
+    def refusal(self) -> str:
+        """Return the reason with which vLLM refuses a completion."""
+        status, answer = self._request()
+        assert status == 503, (status, answer)
+        text: str = answer["error"]["message"]
+        return text
+
+    def violations(self) -> int:
+        """Return how many violations of invariants the server has counted."""
+        status = self.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        return sum(status.invariant_violations.values())
+
+    def _answer(self) -> Any:
+        status, answer = self._request()
+        assert status == 200, answer
+        return answer["choices"][0]["logprobs"]
+
+    def _request(self) -> tuple[int, Any]:
+        # One token: a longer request may rightly begin under one version and end under another.
+        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
+        return self.vllm.request("/v1/completions", {**body, "logprobs": 3})
