@@ -26,10 +26,10 @@ _CALL = re.compile(r"failpoints\.(?:hit|reach)\(\s*\"([a-z0-9_.]+)\"")
 _IN_VLLM = ("worker.", "bridge.")
 #: Met when a server starts.
 _STARTING = ("store.recover", "journal.read", "receive.resume", "file.")
-_ACTIONS = {"panic": 50, "sleep": 20, "error": 25, "stop": 5}
+_ACTIONS = {"panic": 60, "sleep": 20, "error": 25, "stop": 5}
 _ERRORS = ("EIO", "ENOSPC", "EMFILE", "ENOMEM")
 #: How long a fault may wait until it is met, seconds.
-_PATIENCE_S = 4.0
+_PATIENCE_S = 2.5
 
 
 def placed_points(*, vllm: bool) -> list[str]:
