@@ -21,7 +21,6 @@ from weightsync_client.errors import (
     ClientError,
     DeadlineError,
     ExhaustedError,
-    NotFoundError,
     UnavailableError,
     refuse,
 )
@@ -35,6 +34,10 @@ from weightsync_client.types import PushResult
 __all__ = ["Invoke", "Push"]
 
 T = TypeVar("T")
+
+# A server that restarted may know less of a push: none of it with memory://, else at most 64 MiB of
+# each shard less.
+_FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE})
 
 # How long the clean-up after a failed push may take.
 _ABORT_S = 5.0
@@ -131,10 +134,10 @@ class Push:
         while True:
             try:
                 reply = self._run_once()
-            except NotFoundError as error:
-                # A server that restarted forgets open pushes; what it committed, it knows.
+            except ClientError as error:
                 restarts += 1
                 if restarts > 3 or not self._may_restart(error):
+                    self._clean_up(error)
                     raise
                 self._reset()
             except BaseException as error:
@@ -146,14 +149,14 @@ class Push:
     def _may_restart(self, error: ClientError) -> bool:
         # Never from a source that was declared free: it may hold other weights by now.
         again = self._source.layout is not None and not self._freed
-        return again and error.reason is Reason.PUSH_UNKNOWN and self._error in (None, error)
+        return again and error.reason in _FORGOTTEN and self._error in (None, error)
 
     def cancel(self) -> None:
         """End the push from another thread; `run` then raises AbortedError."""
         self._fail(AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again"))
 
     def _run_once(self) -> pb.CommitPushResponse:
-        reply = self._invoke(calls.begin_push(self._request, self._link.timeouts))
+        reply = self._persist(calls.begin_push(self._request, self._link.timeouts))
         self._push_id = reply.push_id
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
     from pathlib import Path
+
+    from typing_extensions import Buffer
 
 __all__ = [
     "allocate",

@@ -31,6 +31,7 @@ class Cancelled(Exception):  # noqa: N818 - no error: the server asked for it
 
 
 def look(stop: threading.Event) -> None:
+    """Raise Cancelled if the server no longer wants the result."""
     if stop.is_set():
         raise Cancelled
 
