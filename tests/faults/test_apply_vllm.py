@@ -355,3 +355,46 @@ def test_a_vllm_that_restarts_between_prepare_and_commit_is_proved_first(
     assert refusals[0] is not None
     assert refusals[0].reason is Reason.ENGINE_AWAY
     assert site.recover() == old
+
+
+def test_what_is_not_all_there_is_not_applied(site: FaultySite) -> None:
+    old = site.ask()
+    begin = pb.BeginPushRequest(model="default", shard_count=1)
+    push = site.server.stub.BeginPush(begin, timeout=20)
+    refusal = site.try_apply(push.version)
+    assert refusal is not None
+    assert refusal.reason is Reason.PUSH_INCOMPLETE
+    assert site.ask() == old
+    site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push.push_id), timeout=20)
+
+
+def test_a_rollback_goes_back_over_an_epoch_and_only_once(site: FaultySite) -> None:
+    stub = site.server.stub
+    stub.AcquireEpoch(pb.AcquireEpochRequest(model="default"), timeout=5)
+    first = site.push()
+    site.apply(first)
+    stub.AcquireEpoch(pb.AcquireEpochRequest(model="default"), timeout=5)
+    second = site.push()
+    site.apply(second)
+    request = pb.RollbackRequest(model="default", idempotency_key="once")
+    answer = stub.Rollback(request, timeout=60)
+    assert (answer.report.version, answer.rejected_version) == (first, second)
+    assert stub.Rollback(request, timeout=60) == answer
+    assert site.server.wait_serving().live_version == first
+    assert site.ask() == site.content[first]
+
+
+def test_a_rollback_during_an_apply_waits_for_it(site: FaultySite) -> None:
+    old = site.ask()
+    version = site.push()
+    with site.watched():
+        site.arm("apply.commit=1*sleep(1)")
+        refusals: list[WeightSyncError | None] = []
+        applying = threading.Thread(target=lambda: refusals.append(site.try_apply(version)))
+        applying.start()
+        assert site.met(10)
+        answer = site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
+        applying.join(60)
+    assert refusals == [None]
+    assert answer.rejected_version == version
+    assert site.ask() == old

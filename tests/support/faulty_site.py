@@ -139,7 +139,7 @@ class FaultySite:
             told = from_call(error)
             if told is not None:
                 return told
-            if self.server.process is None or error.code() is not grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+            if self.server.process is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
             self.server.process.wait(10)
             return WeightSyncError(Reason.SERVER_AWAY, "the server died")

@@ -122,3 +122,29 @@ def test_every_point_is_in_the_code_once() -> None:
             found += _CALL.findall(path.read_text())
     assert sorted(found) == sorted(failpoints.POINTS)
     assert len(found) >= 40
+
+
+def test_a_plan_is_replaced_in_its_file_for_all_who_share_it(plan: Path) -> None:
+    failpoints.set_plan("file.fsync=1*error")
+    assert failpoints.plan() == plan.read_text() == "file.fsync=1*error"
+    with pytest.raises(OSError, match="failpoint"):
+        failpoints.hit("file.fsync")
+    assert failpoints.hits() == [f"file.fsync error {os.getpid()}"]
+    with pytest.raises(failpoints.FailpointError):
+        failpoints.set_plan("nonsense")
+    assert failpoints.plan() == "file.fsync=1*error"
+    assert {path.name for path in plan.parent.iterdir()} == {"plan", "plan.hits"}
+
+
+def test_a_plan_without_a_file_is_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_plan", failpoints._Plan(""))
+    failpoints.set_plan("file.fsync=lie(x)")
+    assert failpoints.lie("file.fsync") == "x"
+    assert failpoints.plan() == "file.fsync=lie(x)"
+    assert failpoints.hits() == [f"file.fsync lie {os.getpid()}"]
+
+
+def test_no_plan_is_set_where_the_variable_is_not() -> None:
+    assert (failpoints.plan(), failpoints.hits()) == ("", [])
+    with pytest.raises(failpoints.FailpointError, match="WEIGHTSYNC_FAILPOINTS"):
+        failpoints.set_plan("")

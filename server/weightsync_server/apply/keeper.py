@@ -259,7 +259,7 @@ class Keeper:
             logger.warning("engine: %s", error.message)
         if away:
             self._forget()
-        permanent = error.reason in (Reason.ENGINE_REFUSED, Reason.ENGINE_UNSUPPORTED)
+        permanent = error.reason is Reason.ENGINE_UNSUPPORTED
         self._set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
         if permanent:
             self._refused = error.message

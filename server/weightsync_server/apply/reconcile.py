@@ -67,8 +67,8 @@ class Reconciler:
         """Return what every rank is proved to hold; the engine generates on it.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED or ENGINE_FENCED: it stands still, with the reason.
-                ENGINE_AWAY: it cannot be asked now.
+            WeightSyncError: ENGINE_UNSUPPORTED: it stands still for good. Any other: it stands
+                still, with the reason, or cannot be asked now.
         """
         await failpoints.reach("apply.reconcile")
         health = await self._session.engine.health()
@@ -114,6 +114,12 @@ class Reconciler:
             return await self._session.prepare(
                 record, lease, compare_live=compare_live, timeout_s=self._timeout_s
             )
+        except WeightSyncError as error:
+            lease.release()
+            if error.reason is Reason.ENGINE_REFUSED:
+                # The model cannot take these tensors, however often it is asked.
+                raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
+            raise
         except BaseException:
             lease.release()
             raise
@@ -211,7 +217,7 @@ def _not_copies(held: Prepared) -> WeightSyncError:
     # A loader that does more than copy is found here: its parameters are not its tensors.
     names = sorted({name for report in held.reports for name in report.mismatched})
     return WeightSyncError(
-        Reason.ENGINE_REFUSED,
+        Reason.ENGINE_UNSUPPORTED,
         "the engine's live parameters are not plain copies of its checkpoint "
         f"({', '.join(names[:10])}); this model cannot be updated in place",
     )

@@ -62,6 +62,11 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
         raise refused("base_content_digest belongs to a delta; leave it empty in a full push")
     if request.version > MAX_VERSION:
         raise refused(f"version {request.version} is above {MAX_VERSION}, the largest there is")
+    if request.epoch > MAX_VERSION:
+        raise refused(
+            f"epoch {request.epoch} is above {MAX_VERSION}, the largest there is; use the one that "
+            "AcquireEpoch returned"
+        )
     if len(request.idempotency_key.encode()) > limits.max_key_bytes:
         raise refused(f"idempotency_key is over {limits.max_key_bytes} bytes; shorten it")
     check_digest("layout_digest", request.layout_digest)

@@ -13,7 +13,7 @@ from weightsync_server.faults import write_fault
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["DebugServicer", "add_debug_service"]
+__all__ = ["DebugServicer", "add_debug_service", "is_near"]
 
 _MAX_PLAN_BYTES = 64 << 10
 #: Peers on this host, as gRPC names them.
@@ -59,9 +59,14 @@ def add_debug_service(server: grpc.aio.Server) -> bool:
     return True
 
 
+def is_near(peer: str) -> bool:
+    """Return whether a peer, as gRPC names it, is on this host."""
+    return peer.startswith(_NEAR)
+
+
 def _check_near(context: Any) -> None:
     # An interceptor decides who may call at all; failpoints never leave this host, whoever asks.
-    if not context.peer().startswith(_NEAR):
+    if not is_near(context.peer()):
         raise WeightSyncError(
             Reason.PERMISSION_DENIED, "failpoints are set from this host only: unix or loopback"
         )

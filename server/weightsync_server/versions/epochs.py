@@ -35,9 +35,17 @@ class Epochs:
         self._store = store
         self._observers: list[Callable[[], None]] = []
 
-    async def open(self) -> None:
-        """Read the persisted epoch."""
-        self.newest = await self._store.read_epoch(self._model)
+    async def open(self, committed: int = 0) -> None:
+        """Read the persisted epoch; it never falls.
+
+        Args:
+            committed: Newest epoch of a committed version: an epoch file that was lost or put back
+                does not make its writer's predecessors good again.
+        """
+        stored = await self._store.read_epoch(self._model)
+        if stored < committed:
+            logger.critical("the epoch fell to %d, a version has %d", stored, committed)
+        self.newest = max(stored, committed)
 
     def observe(self, observer: Callable[[], None]) -> None:
         """Call `observer` after each rise, before the new writer is answered."""

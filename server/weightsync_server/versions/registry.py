@@ -95,7 +95,7 @@ class ModelVersions(Catalog):
         for commit in records:
             if commit.model == self.name:
                 self._records[commit.version] = VersionRecord.committed(commit)
-        await self.epochs.open()
+        await self.epochs.open(max((r.epoch for r in self._records.values()), default=0))
         await self._marks.open()
         for record in self._records.values():
             record.pinned = record.version in self._marks.pinned

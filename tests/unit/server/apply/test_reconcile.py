@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.server.apply.plant import Engine, plant, tensors, until
+from tests.unit.server.apply.plant import Engine, Plant, plant, tensors, until
 from weightsync.engine import PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -277,3 +277,37 @@ async def test_a_live_version_whose_bytes_are_lost_gives_way_to_the_one_before(
     async with plant(tmp_path, engine, store=f"file://{store}") as it:
         await it.ready()
         assert engine.serves == it.here.versions.live == 1
+
+
+@pytest.mark.parametrize("call", ["resume", "prepare", "state", "release", "hello"])
+@pytest.mark.parametrize(
+    "reason", [Reason.ENGINE_REFUSED, Reason.ENGINE_AWAY, Reason.ENGINE_FENCED, Reason.FAULT]
+)
+async def test_what_fails_once_is_tried_again(
+    tmp_path: Path, engine: Engine, call: str, reason: Reason
+) -> None:
+    def once() -> None:
+        engine.before.pop(call)
+        if call == "prepare" and reason is Reason.ENGINE_REFUSED:
+            # That would be the model's own refusal, which lasts.
+            return
+        _fail(reason, "not now")
+
+    engine.before[call] = once
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        assert call not in engine.before
+        assert engine.serves == it.here.versions.live == 1
+
+
+async def test_a_serving_engine_whose_ranks_claim_what_they_do_not_hold_is_a_violation(
+    it: Plant,
+) -> None:
+    await it.push(2)
+    await it.apply(2)
+    # Every rank still says that it proved version 2.
+    it.engine.live["a"] = tensors(1)["a"]
+    it.keeper.suspect("who knows")
+    await until(lambda: it.metrics.violations()["never_mixed"] == 1)
+    await it.ready()
+    assert it.engine.serves == 2
