@@ -22,6 +22,7 @@ from tests.unit.server.apply.plant import Engine, Plant, hurry, plant, shards, t
 from tests.unit.server.versions.world import MODEL, content, one_stream
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions import Retention
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -51,6 +52,8 @@ class Service(RuleBasedStateMachine):
         self.pinned: set[int] = set()
         self.rejected: set[int] = set()
         self.lived: list[int] = []
+        self.previous = 0
+        self.keys = 0
         self.highest = 0
         self.epoch = 0
 
@@ -83,7 +86,8 @@ class Service(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.stack = contextlib.AsyncExitStack()
-        made = plant(self.folder, self.engine, store=f"file://{self.folder / 'store'}")
+        store = f"file://{self.folder / 'store'}"
+        made = plant(self.folder, self.engine, store=store, retention=Retention(1000))
         self.it: Plant = self.do(self.stack.enter_async_context(made))
         self.do(self.it.ready())
 
@@ -139,7 +143,8 @@ class Service(RuleBasedStateMachine):
     @rule(data=st.data(), again=st.booleans())
     def apply(self, data: st.DataObject, again: bool) -> None:
         version = data.draw(st.sampled_from(sorted(self.committed)))
-        key = f"{version}.{data.draw(st.integers(0, 1 << 30))}" if again else ""
+        self.keys += 1
+        key = f"key {self.keys}" if again else ""
         answer = self.do(self.it.apply(version, idempotency_key=key))
         if version in self.rejected:
             assert answer is Reason.VERSION_REJECTED
@@ -171,8 +176,13 @@ class Service(RuleBasedStateMachine):
         self._lives(back)
 
     def _lives(self, version: int) -> None:
-        if version != self.live:
-            self.lived = [v for v in self.lived if v != version] + [version]
+        if version == self.live:
+            return
+        self.previous = self.live
+        if version in self.lived:
+            # Gone back: what came after it is no way back any more.
+            del self.lived[self.lived.index(version) :]
+        self.lived.append(version)
 
     @rule(data=st.data())
     def delete(self, data: st.DataObject) -> None:
@@ -185,11 +195,14 @@ class Service(RuleBasedStateMachine):
             del self.committed[version]
             self.rejected.discard(version)
 
-    @rule(data=st.data(), pinned=st.booleans())
-    def pin(self, data: st.DataObject, pinned: bool) -> None:
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        # One at a time: pinned versions keep their slots, and the others wait for one.
         version = data.draw(st.sampled_from(sorted(self.committed)))
-        self.do(self.it.here.versions.pin(version, pinned))
-        (self.pinned.add if pinned else self.pinned.discard)(version)
+        for other in self.pinned - {version}:
+            self.do(self.it.here.versions.pin(other, False))
+        self.do(self.it.here.versions.pin(version, True))
+        self.pinned = {version}
 
     # Faults
 
@@ -197,8 +210,8 @@ class Service(RuleBasedStateMachine):
     def restart_the_server(self) -> None:
         self.do(self.stack.aclose())
         self._start()
-        # What a journal of two entries remembers.
-        self.lived = [v for v in (self.back, self.live) if v]
+        # The journal remembers one way back.
+        self.lived = [v for v in (self.previous, self.live) if v in self.committed]
 
     @rule()
     def restart_the_engine(self) -> None:
