@@ -9,6 +9,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused
 from weightsync_server.ingest.sealing import proceed, seal
+from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
     from weightsync.manifest import Layout, Manifest
@@ -47,11 +48,11 @@ def check_complete(push: Push, shard_count: int) -> None:
         raise refused(f"{count} shards; send at most {push.limits.max_shards}")
     if count and max(push.shards, default=0) >= count:
         raise refused(f"shard {max(push.shards)} was sent, the commit tells {count} shards")
-    missing = push.missing(count)
-    if missing:
+    lacking = missing(push, count)
+    if lacking:
         raise WeightSyncError(
             Reason.PUSH_INCOMPLETE,
-            f"version {push.record.version} is not complete, missing: {', '.join(missing)}; send "
+            f"version {push.record.version} is not complete, missing: {', '.join(lacking)}; send "
             "that, then commit again",
             metadata={"push_id": push.id},
         )

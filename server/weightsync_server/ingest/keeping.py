@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.upload import ShardUpload
 
-__all__ = ["LOSS_BYTES", "STEP_BYTES", "keep_rest", "keep_up"]
-
-#: Bytes of a shard that are made durable at once: few flushes, and little is lost.
-STEP_BYTES = 16 << 20
-#: Most bytes of a shard that a crash may lose.
-LOSS_BYTES = 64 << 20
+__all__ = ["keep_rest", "keep_up", "next_mark"]
 
 #: Failures of the fetchers, not of the push: the next step tries again.
 _PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
@@ -36,10 +31,15 @@ async def keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
         return
     if upload.keeping is None or upload.keeping.done():
         upload.keeping = asyncio.create_task(_keep_up(push, upload, segment))
-    if upload.received - upload.kept > LOSS_BYTES - STEP_BYTES:
+    if upload.received - upload.kept > push.limits.loss_bytes - push.limits.keep_bytes:
         await asyncio.wait([upload.keeping])
         push.check_open()
-    upload.mark = min(upload.received + STEP_BYTES, upload.entry.size)
+    upload.mark = next_mark(push, upload)
+
+
+def next_mark(push: Push, upload: ShardUpload) -> int:
+    """Return the number of received bytes at which `keep_up` is worth it again."""
+    return min(upload.received + push.limits.keep_bytes, upload.entry.size)
 
 
 async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
@@ -56,7 +56,7 @@ async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
 
 async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
     try:
-        while upload.received - upload.kept >= STEP_BYTES and not upload.complete:
+        while upload.received - upload.kept >= push.limits.keep_bytes and not upload.complete:
             await _keep(push, upload, segment)
     except WeightSyncError as error:
         if error.reason not in _PASSING:

@@ -27,6 +27,8 @@ class PushLimits:
         max_metadata_entries: Entries of metadata.
         max_metadata_bytes: Bytes of all keys and values of metadata.
         max_key_bytes: Bytes of an idempotency key.
+        keep_bytes: Bytes of a shard that are made durable at once: few flushes, and little is lost.
+        loss_bytes: Most bytes of a shard that a crash of the server may lose.
         remembered: Ended pushes that can still be asked about.
     """
 
@@ -43,4 +45,6 @@ class PushLimits:
     max_metadata_entries: int = 64
     max_metadata_bytes: int = 16 << 10
     max_key_bytes: int = 128
+    keep_bytes: int = 16 << 20
+    loss_bytes: int = 64 << 20
     remembered: int = 256

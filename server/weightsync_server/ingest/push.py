@@ -15,6 +15,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.telling import progress
 from weightsync_server.ingest.upload import ShardUpload
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ FATAL = frozenset(
 )
 #: Layouts with more tensors than this are worked on in a thread.
 _INLINE_TENSORS = 256
-_NAMED = 10
 
 
 class Push:
@@ -69,6 +69,8 @@ class Push:
         committing: The task that commits it.
         sealing: The task that makes its manifest, once all bytes are proved.
         streams: Streams open now.
+        declared_bytes: Sum of the shards' sizes so far.
+        told: How far every shard came, once it has ended.
         request: The call that opened it.
         recorded: It is written down and survives a crash, as far as its bytes are kept.
         asleep: After a restart what was kept of it, by shard; None: it is awake.
@@ -110,10 +112,10 @@ class Push:
         self.streams = 0
         self.first_byte_at = 0.0
         self.last_byte_at = 0.0
-        self._declared_bytes = 0
+        self.declared_bytes = 0
         self._tensors = 0
         self._names: set[str] = set()
-        self._progress: list[pb.ShardProgress] = []
+        self.told: list[pb.ShardProgress] | None = None
         self._on_end = on_end
         self._closing: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -189,7 +191,7 @@ class Push:
 
     def strip(self) -> None:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
-        self._progress = self.progress()
+        self.told = progress(self)
         self.shards = {}
         self.known = self.sealing = self.asleep = None
         self._names = set()
@@ -314,11 +316,11 @@ class Push:
             self._names.add(tensor.name)
 
     def _accept(self, upload: ShardUpload, tensors: tuple[TensorEntry, ...]) -> None:
-        self._declared_bytes += upload.entry.size
-        if self.total_bytes and self._declared_bytes > self.total_bytes:
+        self.declared_bytes += upload.entry.size
+        if self.total_bytes and self.declared_bytes > self.total_bytes:
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
-                f"the shards so far hold {self._declared_bytes} bytes, total_bytes promised "
+                f"the shards so far hold {self.declared_bytes} bytes, total_bytes promised "
                 f"{self.total_bytes}; declare the right sum or none",
             )
         self._tensors += len(tensors)
@@ -390,53 +392,3 @@ class Push:
         """Begin to digest a complete shard and to make it durable."""
         self.last_byte_at = asyncio.get_running_loop().time()
         upload.verification = asyncio.create_task(verify_shard(self, upload, segment))
-
-    # Telling
-
-    def missing(self, shard_count: int = 0) -> list[str]:
-        """Return what has not arrived, at most ten items and how many more."""
-        count = shard_count or self.shard_count or max(self.shards, default=-1) + 1
-        items = []
-        for index in range(count):
-            upload = self.shards.get(index)
-            if upload is None or upload.tensors is None:
-                items.append(f"the layout and bytes of shard {index}")
-            elif not upload.complete:
-                gone = upload.received
-                items.append(f"shard {index} from byte {gone} of {upload.entry.size} on")
-        if not items and not self.shards:
-            items = ["all shards"]
-        if not items and self._declared_bytes < self.total_bytes:
-            items = [f"{self.total_bytes - self._declared_bytes} of total_bytes"]
-        if len(items) > _NAMED:
-            items[_NAMED:] = [f"{len(items) - _NAMED} more"]
-        return items
-
-    def progress(self) -> list[pb.ShardProgress]:
-        """Return how far every shard has come whose layout is here."""
-        if self.asleep is not None:
-            return [_slept(self.asleep[index]) for index in sorted(self.asleep)]
-        return self._progress or [
-            self.shards[index].progress()
-            for index in sorted(self.shards)
-            if self.shards[index].tensors is not None
-        ]
-
-    def status(self) -> pb.PushStatus:
-        """Return the push as GetStatus tells it."""
-        return pb.PushStatus(
-            push_id=self.id,
-            version=self.record.version,
-            received_bytes=sum(shard.received_bytes for shard in self.progress()),
-            declared_bytes=max(self._declared_bytes, self.total_bytes),
-            streams=self.streams,
-        )
-
-
-def _slept(shard: KeptShard) -> pb.ShardProgress:
-    return pb.ShardProgress(
-        shard=shard.index,
-        received_bytes=shard.size,
-        size_bytes=shard.entry.size,
-        durable_bytes=shard.size,
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -17,6 +18,7 @@ from weightsync_server.ingest.opening import start
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.resuming import Survivors, loaded, wake
 from weightsync_server.ingest.stream import PushStream
+from weightsync_server.ingest.telling import missing, progress, status
 from weightsync_server.versions import NoMeters
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class Pushes:
             push_id=push.id,
             version=push.record.version,
             epoch=push.record.epoch,
-            shards=push.progress(),
+            shards=progress(push),
             max_chunk_bytes=self.limits.max_chunk_bytes,
             data_endpoints=self._data_endpoints,
             layout_known=push.known is not None,
@@ -163,7 +165,7 @@ class Pushes:
             model=push.versions.name,
             version=push.record.version,
             durability=pb.DURABILITY_RECEIVING,
-            shards=push.progress(),
+            shards=progress(push),
         )
         if push.committed is not None:
             response.durability = pb.DURABILITY_COMMITTED
@@ -174,7 +176,7 @@ class Pushes:
 
     def status(self, model: str) -> list[pb.PushStatus]:
         """Return the open pushes of a model."""
-        return [push.status() for push in self._open.values() if push.versions.name == model]
+        return [status(push) for push in self._open.values() if push.versions.name == model]
 
     # For streams
 
@@ -288,7 +290,7 @@ class Pushes:
         push.existing = existing
         self._open[push.id] = push
         if existing is None:
-            record.missing = push.missing
+            record.missing = partial(missing, push)
             versions.enlist(record)
         return push
 

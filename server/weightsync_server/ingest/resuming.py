@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -11,9 +12,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import read_fault
 from weightsync_server.ingest.committing import answer
-from weightsync_server.ingest.keeping import STEP_BYTES
+from weightsync_server.ingest.keeping import next_mark
 from weightsync_server.ingest.opening import equip
 from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +87,7 @@ class Survivors:
         push = self._made(record, request, told.push_id)
         push.asleep = {shard.index: shard for shard in survivor.shards}
         push.recorded = True
-        record.missing = push.missing
+        record.missing = partial(missing, push)
         self._versions.enlist(record)
         push.touch()
         size = sum(shard.size for shard in survivor.shards)
@@ -149,7 +151,7 @@ def _take_up(push: Push, shard: KeptShard) -> None:
     upload.headed = True
     upload.header_digest = shard.header_digest
     upload.received = upload.kept = shard.size
-    upload.mark = min(upload.received + STEP_BYTES, upload.entry.size)
+    upload.mark = next_mark(push, upload)
     upload.restoring = asyncio.create_task(_restore(push, upload))
 
 
@@ -166,16 +168,13 @@ async def _restore(push: Push, upload: ShardUpload) -> Segment:
         logger.warning("shard %d starts again: %s", upload.index, error.message)
     if good < upload.kept:
         logger.warning("of %d kept bytes of shard %d %d are whole", upload.kept, upload.index, good)
-        _go_back(upload, good)
+        _go_back(push, upload, good)
     if upload.complete:
         push.verify(upload, segment)
     return segment
 
 
-def _go_back(upload: ShardUpload, good: int) -> None:
-    upload.received = upload.kept = good
+def _go_back(push: Push, upload: ShardUpload, good: int) -> None:
     upload.headed = good >= upload.entry.data_start
-    upload.mark = min(good + STEP_BYTES, upload.entry.size)
-    if not upload.headed:
-        upload.received = upload.kept = 0
-        upload.mark = upload.entry.data_start
+    upload.received = upload.kept = good if upload.headed else 0
+    upload.mark = next_mark(push, upload) if upload.headed else upload.entry.data_start

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.layout import check_version
+from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
@@ -21,7 +22,7 @@ def proceed(push: Push) -> None:
     # Without a count, a sum or a commit there may be shards of which nothing came yet.
     if not (push.shard_count or push.total_bytes) or push.error is not None:
         return
-    if all(upload.found is not None for upload in push.shards.values()) and not push.missing():
+    if all(upload.found is not None for upload in push.shards.values()) and not missing(push):
         seal(push)
 
 
