@@ -10,6 +10,7 @@ with Client("127.0.0.1:50551") as client:
 from __future__ import annotations
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_client.access import Access
 from weightsync_client.aio import AsyncClient, AsyncPushHandle
 from weightsync_client.client import Client
 from weightsync_client.errors import (
@@ -57,6 +58,7 @@ from weightsync_client.types import (
 
 __all__ = [
     "AbortedError",
+    "Access",
     "ApplyOptions",
     "ApplyOutcome",
     "ApplyPlan",

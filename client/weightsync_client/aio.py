@@ -17,6 +17,7 @@ import grpc
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
+from weightsync_client.access import Access
 from weightsync_client.client import Client, default_holder
 from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc
 from weightsync_client.handle import PushHandle
@@ -72,18 +73,17 @@ class AsyncClient:
         address: str = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
-        token: str | None = None,
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: Access | None = None,
     ) -> None:
-        self._link = Link(address, token, credentials, timeouts or Timeouts())
+        self._link = Link(address, access or Access.from_environment(), timeouts or Timeouts())
         self._retry = retry or Retry()
         self._model = model
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
         self._arguments: dict[str, Any] = {
-            "token": token, "timeouts": timeouts, "retry": retry, "credentials": credentials
+            "access": self._link.access, "timeouts": timeouts, "retry": retry
         }  # fmt: skip
         self._bulk_client: Client | None = None
 

@@ -18,6 +18,7 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
+from weightsync_client.access import Access
 from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc, refuse
 from weightsync_client.handle import PushHandle
 from weightsync_client.link import Link
@@ -54,10 +55,10 @@ class Client:
     Args:
         address: HOST:PORT or unix:PATH.
         model: Name of the model; None: the server's only one, asked for once.
-        token: Sent with every call as a bearer token.
         timeouts: Longest time of each kind of call.
         retry: How long a cut push or pull is taken up again.
-        credentials: TLS; None: plain text, as the server listens on loopback or a unix socket.
+        access: Token and TLS; None: what the environment says (`Access.from_environment`), which
+            is none where nothing is set. Unix sockets are always spoken to in plain text.
     """
 
     def __init__(
@@ -65,12 +66,11 @@ class Client:
         address: str = DEFAULT_ADDRESS,
         *,
         model: str | None = None,
-        token: str | None = None,
         timeouts: Timeouts | None = None,
         retry: Retry | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        access: Access | None = None,
     ) -> None:
-        self._link = Link(address, token, credentials, timeouts or Timeouts())
+        self._link = Link(address, access or Access.from_environment(), timeouts or Timeouts())
         self._retry = retry or Retry()
         self._model = model
         self._channel = self._link.channel()

@@ -195,6 +195,11 @@ def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str)
     if code in _LINK_CODES:
         # gRPC lists every address it tried; the last cause says enough.
         cause = re.split(r"last error: (?:UNKNOWN: )?", details)[-1] or code.name.lower()
+        if "handshake failed" in cause:
+            return (
+                f"{address} and this client do not agree on TLS ({cause}); check that the server "
+                "speaks TLS, the CA, and that the host name is one of its certificate"
+            )
         return (
             f"no answer from {address} to {method} ({cause}); check that weightsync-server runs "
             "there and that the address is right, then try again"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import grpc
 
 from weightsync import __version__
+from weightsync.addresses import is_private
 from weightsync.errors import Reason
+from weightsync_client.access import Access
 from weightsync_client.errors import refuse
 from weightsync_client.options import Timeouts
 
@@ -40,7 +42,8 @@ _SERVICE_CONFIG = json.dumps(
     }
 )
 
-_OPTIONS: list[tuple[str, str | int]] = [
+_Options = list[tuple[str, str | int]]
+_OPTIONS: _Options = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
@@ -64,36 +67,58 @@ class Link:
 
     Attributes:
         address: HOST:PORT or unix:PATH.
-        token: Sent with every call as a bearer token; never shown.
-        credentials: TLS; None: plain text.
+        access: Token and TLS.
         timeouts: Of all calls.
     """
 
     address: str
-    token: str | None = field(default=None, repr=False)
-    credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
+    access: Access = field(default_factory=Access)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    _credentials: grpc.ChannelCredentials | None = field(default=None, repr=False, init=False)
 
     def __post_init__(self) -> None:
         if not self.address:
             raise refuse(
                 Reason.REQUEST_INVALID, "the server address is empty; use HOST:PORT or unix:PATH"
             )
+        object.__setattr__(self, "_credentials", self.access.channel_credentials())
+        self._protection(self.address)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        """Metadata of every call, with the token of this moment."""
+        token = self.access.bearer()
+        return (("authorization", f"Bearer {token}"),) if token else ()
 
     def channel(self, address: str = "") -> grpc.Channel:
         """Open a channel with a connection of its own, to this server or one of its data ports."""
         target = address or self.address
-        if self.credentials is None:
-            return grpc.insecure_channel(target, _OPTIONS)
-        return grpc.secure_channel(target, self.credentials, _OPTIONS)
+        credentials, options = self._protection(target)
+        if credentials is None:
+            return grpc.insecure_channel(target, options)
+        return grpc.secure_channel(target, credentials, options)
 
     def aio_channel(self) -> grpc.aio.Channel:
         """Open an asyncio channel; needs a running event loop."""
-        if self.credentials is None:
-            return grpc.aio.insecure_channel(self.address, _OPTIONS)
-        return grpc.aio.secure_channel(self.address, self.credentials, _OPTIONS)
+        credentials, options = self._protection(self.address)
+        if credentials is None:
+            return grpc.aio.insecure_channel(self.address, options)
+        return grpc.aio.secure_channel(self.address, credentials, options)
+
+    def _protection(self, target: str) -> tuple[grpc.ChannelCredentials | None, _Options]:
+        """Return credentials (None: plain text) and options for a target.
+
+        Raises:
+            ClientError: REQUEST_INVALID; a token would leave this host in plain text.
+        """
+        if target.startswith("unix:"):
+            return None, _OPTIONS
+        private = is_private(target)
+        if self._credentials is None and not private and self.access.bearer():
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"a token would go to {target} in plain text; set WEIGHTSYNC_TLS_CA (tls_ca) to "
+                "the CA of the server's certificate, or use 127.0.0.1 or unix:PATH",
+            )
+        # Through a proxy named by http_proxy, plain text to this host would leave it.
+        return self._credentials, [*_OPTIONS, ("grpc.enable_http_proxy", 0 if private else 1)]

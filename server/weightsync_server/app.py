@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
@@ -17,6 +16,8 @@ from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.apply import Applier, Journal, Keeper
+from weightsync_server.authority.audit import Audit
+from weightsync_server.authority.doors import Doors
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits
@@ -55,8 +56,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
-#: Permissions of unix sockets that it listens on.
-_SOCKET_MODE = 0o660
 #: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
 _CHECKPOINT_VERSION = 1
 #: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
@@ -95,6 +94,8 @@ class App:
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self._settings
         tune_process()
+        # Before anything is made: a file that is not right changes nothing.
+        doors = Doors(settings, _CHANNEL_OPTIONS)
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -129,10 +130,11 @@ class App:
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
         servicer = WeightSyncServicer(versions, pushes, applier, status)
         _track(metrics, versions, budget, fetchers, pushes)
+        self._bind(doors, metrics, servicer, health_service)
         keeper.start()
         stack.push_async_callback(keeper.stop)
         stack.push_async_callback(_bounded, applier.drain, settings.drain_timeout_s)
-        await self._listen(stack, metrics, servicer, health_service)
+        await self._listen(stack, doors, health_service)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
         self._serve_metrics(stack, metrics)
@@ -166,9 +168,9 @@ class App:
         stack.push_async_callback(engine.close)
         return engine
 
-    async def _listen(
+    def _bind(
         self,
-        stack: contextlib.AsyncExitStack,
+        doors: Doors,
         metrics: Metrics,
         servicer: WeightSyncServicer,
         health_service: health.aio.HealthServicer,
@@ -177,24 +179,31 @@ class App:
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
         guard = GuardInterceptor(rpcs, lambda: metrics.violate("only_data"))
-        server = grpc.aio.server(interceptors=[guard], options=_CHANNEL_OPTIONS)
-        weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-        if add_debug_service(server):
-            logger.warning("failpoints are on; this server fails on purpose")
-        if self._settings.reflection:
-            names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
-        for address in self._settings.listen:
-            port = server.add_insecure_port(address)
-            host = address.rpartition(":")[0]
-            self.addresses.append(address if address.startswith("unix:") else f"{host}:{port}")
-        await server.start()
-        _admit_group(self.addresses)
+        audit = Audit(self._settings.name, metrics)
+        audit.witness(servicer)
+
+        def serve(server: grpc.aio.Server) -> None:
+            weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
+            health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+            if add_debug_service(server):
+                logger.warning("failpoints are on; this server fails on purpose")
+            if self._settings.reflection:
+                names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, server)
+
+        self.addresses = doors.bind(audit, [guard], serve)
+
+    async def _listen(
+        self,
+        stack: contextlib.AsyncExitStack,
+        doors: Doors,
+        health_service: health.aio.HealthServicer,
+    ) -> None:
+        await doors.start()
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            await server.stop(self._settings.drain_timeout_s)
+            await doors.close(self._settings.drain_timeout_s)
 
         stack.push_async_callback(stop)
         await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
@@ -224,13 +233,6 @@ def _limits(settings: Settings) -> PushLimits:
         max_version_jump=settings.max_version_jump,
         idle_timeout_s=settings.push_idle_timeout_s,
     )
-
-
-def _admit_group(addresses: Sequence[str]) -> None:
-    # As the other sockets: owner and group may connect, whatever the umask.
-    for address in addresses:
-        if address.startswith("unix:"):
-            Path(address.removeprefix("unix:")).chmod(_SOCKET_MODE)
 
 
 class _Parts(NamedTuple):

@@ -22,7 +22,13 @@ _OK, _FAILED, _USAGE = 0, 1, 2
 
 
 def main() -> None:
-    """Run the server; exits with 0 after a signal, 1 if it could not start, 2 for bad settings."""
+    """Run the server; exits with 0 after a signal, 1 if it could not start, 2 for bad settings.
+
+    `weightsync-server token new` prints a fresh token and its line for the authority file instead.
+    """
+    if sys.argv[1:] == ["token", "new"]:
+        _print_token()
+        return
     arguments, engine_args = _split(sys.argv[1:])
     try:
         settings = CliApp.run(Settings, cli_args=arguments)
@@ -38,6 +44,14 @@ def main() -> None:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     sys.exit(asyncio.run(_run(settings, engine_args)))
+
+
+def _print_token() -> None:
+    from weightsync_server.authority.principals import new_token, token_hash
+
+    token = new_token()
+    print(f"# For the client, in WEIGHTSYNC_TOKEN or a file of mode 0600; shown only now:\n{token}")
+    print(f'# For its principal in the authority file:\ntokens = ["{token_hash(token)}"]')
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

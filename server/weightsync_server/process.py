@@ -6,6 +6,9 @@ import gc
 import resource
 import sys
 
+from google.protobuf.internal import api_implementation
+
+from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.allocator import tune_allocator
 
 __all__ = ["tune_process"]
@@ -18,7 +21,20 @@ _SWITCH_S = 0.001
 
 
 def tune_process() -> None:
-    """Prepare this process; call it once, after all modules are imported."""
+    """Prepare this process and those it starts; call it once, after all modules are imported.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED; protobuf runs on its pure-Python parser.
+    """
+    if api_implementation.Type() == "python":
+        # Slow enough to stop the event loop, and its limits on nesting have failed before.
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            "protobuf runs on its pure-Python backend; unset PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+            ", or install a protobuf wheel that is made for this platform",
+        )
+    # A core would hold weights and tokens.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tune_allocator()
     # What is imported now lives for ever: no collection needs to look at it again.
     gc.freeze()

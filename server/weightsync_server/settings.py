@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Self
@@ -10,23 +9,13 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-__all__ = ["MODEL_NAME", "Settings", "is_private"]
+from weightsync.addresses import is_private
+from weightsync_server.authority import Endpoint
+
+__all__ = ["MODEL_NAME", "Settings"]
 
 #: Names of models (DESIGN section 4).
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-def is_private(address: str) -> bool:
-    """Return whether only this host can reach a gRPC address: a unix socket or loopback."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Settings(BaseSettings):
@@ -52,7 +41,21 @@ class Settings(BaseSettings):
     model: str = Field("", description="Embedded engine: model directory or name for vLLM.")
     listen: list[str] = Field(
         ["127.0.0.1:50551"],
-        description="gRPC addresses, HOST:PORT or unix:PATH; plain text, so loopback or unix only.",
+        description="gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that "
+        "gives ROLE (push, apply, read or admin) to whoever may open it. Other hosts can reach an "
+        "address only with TLS and an authority file.",
+    )
+    authority: Path | None = Field(
+        None,
+        description="TOML or JSON file of who may do what; read again when it changes. None: "
+        "whoever can connect, from this host, may do everything.",
+    )
+    tls_cert: Path | None = Field(
+        None, description="Certificate chain, PEM: TLS on every TCP address. Read again on change."
+    )
+    tls_key: Path | None = Field(None, description="Its key, PEM, no password.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM: only clients with a certificate of these authorities may connect."
     )
     run_dir: Path = Field(
         Path("/run/weightsync"), description="Folder of the segment socket, shared with vLLM."
@@ -113,12 +116,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_listen(cls, value: list[str]) -> list[str]:
         for address in value:
-            if not is_private(address):
-                msg = (
-                    f"{address} can be reached from other hosts and this server speaks plain text; "
-                    "listen on 127.0.0.1:PORT or unix:PATH and put a TLS proxy in front"
-                )
-                raise ValueError(msg)
+            Endpoint.parse(address)
         if not value:
             msg = "name at least one address to listen on"
             raise ValueError(msg)
@@ -138,6 +136,33 @@ class Settings(BaseSettings):
             msg = "model names the directory for the embedded engine: give both or neither"
             raise ValueError(msg)
         return self
+
+    @model_validator(mode="after")
+    def _check_authority(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            msg = "tls_cert and tls_key go together, and tls_client_ca needs both"
+            raise ValueError(msg)
+        for endpoint in self.endpoints:
+            if is_private(endpoint.address):
+                continue
+            if not self.tls_cert:
+                msg = (
+                    f"{endpoint.address} can be reached from other hosts; give --tls-cert and "
+                    "--tls-key, or listen on 127.0.0.1:PORT or unix:PATH"
+                )
+                raise ValueError(msg)
+            if not self.authority:
+                msg = (
+                    f"{endpoint.address} can be reached from other hosts and nobody is asked who "
+                    "calls; give --authority FILE with tokens or certificate names"
+                )
+                raise ValueError(msg)
+        return self
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """Where to listen, and what each socket stands for."""
+        return [Endpoint.parse(address) for address in self.listen]
 
     @property
     def store_url(self) -> str:

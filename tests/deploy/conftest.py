@@ -129,7 +129,7 @@ def applied(stack: Stack, checkpoint: Path) -> Applied:
     from weightsync_client import Client, NotFoundError
 
     state = {k: v * 1.5 for f in checkpoint.glob("*.safetensors") for k, v in load_file(f).items()}
-    with Client(f"unix:{stack.volume('sockets')}/weightsync.sock") as client:
+    with Client(f"unix:{stack.volume('clients')}/weightsync.sock") as client:
         pushed = client.push(state)
         report = client.apply(pushed.version)
         with pytest.raises(NotFoundError):

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.deploy.compose_file import ROOT, Service, folders_of_images, load, seconds
+from weightsync_server.authority import Endpoint, Role
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
@@ -72,7 +73,21 @@ def test_only_the_sockets_are_shared(services: dict[str, Service]) -> None:
             assert key not in service.raw, (service.name, key)
     shared = {source: names for source, names in users.items() if len(names) > 1}
     assert shared == {"sockets": {"vllm", "weightsync-server"}}
-    assert users["state"] == {"weightsync-server"}
+    assert users["state"] == users["clients"] == {"weightsync-server"}
+
+
+def test_vllm_may_look_and_no_more(services: dict[str, Service]) -> None:
+    # What it can open in the shared folder is a socket for reading; the other is not mounted.
+    flags = [flag for flag in services["weightsync-server"].argv if flag.startswith("--listen=")]
+    endpoints = [Endpoint.parse(flag.partition("=")[2]) for flag in flags]
+    shared = [one for one in endpoints if one.address.startswith("unix:/run/weightsync/")]
+    assert [(one.address, one.role) for one in shared] == [
+        (services["vllm"].environment["WEIGHTSYNC_ADDRESS"], Role.READ)
+    ]
+    for service in services.values():
+        assert not {"VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & set(
+            service.environment
+        )
 
 
 def test_new_volumes_belong_to_who_uses_them(services: dict[str, Service]) -> None:

@@ -70,10 +70,19 @@ def test_services_are_apart(stack: Stack) -> None:
 
 
 def test_sockets_are_for_the_group_alone(stack: Stack) -> None:
-    for name in ("engine.sock", "segments.sock", "weightsync.sock"):
-        entry = (stack.volume("sockets") / name).stat()
+    names = ("sockets/engine.sock", "sockets/segments.sock", "sockets/read.sock")
+    for name in (*names, "clients/weightsync.sock"):
+        entry = stack.volume(name).stat()
         assert stat.filemode(entry.st_mode) == "srw-rw----", name
         assert entry.st_gid == stack.services["vllm"].gid
+
+
+def test_vllm_may_look_and_no_more(stack: Stack) -> None:
+    vllm = stack.containers["vllm"]
+    assert vllm.run("weightsync", "status").returncode == 0
+    denied = vllm.run("weightsync", "rollback")
+    assert (denied.returncode, "read-socket may not call" in denied.stderr) == (9, True)
+    assert vllm.run("ls", "/run/weightsync-clients").returncode != 0
 
 
 def test_a_pushed_version_is_applied_and_live(stack: Stack, applied: Applied) -> None:
@@ -82,7 +91,7 @@ def test_a_pushed_version_is_applied_and_live(stack: Stack, applied: Applied) ->
     assert applied.pushed.durable
     assert applied.report.outcome is ApplyOutcome.APPLIED
     assert applied.report.version == applied.pushed.version
-    with Client(f"unix:{stack.volume('sockets')}/weightsync.sock") as client:
+    with Client(f"unix:{stack.volume('clients')}/weightsync.sock") as client:
         (model,) = client.status().models
         assert model.live_version == applied.pushed.version
         assert model.live_content_digest == applied.pushed.content_digest

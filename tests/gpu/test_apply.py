@@ -1,4 +1,4 @@
-"""The main path on a CUDA vLLM with CUDA graphs: adopt, push, apply, verify, roll back.
+"""The main path on a CUDA vLLM with CUDA graphs: adopt, push, apply, verify, roll back, sleep.
 
 Needs a GPU and the vLLM release of its host; shown on 0.26.
 """
@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 
 from tests.support.models import make_checkpoint
@@ -30,6 +31,9 @@ _FLAGS = (
     "--gpu-memory-utilization",
     "0.3",
 )
+_SIZES: dict[str, Any] = {
+    "dtype": "bfloat16", "hidden": 1024, "layers": 8, "shard_size": "100MB",
+}  # fmt: skip
 _PROMPTS = ("hello world", "the quick brown fox", "a")
 
 
@@ -45,34 +49,80 @@ def root() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_apply_and_rollback_answer_like_fresh_engines(root: Path) -> None:
-    sizes = {"dtype": "bfloat16", "hidden": 1024, "layers": 8, "shard_size": "100MB"}
-    first = make_checkpoint(root / "a", seed=0, **sizes)  # type: ignore[arg-type]  # plain values
-    second = make_checkpoint(root / "b", seed=1, **sizes)  # type: ignore[arg-type]
+class Site:
+    """A CUDA vLLM that may sleep, a server beside it, and two checkpoints of one layout."""
+
+    def __init__(self, root: Path) -> None:
+        self.first, self.second = (
+            make_checkpoint(root / name, seed=seed, **_SIZES) for seed, name in enumerate("ab")
+        )
+        self.vllm = VllmServer(
+            self.first,
+            root / "run",
+            dtype="bfloat16",
+            flags=(*_FLAGS, "--enable-sleep-mode"),
+            # For /sleep only; our own servers never need it.
+            variables={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+        self.server = WeightSyncServer(root / "run", root / "state", flags=("--store", "memory://"))
+
+    def apply(self) -> pb.ApplyReport:
+        """Make the newest version live."""
+        request = pb.ApplyVersionRequest(model="default")
+        return self.server.stub.ApplyVersion(request, timeout=60).report
+
+
+@pytest.fixture(scope="module")
+def wanted(root: Path) -> list[Any]:
+    """What a fresh engine answers from the second checkpoint."""
+    second = make_checkpoint(root / "c", seed=1, **_SIZES)
     alone = VllmServer(second, root / "alone", dtype="bfloat16", bridge=False, flags=_FLAGS)
     alone.start()
     try:
-        wanted = _answers(alone)
+        return _answers(alone)
     finally:
         alone.stop()
-    vllm = VllmServer(first, root / "run", dtype="bfloat16", flags=_FLAGS)
-    server = WeightSyncServer(root / "run", root / "state", flags=("--store", "memory://"))
-    server.start()
+
+
+@pytest.fixture(scope="module")
+def site(root: Path, wanted: list[Any]) -> Iterator[Site]:
+    """Start both; the fresh engine has left the GPU."""
+    del wanted
+    site = Site(root)
+    site.server.start()
     try:
-        vllm.start()
-        assert server.wait_serving().live_version == 1
-        before = _answers(vllm)
-        assert before != wanted
-        commit = push_folder(server.stub, second)
-        request = pb.ApplyVersionRequest(model="default")
-        report = server.stub.ApplyVersion(request, timeout=60).report
-        print(report)  # noqa: T201 - the phases are worth reading
-        assert {rank.content_digest for rank in report.ranks} == {commit.content_digest}
-        assert _answers(vllm) == wanted
-        verify = pb.VerifyVersionRequest(model="default")
-        assert server.stub.VerifyVersion(verify, timeout=60).verified
-        server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
-        assert _answers(vllm) == before
+        site.vllm.start()
+        assert site.server.wait_serving().live_version == 1
+        yield site
     finally:
-        server.stop()
-        vllm.stop()
+        site.server.stop()
+        site.vllm.stop()
+
+
+def test_apply_and_rollback_answer_like_fresh_engines(site: Site, wanted: list[Any]) -> None:
+    before = _answers(site.vllm)
+    assert before != wanted
+    commit = push_folder(site.server.stub, site.second)
+    report = site.apply()
+    print(report)  # noqa: T201 - the phases are worth reading
+    assert {rank.content_digest for rank in report.ranks} == {commit.content_digest}
+    assert _answers(site.vllm) == wanted
+    verify = pb.VerifyVersionRequest(model="default")
+    assert site.server.stub.VerifyVersion(verify, timeout=60).verified
+    site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
+    assert _answers(site.vllm) == before
+
+
+def test_sleeping_engine_refuses_an_apply_and_takes_it_once_awake(
+    site: Site, wanted: list[Any]
+) -> None:
+    push_folder(site.server.stub, site.second)
+    assert site.vllm.request("/sleep?level=2", {})[0] == 500
+    assert site.vllm.request("/sleep?level=1", {})[0] == 200
+    with pytest.raises(grpc.RpcError) as caught:
+        site.apply()
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "wake it up" in str(caught.value.details())
+    assert site.vllm.request("/wake_up", {})[0] == 200
+    site.apply()
+    assert _answers(site.vllm) == wanted

@@ -44,6 +44,7 @@ class Site:
             for seed, name in enumerate("abc")
         ]
         self.vllm = VllmServer(self.checkpoints[0], root / "run", dtype="bfloat16")
+        self.alone = VllmServer(self.checkpoints[1], root / "alone", dtype="bfloat16", bridge=False)
         self.server = WeightSyncServer(root / "run", root / "state")
 
     def texts(self) -> list[Any]:
@@ -71,26 +72,23 @@ def site() -> Iterator[Site]:
     site = Site(root)
     try:
         site.server.start()
-        site.vllm.start()
+        site.vllm.launch()
+        site.alone.launch()
+        site.vllm.ready()
         site.server.wait_serving()
         yield site
     finally:
         site.server.stop()
         site.vllm.stop()
+        site.alone.stop()
         shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
 def fresh(site: Site) -> list[list[Any]]:
-    """What fresh engines answer from each checkpoint; the present engine answers for the first."""
-    found = [site.texts()]
-    for checkpoint in site.checkpoints[1:2]:
-        alone = VllmServer(checkpoint, site.root / "alone", dtype="bfloat16", bridge=False)
-        alone.start()
-        try:
-            found.append(answers(alone))
-        finally:
-            alone.stop()
+    """What the first two checkpoints answer: the present engine's and a fresh one's answers."""
+    found = [site.texts(), answers(site.alone.ready())]
+    site.alone.stop()
     assert found[0] != found[1]
     return found
 

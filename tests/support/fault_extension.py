@@ -22,6 +22,8 @@ from weightsync.vllm import prepared
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weightsync.vllm.crew import Crew
+
 __all__ = ["FaultExtension"]
 
 _write = prepared.Prepared.write
@@ -39,7 +41,8 @@ def _take(kind: str) -> Any:
     return order[kind]
 
 
-def _faulty_write(self: prepared.Prepared) -> None:
+def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
+    del crew
     time.sleep(_take("stall") or 0)
     name = _take("skip")
     for item, target, source in zip(
@@ -49,14 +52,16 @@ def _faulty_write(self: prepared.Prepared) -> None:
             target.copy_(source)
 
 
-def _faulty_mismatched(self: prepared.Prepared, stop: Callable[[], bool] = bool) -> list[str]:
+def _faulty_mismatched(
+    self: prepared.Prepared, crew: Crew, stop: Callable[[], bool] = bool
+) -> list[str]:
     name = _take("flip")
     for item, target in zip(self.plan.slices, self.targets.views(), strict=True):
         if item.param == name:
             words = target.reshape(-1).view(torch.uint8)
             words[len(words) // 2] ^= 1
             break
-    return _mismatched(self, stop)
+    return _mismatched(self, crew, stop)
 
 
 prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]

@@ -33,6 +33,12 @@ T = TypeVar("T")
 MAX_LEASE_S = 3600.0
 #: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
+#: How often workers are asked whether they have done what they do in the background.
+_SETTLE_S = 0.05
+#: Worker methods that read or write live parameters, which sleep mode takes away.
+_TOUCH_WEIGHTS = frozenset(
+    f"weightsync_{word}" for word in ("capture", "prepare", "commit", "verify")
+)
 _MODES = ("keep", "wait", "abort")
 
 
@@ -52,7 +58,7 @@ class VllmEngine:
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
         self._vllm = VllmCalls(llm)
-        self._sleep = SleepGuard(llm, self._stop_unless_serving)
+        self._sleep = SleepGuard(llm, self._settle, self._stop_unless_serving)
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = ""
@@ -150,8 +156,8 @@ class VllmEngine:
         The caller may stop waiting; the call itself always runs to its end.
 
         Raises:
-            WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_AWAY when
-                vLLM could not carry the call out.
+            WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
+                ENGINE_AWAY when vLLM could not carry the call out.
         """
         if method not in METHODS:
             raise WeightSyncError(
@@ -201,6 +207,13 @@ class VllmEngine:
             self._arm(lease_s)
             return Lease(self._lease, mode)
 
+    async def _settle(self) -> None:
+        busy = True
+        while busy:
+            replies = await self._rpc("weightsync_state", {})
+            busy = any(reply.get("busy") for reply in replies)
+            await asyncio.sleep(_SETTLE_S if busy else 0)
+
     async def _stop_unless_serving(self) -> None:
         if self._state is not EngineState.SERVING:
             await self._motion.halt()
@@ -248,6 +261,8 @@ class VllmEngine:
         self._check_alive()
         if self._broken:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
+        if method in _TOUCH_WEIGHTS:
+            self._sleep.check_awake()
         if method == "weightsync_commit":
             if self._motion.generating:
                 raise WeightSyncError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.vllm.crew import Crew
     from weightsync.vllm.live import LiveParameters
 
 __all__ = [
@@ -81,29 +83,36 @@ class Prepared:
     targets: Targets
     nbytes: int
 
-    def write(self) -> None:
+    def write(self, crew: Crew) -> None:
         """Copy every slice into the live parameters."""
-        half = len(self.sources) // 2
-        pairs = zip(self.targets.views(), self.sources, strict=True)
-        for index, (target, source) in enumerate(pairs):
-            if index == half:
-                failpoints.hit("worker.half")
-            target.copy_(source)
+        targets, sources = self.targets.views(), self.sources
+        turns, half = itertools.count(), len(sources) // 2
 
-    def mismatched(self, stop: Callable[[], bool] = bool) -> list[str]:
+        def copy(index: int) -> None:
+            if next(turns) == half:
+                failpoints.hit("worker.half")
+            targets[index].copy_(sources[index])
+
+        crew.each(copy, [source.nbytes for source in sources])
+
+    def mismatched(self, crew: Crew, stop: Callable[[], bool] = bool) -> list[str]:
         """Digest the live slices; return the parameters whose bytes are not those expected.
 
         Args:
+            crew: Does the work.
             stop: Asked before every slice; True raises `CancelledPrepareError`.
         """
-        wrong: dict[str, None] = {}
-        slices = self.plan.slices
-        for item, target, digest in zip(slices, self.targets.views(), self.expected, strict=True):
+        targets, expected = self.targets.views(), self.expected
+        wrong: set[int] = set()
+
+        def compare(index: int) -> None:
             if stop():
                 raise CancelledPrepareError
-            if bytes_digest(target) != digest:
-                wrong[item.param] = None
-        return list(wrong)
+            if bytes_digest(targets[index]) != expected[index]:
+                wrong.add(index)
+
+        crew.each(compare, [target.nbytes for target in targets])
+        return list(dict.fromkeys(self.plan.slices[index].param for index in sorted(wrong)))
 
 
 def read_document(socket: str, document: str) -> StagedVersion:

@@ -16,6 +16,7 @@ from weightsync import failpoints
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
+from weightsync.vllm.crew import Crew, crew_size, leave_core
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage
@@ -76,14 +77,18 @@ class Rank:
         device: Where its parameters are.
         name: `dp/pp/tp`.
         segment_socket: Where the server's segments are unless a call says otherwise.
+        ranks: Workers of the engine on this host.
     """
 
-    def __init__(self, model: Any, device: torch.device, name: str, segment_socket: str) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, name: str, segment_socket: str, ranks: int = 1
+    ) -> None:
         self._model = model
         self._device = device
         self._name = name
         self._segment_socket = segment_socket
         self._live = LiveParameters(model)
+        self._crew = Crew(crew_size(device, ranks))
         self._plans = Plans()
         self._prepared: dict[str, Prepared] = {}
         self._mappings = Mappings()
@@ -145,12 +150,12 @@ class Rank:
         held.writes += 1
         try:
             with torch.inference_mode():
-                ready.write()
+                ready.write(self._crew)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 written = time.perf_counter()
                 failpoints.hit("worker.written")
-                wrong = ready.mismatched()
+                wrong = ready.mismatched(self._crew)
         finally:
             held.writes += 1
         done = time.perf_counter()
@@ -286,7 +291,8 @@ class Rank:
     def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
-        wrong = ready.mismatched(stop)
+        # Alone: generation runs beside it.
+        wrong = ready.mismatched(Crew(1), stop)
         held = self._holding
         if held.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
@@ -317,9 +323,8 @@ def _caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stand_back() -> None:
-    # vLLM binds a worker's main thread to one core and threads inherit that; a job on the same core
-    # would halve the decode speed. Both calls are per thread on Linux, and best effort.
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    # A job on the core of the worker's main thread would halve the decode speed. Both calls are per
+    # thread on Linux, and best effort.
+    leave_core()
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

@@ -50,7 +50,9 @@ def _rank_of(worker: Any) -> Rank:
     if found is None:
         model = worker.model_runner.get_model()
         name = rank_name(worker.parallel_config, worker.rank)
-        found = Rank(model, worker.device, name, EngineSettings.load().segment_socket)
+        socket = EngineSettings.load().segment_socket
+        ranks = len(rank_names(worker.parallel_config))
+        found = Rank(model, worker.device, name, socket, ranks)
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from weightsync import __version__
+from weightsync_client.access import VARIABLES
 from weightsync_client.cli import versions, weights
 from weightsync_client.cli.exits import MEANINGS, ExitCode, exit_code
 from weightsync_client.errors import ClientError
@@ -18,11 +19,12 @@ __all__ = ["app", "main"]
 logger = logging.getLogger(__name__)
 
 _TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
+_ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIABLES.items())
 
 app = typer.Typer(
     name="weightsync",
     help="Pushes weights to a weightsync-server, applies them and reads them back.",
-    epilog=f"\b\nExit codes:\n{_TABLE}",
+    epilog=f"\b\nToken and TLS, by variables:\n{_ACCESS}\n\n\b\nExit codes:\n{_TABLE}",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -17,7 +17,6 @@ __all__ = [
     "Key",
     "Model",
     "Pause",
-    "Token",
     "Wait",
     "connect",
 ]
@@ -39,10 +38,6 @@ Model = Annotated[
         help="Model name; not needed if the server has one model.",
     ),
 ]
-Token = Annotated[
-    str | None,
-    typer.Option("--token", envvar="WEIGHTSYNC_TOKEN", help="Bearer token; better by variable."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Key = Annotated[
     str | None,
@@ -60,6 +55,9 @@ Wait = Annotated[
 After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
 
 
-def connect(address: str, model: str | None, token: str | None) -> Client:
-    """Return a client; closed by `with`."""
-    return Client(address or DEFAULT_ADDRESS, model=model or None, token=token or None)
+def connect(address: str, model: str | None) -> Client:
+    """Return a client; closed by `with`. Token and TLS come from the environment alone.
+
+    Arguments are seen by every user of a host.
+    """
+    return Client(address or DEFAULT_ADDRESS, model=model or None)

@@ -9,7 +9,7 @@ import typer
 
 from weightsync_client.cli import render
 from weightsync_client.cli.exits import ExitCode
-from weightsync_client.cli.options import Address, Json, Model, Token, connect
+from weightsync_client.cli.options import Address, Json, Model, connect
 from weightsync_client.options import DEFAULT_ADDRESS
 
 __all__ = ["delete", "pin", "pull", "status", "verify", "versions", "watch"]
@@ -22,11 +22,10 @@ def versions(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """List versions, newest first. With a number, only that one."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         found = client.versions() if version is None else [client.get_version(version)]
     if json:
         render.show_json(found if version is None else found[0])
@@ -38,11 +37,10 @@ def watch(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Print versions and each change. Ends when interrupted; --json prints a line each."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         for change in client.watch():
             if json:
                 render.show_json(change, lines=True)
@@ -56,11 +54,10 @@ def pull(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Write a version to a folder. It appears whole and proved, or not at all."""
-    with connect(address, model, token) as client, render.progress("pull") as update:
+    with connect(address, model) as client, render.progress("pull") as update:
         result = client.pull(folder, version, on_progress=update)
     if json:
         render.show_json(result)
@@ -76,11 +73,10 @@ def verify(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Prove what every rank serves. Exit code 6: not what it should."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         result = client.verify(version)
     if json:
         render.show_json(result)
@@ -101,11 +97,10 @@ def status(
     ] = False,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Tell the state of the server."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         if not exit_code and service is None:
             found = client.status()
             render.show_json(found) if json else render.show_status(found)
@@ -125,11 +120,10 @@ def pin(
     undo: Annotated[bool, typer.Option("--undo", help="Let it go instead.")] = False,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Keep a version from being collected."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         found = client.pin(version, pinned=not undo)
     render.show_json(found) if json else render.show_version(found)
 
@@ -139,9 +133,8 @@ def delete(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
 ) -> None:
     """Delete a version. Refused if it is live, staged for an apply, pinned or a base."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         client.delete(version)
     typer.echo(f"version {version} deleted")

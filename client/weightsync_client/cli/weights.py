@@ -17,7 +17,6 @@ from weightsync_client.cli.options import (
     Key,
     Model,
     Pause,
-    Token,
     Wait,
     connect,
 )
@@ -66,7 +65,6 @@ def push(
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Push a version. It is committed and verified when this ends well, or not there at all."""
@@ -75,7 +73,7 @@ def push(
     )
     if key:
         options["idempotency_key"] = key
-    with connect(address, model, token) as client, render.progress("push") as update:
+    with connect(address, model) as client, render.progress("push") as update:
         options["on_progress"] = update
         result = client.push(path, **options)
     render.show_json(result) if json else render.show_push(result)
@@ -104,7 +102,6 @@ def apply(
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Make a version live. Every rank proves it, or nothing changes."""
@@ -116,7 +113,7 @@ def apply(
         options["prepare_timeout_s"] = prepare_timeout
     if timeout is not None:
         options["timeout_s"] = timeout
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         report = client.apply(version, **options)
     render.show_json(report) if json else render.show_apply(report)
 
@@ -131,13 +128,12 @@ def rollback(
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Go back to the previous version. The one that is left is marked rejected."""
     choices = PauseChoices()
     _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         result = client.rollback(reason, **choices)
     if json:
         render.show_json(result)
@@ -151,11 +147,10 @@ def epoch(
     holder: Annotated[str, typer.Option(help="Who asks; default: host and process.")] = "",
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
     json: Json = False,
 ) -> None:
     """Become the writer. Pushes under older epochs are refused from then on."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         number = client.acquire_epoch(holder)
     render.show_json({"epoch": number}) if json else typer.echo(str(number))
 
@@ -165,9 +160,8 @@ def abort(
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
-    token: Token = None,
 ) -> None:
     """Drop an open push and free its slot."""
-    with connect(address, model, token) as client:
+    with connect(address, model) as client:
         client.abort(push_id)
     typer.echo(f"push {push_id} dropped")

@@ -6,6 +6,7 @@ with CPU repacking off. With it on, prepare refuses.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from tests.integration.vllm.conftest import running_bench
 from tests.support.vllm_server import VllmServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.support.staging import BridgeClient, Version
@@ -68,13 +69,16 @@ def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
     return [vllm.complete(prompt, tokens=24) for prompt in PROMPTS]
 
 
-def _fresh_answers(
+@contextmanager
+def _fresh(
     cell: Cell, model: Path, run_dir: Path, *, plain: bool = True
-) -> list[dict[str, Any]]:
+) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Start an engine without us beside the body; the result waits for it and asks it."""
     place = run_dir / f"fresh-{cell}"
     vllm = VllmServer(model, place, tp=cell.tp, dtype=cell.dtype, plain=plain, bridge=False)
     try:
-        return _answers(vllm.start())
+        vllm.launch()
+        yield lambda: _answers(vllm.ready())
     finally:
         vllm.stop()
 
@@ -89,7 +93,11 @@ def _refusal(client: BridgeClient, version: Version) -> dict[str, Any]:
 def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
     first, second = (checkpoint(cell.arch, seed=seed, **cell.options) for seed in (1, 2))
     place = run_dir / str(cell)
-    with running_bench(first, place, tp=cell.tp, dtype=cell.dtype) as bench:
+    with (
+        _fresh(cell, second, run_dir) as fresh_answers,
+        running_bench(first, place, tp=cell.tp, dtype=cell.dtype) as bench,
+    ):
+        expected = fresh_answers()
         a, b = bench.staging.stage(first), bench.staging.stage(second)
         adopted = bench.client.adopt(a)
         before = _answers(bench.vllm)
@@ -100,7 +108,7 @@ def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
         bench.client.apply(a, 3, apply_id=adopted)
         assert _answers(bench.vllm) == before
     assert after != before
-    assert after == _fresh_answers(cell, second, run_dir)
+    assert after == expected
 
 
 @pytest.mark.parametrize("cell", PAIRWISE, ids=str)
@@ -147,7 +155,10 @@ def test_bfloat16_without_the_switch_is_exact_or_refused(
     cell = Cell(arch, "bfloat16", 1, tied=True)
     first, second = (checkpoint(arch, seed=seed, **cell.options) for seed in (1, 2))
     place = run_dir / f"either-{cell}"
-    with running_bench(first, place, dtype=cell.dtype, plain=False) as bench:
+    with (
+        _fresh(cell, second, run_dir, plain=False) as fresh_answers,
+        running_bench(first, place, dtype=cell.dtype, plain=False) as bench,
+    ):
         a, b = bench.staging.stage(first), bench.staging.stage(second)
         if not bench.client.call("hello")[0]["plain"]:
             assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in _refusal(bench.client, a)["error"]
@@ -155,4 +166,4 @@ def test_bfloat16_without_the_switch_is_exact_or_refused(
         bench.client.adopt(a)
         bench.client.apply(b, 2)
         after = _answers(bench.vllm)
-    assert after == _fresh_answers(cell, second, run_dir, plain=False)
+        assert after == fresh_answers()

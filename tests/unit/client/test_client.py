@@ -17,6 +17,7 @@ import weightsync_client
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
+    Access,
     ApplyOutcome,
     CacheMode,
     Client,
@@ -35,6 +36,7 @@ from weightsync_client.shards import file_shard
 
 PUBLIC = [
     "AbortedError",
+    "Access",
     "ApplyOptions",
     "ApplyOutcome",
     "ApplyPlan",
@@ -225,11 +227,11 @@ def test_a_server_with_two_models_wants_a_name(running: Any, servicer: Any) -> N
 
 
 def test_the_token_goes_with_every_call_and_is_not_shown(running: Any, servicer: Any) -> None:
-    with Client(running.address, token="s3cret") as client:
+    with Client(running.address, access=Access(token="s3cret")) as client:
         client.push(arrays(0))
         list(client.tensors(1))
     assert {m.get("authorization") for m in servicer.metadata} == {"Bearer s3cret"}
-    assert "s3cret" not in repr(Link("a:1", "s3cret"))
+    assert "s3cret" not in repr(Link("localhost:1", Access(token="s3cret")))
 
 
 def test_unary_calls_are_tried_again(client: Client, servicer: Any, status_error: Any) -> None:

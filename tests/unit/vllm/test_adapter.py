@@ -27,6 +27,7 @@ class Llm:
         self.errored = False
         self.asleep = False
         self.log: list[Any] = []
+        self.busy: list[str] = []
         self.digests = [DIGEST, DIGEST]
         self.gate = asyncio.Event()
         self.gate.set()
@@ -80,8 +81,15 @@ class Llm:
         await self.gate.wait()
         if self.fail is not None:
             raise self.fail
+        busy = self.busy.pop() if self.busy else ""
         return [
-            {"ok": True, "rank": rank, "call": args[0]["call"], "content_digest": digest}
+            {
+                "ok": True,
+                "rank": rank,
+                "call": args[0]["call"],
+                "content_digest": digest,
+                "busy": busy,
+            }
             for rank, digest in zip(("0/0/0", "0/0/1"), self.digests, strict=True)
         ]
 
@@ -274,10 +282,22 @@ async def test_sleeping_engine_refuses_a_pause_until_it_is_fully_awake() -> None
     assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
     await llm.wake_up(tags=["weights"])
     assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_ASLEEP
+    for word in ("capture", "prepare", "commit", "verify"):
+        error = await _refused(engine.call_workers(f"weightsync_{word}", {}))
+        assert error.reason is Reason.ENGINE_ASLEEP
     await llm.wake_up()
     assert (await engine.health()).sleeping is False
     await engine.pause(PauseSpec(), 1)
-    assert llm.log == ["sleep 1 keep", "wake up", "wake up", "mm", ("keep", True)]
+    state = "weightsync_state"
+    assert llm.log == [state, "sleep 1 keep", "wake up", "wake up", "mm", ("keep", True)]
+
+
+async def test_sleep_waits_for_work_in_the_background() -> None:
+    llm = Llm()
+    await _serving(llm)
+    llm.busy = ["", "a", "a"]
+    await llm.sleep()
+    assert llm.log == [*["weightsync_state"] * 3, "sleep 1 abort"]
 
 
 async def test_sleep_waits_for_the_end_of_a_pause() -> None:
@@ -291,7 +311,15 @@ async def test_sleep_waits_for_the_end_of_a_pause() -> None:
     assert not waking.done()
     await engine.resume(lease.lease_id, 7, DIGEST)
     await asyncio.gather(going, waking)
-    assert llm.log == ["mm", ("keep", True), "label 7", "resume", "sleep 1 abort", "wake up"]
+    assert llm.log == [
+        "mm",
+        ("keep", True),
+        "label 7",
+        "resume",
+        "weightsync_state",
+        "sleep 1 abort",
+        "wake up",
+    ]
 
 
 async def test_woken_engine_that_may_not_serve_is_stopped_again() -> None:

@@ -18,6 +18,7 @@ from weightsync.vllm.sources import expected_digest
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
+    from weightsync.vllm.crew import Crew
 
 
 class _Base:
@@ -212,7 +213,8 @@ def test_flipped_live_bit_changed_segment_and_skipped_slice_are_caught(
     assert (report["proved"], report["mismatched"]) == (False, ["head"])
     assert rank.call("state")["content_digest"] == ""
 
-    def skip(self: prepared.Prepared) -> None:
+    def skip(self: prepared.Prepared, crew: Crew) -> None:
+        del crew
         pairs = list(zip(self.targets.views(), self.sources, strict=True))
         for target, source in pairs[:-1]:
             target.copy_(source)
@@ -227,7 +229,8 @@ def test_write_that_fails_in_the_middle_leaves_the_rank_dirty(
     second = staging.stage_files([save(toy_tensors(2))])
     rank.job("prepare", "two", second)
 
-    def fail(self: prepared.Prepared) -> None:
+    def fail(self: prepared.Prepared, crew: Crew) -> None:
+        del crew
         self.targets.views()[0].fill_(1)
         raise OSError("torn")
 

@@ -1,0 +1,34 @@
+"""Who makes the call that this task serves."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync_server.authority.principals import Principal
+    from weightsync_server.authority.roles import Rule
+
+__all__ = ["CALLER", "Caller"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One admitted call.
+
+    Attributes:
+        principal: Who calls.
+        method: Exact path of the method.
+        rule: The rule that admitted it.
+        peer: Address of the other end, as gRPC tells it.
+    """
+
+    principal: Principal
+    method: str
+    rule: Rule
+    peer: str
+
+
+#: Set before a handler runs, by the interceptor alone; None outside of calls.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

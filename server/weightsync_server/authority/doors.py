@@ -1,0 +1,125 @@
+"""The listening sockets: a gRPC server for each kind of authority, TLS where others can connect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import grpc
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.authority.file import AuthorityFile
+from weightsync_server.authority.gate import Gate
+from weightsync_server.authority.interceptor import AuthorityInterceptor
+from weightsync_server.authority.tls import Certificates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from weightsync_server.authority.audit import Audit
+    from weightsync_server.authority.endpoints import Endpoint
+    from weightsync_server.settings import Settings
+
+__all__ = ["Doors"]
+
+#: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
+_SOCKET_UMASK = 0o117
+
+
+class Doors:
+    """Every address that the server listens on; nobody is served before `start`.
+
+    Args:
+        settings: Addresses, authority file, certificates.
+        options: Of each gRPC server.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; a file cannot be used, or proves nobody's authority.
+    """
+
+    def __init__(self, settings: Settings, options: Sequence[tuple[str, int]]) -> None:
+        self._model = settings.name
+        self._endpoints = settings.endpoints
+        self._options = list(options)
+        self._file = AuthorityFile(settings.authority) if settings.authority else None
+        self._certificates: Certificates | None = None
+        if settings.tls_cert and settings.tls_key:
+            self._certificates = Certificates(
+                settings.tls_cert, settings.tls_key, settings.tls_client_ca
+            )
+        self._servers: list[grpc.aio.Server] = []
+        if self._file and not settings.tls_client_ca:
+            _refuse_certificates_alone(self._file)
+
+    def bind(
+        self,
+        audit: Audit,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        serve: Callable[[grpc.aio.Server], None],
+    ) -> list[str]:
+        """Take every address and return them, with the ports that were chosen.
+
+        Call it while no other thread makes files: it changes the umask for a moment.
+
+        Args:
+            audit: Told of every call.
+            interceptors: Those that come after authority.
+            serve: Adds the services to a gRPC server.
+
+        Raises:
+            RuntimeError: An address cannot be bound.
+        """
+        addresses = []
+        for group in self._groups():
+            first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
+            server = grpc.aio.server(interceptors=[first, *interceptors], options=self._options)
+            self._servers.append(server)
+            serve(server)
+            addresses += [self._bind(server, endpoint.address) for endpoint in group]
+        return addresses
+
+    async def start(self) -> None:
+        """Serve."""
+        for server in self._servers:
+            await server.start()
+
+    async def close(self, grace_s: float) -> None:
+        """Stop listening; calls under way get so many seconds to end."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    def _groups(self) -> list[list[Endpoint]]:
+        roles = dict.fromkeys(endpoint.role for endpoint in self._endpoints)
+        return [[one for one in self._endpoints if one.role is role] for role in roles]
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> str:
+        if address.startswith("unix:"):
+            with _umask(_SOCKET_UMASK):
+                server.add_insecure_port(address)
+            return address
+        if self._certificates is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, self._certificates.credentials())
+        return f"{address.rpartition(':')[0]}:{port}"
+
+
+def _refuse_certificates_alone(file: AuthorityFile) -> None:
+    principals = file.current()
+    if principals.has_certificates and not principals.has_tokens:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "the authority file has certificate names and no token, and no client certificate is "
+            "asked for; give --tls-client-ca, or add tokens",
+        )
+
+
+@contextlib.contextmanager
+def _umask(value: int) -> Iterator[None]:
+    # From its first moment on nobody else may connect, which a chmod afterwards cannot promise.
+    before = os.umask(value)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,217 @@
+"""Authority before anything else: no handler runs, and no message is read, without it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.rpc_status import to_status
+from weightsync_server.authority.caller import CALLER, Caller
+from weightsync_server.authority.roles import RULES, Role
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from weightsync_server.authority.audit import Audit
+    from weightsync_server.authority.gate import Gate
+
+__all__ = ["AuthorityInterceptor"]
+
+
+class AuthorityInterceptor(grpc.aio.ServerInterceptor):
+    """Admits calls of principals that have the role, and nobody else. Must be the first one.
+
+    Args:
+        gate: Tells who calls.
+        model: The one model of this server: whoever has no authority over it has none here.
+        audit: Told of every end.
+    """
+
+    def __init__(self, gate: Gate, model: str, audit: Audit) -> None:
+        self.gate = gate
+        self.model = model
+        self.audit = audit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that asks before it reads; also for methods that do not exist."""
+        handler = await continuation(handler_call_details)
+        entry = _Entry(self, handler_call_details.method, handler)
+        if handler is None or handler.response_streaming:
+            make, serve = grpc.stream_stream_rpc_method_handler, entry.stream
+        else:
+            make, serve = grpc.stream_unary_rpc_method_handler, entry.answer
+        # Every method takes its requests as a stream: the first is read by us, when all is well.
+        streams = handler is not None and handler.request_streaming
+        return make(
+            serve,
+            request_deserializer=handler.request_deserializer if handler and streams else None,
+            response_serializer=handler.response_serializer if handler else None,
+        )
+
+
+class _Entry:
+    """One call on its way in."""
+
+    def __init__(
+        self,
+        door: AuthorityInterceptor,
+        method: str,
+        handler: grpc.RpcMethodHandler[Any, Any] | None,
+    ) -> None:
+        self._door = door
+        self._method = method
+        self._handler = handler
+        self._first: Any = None
+        self._response: Any = None
+
+    async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
+        """Serve a method with one response."""
+        async with self._refusing(context):
+            caller, request = await self._enter(requests, context)
+        inner: Any = self._inner()
+        with self._noting(caller, context):
+            self._response = await inner(request, context)
+            return self._response
+
+    async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Serve a method with a stream of responses."""
+        async with self._refusing(context):
+            caller, request = await self._enter(requests, context)
+        inner: Any = self._inner()
+        with self._noting(caller, context):
+            responses = inner(request, context)
+            if not hasattr(responses, "__aiter__"):
+                # Writes to the context itself, as the health service does.
+                await responses
+                return
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
+
+    def _inner(self) -> Any:
+        handler = self._handler
+        return handler and (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+
+    async def _enter(self, requests: AsyncIterator[Any], context: Any) -> tuple[Caller, Any]:
+        """Return who calls and the request, or the stream of requests."""
+        caller = self._admit(context)
+        CALLER.set(caller)
+        if self._handler is None or self._handler.request_streaming:
+            return caller, _Opening(requests, self._look)
+        return caller, await self._one(requests)
+
+    def _admit(self, context: Any) -> Caller:
+        principal = self._door.gate.identify(context)
+        if not principal.covers(self._door.model):
+            raise _denied(f"{principal.name} has no authority over the model of this server")
+        rule = RULES.get(self._method)
+        if rule is None:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED, "this server has no such method; see its proto"
+            )
+        if not rule.allows(principal.roles):
+            needed = " or ".join(sorted(rule.roles | {Role.ADMIN}))
+            raise _denied(f"{principal.name} may not call {self._method}; it takes role {needed}")
+        if self._handler is None:
+            raise WeightSyncError(Reason.NOT_SUPPORTED, "this server does not serve that method")
+        self._caller = Caller(principal, self._method, rule, context.peer())
+        return self._caller
+
+    async def _one(self, requests: AsyncIterator[Any]) -> Any:
+        async for data in requests:
+            try:
+                request = self._parse(data)
+            except DecodeError:
+                raise WeightSyncError(
+                    Reason.REQUEST_INVALID,
+                    "the request is not what the proto says; generate the stubs again",
+                ) from None
+            self._look(request)
+            return request
+        raise WeightSyncError(Reason.REQUEST_INVALID, "the call holds no request; send one")
+
+    def _parse(self, data: bytes) -> Any:
+        parse: Any = self._handler and self._handler.request_deserializer
+        return parse(data) if parse else data
+
+    def _look(self, message: Any) -> None:
+        """Refuse what a request asks beyond the caller's authority."""
+        # The first message of a push names the model in `begin`.
+        request = self._first = getattr(message, "begin", message)
+        principal, rule = self._caller.principal, self._caller.rule
+        model = getattr(request, "model", "")
+        if model and not principal.covers(model):
+            raise _denied(f"{principal.name} has no authority over the model that it names")
+        for field in rule.admin_fields:
+            if getattr(request, field) and Role.ADMIN not in principal.roles:
+                raise _denied(f"{principal.name} may not set {field}; it takes role admin")
+
+    @contextlib.asynccontextmanager
+    async def _refusing(self, context: Any) -> AsyncIterator[None]:
+        try:
+            yield
+        except WeightSyncError as error:
+            self._door.audit.refuse(error)
+            await context.abort_with_status(to_status(error))
+
+    @contextlib.contextmanager
+    def _noting(self, caller: Caller, context: Any) -> Iterator[None]:
+        outcome = "UNAVAILABLE"
+        try:
+            yield
+            outcome = "OK"
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            outcome = _name(context.code())
+            raise
+        finally:
+            if caller.rule.changes:
+                self._door.audit.write(caller, self._first, self._response, outcome)
+
+
+class _Opening:
+    """The requests of a stream; the first is looked at before the handler has it."""
+
+    def __init__(self, requests: AsyncIterator[Any], look: Callable[[Any], None]) -> None:
+        self._next = requests.__aiter__().__anext__
+        self._look: Callable[[Any], None] | None = look
+
+    def __aiter__(self) -> _Opening:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._next()
+        if self._look is not None:
+            self._look(message)
+            self._look = None
+        return message
+
+
+def _denied(sentence: str) -> WeightSyncError:
+    return WeightSyncError(Reason.PERMISSION_DENIED, sentence)
+
+
+def _name(code: Any) -> str:
+    # gRPC gives the status back as it was set: a member of its enum, or that member's number.
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    names = {status.value[0]: status.name for status in grpc.StatusCode}
+    return names.get(code, "UNKNOWN")
