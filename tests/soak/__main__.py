@@ -57,7 +57,7 @@ class Soak:
             self._controller,
             Trainer(site, contents, history, seed + 2),
         ]
-        self.checker = Checker(site, history, self._controller, ranks=2 if vllm else 1)
+        self.checker = Checker(site, history, self._controller, vllm=vllm)
         self._goes_on, self._over = threading.Event(), threading.Event()
         self._faulty = 0
 

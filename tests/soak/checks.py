@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Checker"]
 
 #: A service that is whole again is whole within this time; vLLM takes longer to start than that.
-_SERVING_S = 30.0
+_SERVING_S, _VLLM_S = 30.0, 180.0
 _SETTLE_S = 10.0
 #: Connections, timers and threads of a pool come and go.
 _LOOSE_DESCRIPTORS = 40
@@ -32,13 +32,14 @@ class Checker:
         leaked: Most segments that were too many at once.
     """
 
-    def __init__(self, site: Site, history: History, controller: Controller, ranks: int) -> None:
+    def __init__(self, site: Site, history: History, controller: Controller, *, vllm: bool) -> None:
         self.leaked = 0
         self._site = site
         self._history = history
         self._controller = controller
         self._stub = controller.stub
-        self._ranks = ranks
+        self._ranks = 2 if vllm else 1
+        self._serving_s = _VLLM_S if vllm else _SERVING_S
         self._descriptors = 0
         self._start_of: dict[str, int] = {}
 
@@ -73,7 +74,7 @@ class Checker:
             return None
 
     def _serving(self) -> pb.ModelStatus | None:
-        deadline = time.monotonic() + _SERVING_S
+        deadline = time.monotonic() + self._serving_s
         told = None
         while time.monotonic() < deadline:
             status = self._status()
@@ -84,7 +85,7 @@ class Checker:
                     return told
             time.sleep(0.05)
         state = "does not answer" if told is None else f"{told.engine.state}: {told.engine.reason}"
-        self._history.violate(f"not serving {_SERVING_S:g} s after the last fault ({state})")
+        self._history.violate(f"not serving {self._serving_s:g} s after the last fault ({state})")
         return None
 
     def _violations(self, status: pb.GetStatusResponse) -> None:

@@ -82,7 +82,7 @@ class Injector:
             (self._kill_fetcher, 8),
             (self._stop_server, 4),
             (self._stop_fetcher, 4),
-            (self._kill_engine, 1 if vllm else 4),
+            (self._kill_engine, 5),
             (self._stop_engine, 2),
         ]
 
