@@ -18,6 +18,7 @@ from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
 from weightsync_server.authority.doors import Doors
+from weightsync_server.census import Census
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits
@@ -130,6 +131,9 @@ class App:
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
         servicer = WeightSyncServicer(versions, pushes, applier, status)
         _track(metrics, versions, budget, fetchers, pushes)
+        census = Census(versions, budget, metrics)
+        census.start()
+        stack.push_async_callback(census.stop)
         self._bind(doors, metrics, servicer, health_service)
         keeper.start()
         stack.push_async_callback(keeper.stop)
