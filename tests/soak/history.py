@@ -49,7 +49,7 @@ class History:
         self._limbo: dict[int, str] = {}
         self._highest = 1
         self._lock = threading.RLock()
-        self._file = path.open("w")
+        self._file = path.open("w", buffering=1)
 
     def record(self, operation: str, outcome: str, **facts: object) -> None:
         """Write a call and its answer down."""
