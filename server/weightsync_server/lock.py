@@ -21,12 +21,19 @@ class StateLock:
         folder: The state directory; made when missing.
 
     Raises:
-        WeightSyncError: REQUEST_INVALID when another server holds it.
+        WeightSyncError: REQUEST_INVALID when another server holds it or it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"state_dir {folder} cannot be written ({error.strerror}); choose another or make "
+                "it this user's",
+            ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -344,7 +344,8 @@ def test_a_vllm_that_restarts_between_prepare_and_commit_is_proved_first(
     version = site.push()
     site.arm("apply.prepared=1*stop")
     refusals: list[WeightSyncError | None] = []
-    applying = threading.Thread(target=lambda: refusals.append(site.try_apply(version)))
+    # vLLM takes its time to start.
+    applying = threading.Thread(target=lambda: refusals.append(site.try_apply(version, 290)))
     applying.start()
     assert site.met(20)
     site.vllm.stop()

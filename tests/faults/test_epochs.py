@@ -89,16 +89,17 @@ class _Trainer:
     """A push on one stream whose messages go when a test says so."""
 
     def __init__(self, server: WeightSyncServer, seed: int, version: int, epoch: int) -> None:
-        *self._messages, self._commit = push_messages(_shard(seed), version, epoch=epoch)
+        *messages, self._commit = push_messages(_shard(seed), version, epoch=epoch)
+        self._messages = [part for message in messages for part in _parts(message)]
         self._waiting: queue.SimpleQueue[pb.PushWeightsRequest | None] = queue.SimpleQueue()
         self._call = server.stub.PushWeights.future(iter(self._waiting.get, None), timeout=30)
 
-    def send(self, *kinds: str) -> None:
-        for message in list(self._messages):
-            if message.WhichOneof("message") in kinds:
-                self._messages.remove(message)
-                for part in _parts(message):
-                    self._waiting.put(part)
+    def send(self, *kinds: str, most: int = 100) -> None:
+        """Send what is left of these kinds of messages."""
+        chosen = [m for m in self._messages if m.WhichOneof("message") in kinds][:most]
+        for message in chosen:
+            self._messages.remove(message)
+            self._waiting.put(message)
 
     def commit(self) -> Any:
         self.send("layout", "chunk", "digests")
@@ -126,6 +127,16 @@ def _parts(message: pb.PushWeightsRequest) -> Iterator[pb.PushWeightsRequest]:
         yield part
 
 
+def _received(server: WeightSyncServer, size: int) -> None:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        (model,) = server.stub.GetStatus(pb.GetStatusRequest(), timeout=5).models
+        if [push.received_bytes for push in model.pushes] == [size]:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{model.pushes}")
+
+
 STALE = (grpc.StatusCode.FAILED_PRECONDITION, Reason.EPOCH_STALE)
 
 
@@ -142,8 +153,10 @@ def test_a_stale_writer_is_refused_at_the_next_chunk_of_an_open_stream(
 ) -> None:
     trainer = _Trainer(server, 1, free, _acquire(server))
     trainer.send("begin", "layout")
+    trainer.send("chunk", most=2)
+    _received(server, 2 * _CHUNK)
     second = _acquire(server)
-    trainer.send("chunk")
+    trainer.send("chunk", most=1)
     assert trainer.refusal() == STALE
     # Its slot and its number are free for the new writer.
     assert free not in _versions(server)

@@ -139,7 +139,7 @@ def _vllm_site(folder: Path) -> tuple[Engine, Contents]:
         make_checkpoint(folder / f"checkpoint-{seed}", dtype="bfloat16", seed=seed)
         for seed in range(4)
     ]
-    vllm = VllmServer(folders[0], folder / "run", dtype="bfloat16", tp=2)
+    vllm = VllmServer(folders[0], folder / "run", dtype="bfloat16", tp=2, start_s=900)
     return VllmEngineProcess(vllm), CheckpointContents(folders)
 
 

@@ -126,15 +126,15 @@ class FaultySite:
         self.content[version] = other
         return version
 
-    def apply(self, version: int) -> pb.ApplyReport:
+    def apply(self, version: int, timeout_s: float = 60) -> pb.ApplyReport:
         """Apply a version."""
         request = pb.ApplyVersionRequest(model="default", version=version)
-        return self.server.stub.ApplyVersion(request, timeout=60).report
+        return self.server.stub.ApplyVersion(request, timeout=timeout_s).report
 
-    def try_apply(self, version: int) -> WeightSyncError | None:
+    def try_apply(self, version: int, timeout_s: float = 60) -> WeightSyncError | None:
         """Apply a version; return its refusal: SERVER_AWAY when the server died of it."""
         try:
-            self.apply(version)
+            self.apply(version, timeout_s)
         except grpc.RpcError as error:
             told = from_call(error)
             if told is not None:

@@ -352,6 +352,20 @@ async def test_failed_pause_lets_generation_go_on() -> None:
     assert _state(engine) is EngineState.SERVING
 
 
+async def test_failed_pause_of_an_engine_that_stands_still_starts_nothing() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.fence("why")
+
+    async def fail(**_: Any) -> None:
+        raise RuntimeError("no cache")
+
+    llm.pause_scheduler_async = fail  # type: ignore[method-assign]
+    assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.ENGINE_AWAY
+    assert "resume" not in llm.log
+    assert engine.condition() == (EngineState.FENCED, "why")
+
+
 @pytest.mark.parametrize(
     ("spec", "lease_s"),
     [(PauseSpec(mode="stop"), 1), (PauseSpec(after_wait="wait"), 1), (PauseSpec(), 0)],

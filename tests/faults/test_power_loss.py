@@ -1,0 +1,126 @@
+"""Power is lost at every step: unflushed bytes and names are gone. What was acknowledged is not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.disks import STEPS, FailingDisk, ForgetfulDisk, PowerLossError
+from tests.unit.server.versions.world import World, begin, content, simple, world
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.apply.journal import Entry, Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+    from typing import Any
+
+LIMITS = {"keep_bytes": 1000, "loss_bytes": 2000}
+OLD, NEW = simple(1), simple(2)
+
+
+async def lived(folder: Path, work: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+    """Run one life of the server; at a loss of power nothing of it goes on."""
+    async with world(folder, limits=LIMITS) as here:
+        await work(here)
+
+
+async def push(here: World) -> None:
+    begun = await here.pushes.begin(begin(version=2, idempotency_key="k", shard_count=2), None)
+    for shard in NEW:
+        await here.join(begun.push_id, shard.all(500))
+    await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
+
+
+async def delete(here: World) -> None:
+    await here.versions.delete(1)
+
+
+async def acquire(here: World) -> None:
+    assert await here.versions.acquire_epoch("another") == 1
+
+
+async def pin(here: World) -> None:
+    await here.versions.pin(1, True)
+
+
+def check(here: World, work: object, *, done: bool) -> None:
+    """Check what a new life of the server finds."""
+    versions = here.versions
+    one, two = versions.find(1), versions.find(2)
+    if work is delete:
+        assert not (done and one)
+    else:
+        assert one is not None
+        assert one.content_digest == content(OLD)
+    committed = two is not None and two.commit is not None
+    assert committed or not (done and work is push)
+    if committed:
+        assert two is not None
+        assert two.content_digest == content(NEW)
+    assert versions.epoch == 1 or not (done and work is acquire)
+    assert work is not pin or not done or (one is not None and one.pinned)
+
+
+@pytest.mark.parametrize("work", [push, delete, acquire, pin], ids=lambda work: work.__name__)
+async def test_power_lost_at_every_step(
+    tmp_path: Path, work: Callable[[World], Coroutine[Any, Any, None]]
+) -> None:
+    outcomes = set()
+    for nth in range(1, 200):
+        folder = tmp_path / str(nth)
+        async with world(folder) as here:
+            await here.push(OLD, 1)
+        disk = ForgetfulDisk(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            lost = FailingDisk(nth, OSError(5, "power lost"), STEPS, for_ever=True)
+            lost.install(patch)
+            (outcome,) = await asyncio.gather(lived(folder, work), return_exceptions=True)
+        disk.lose_power()
+        async with world(folder, limits=LIMITS) as here:
+            check(here, work, done=outcome is None)
+            # The same number and content can be brought after all.
+            if work is push:
+                await push(here)
+                with await here.versions.stage(2, 5):
+                    assert here.read(2) == [shard.data for shard in NEW]
+        disk.close()
+        outcomes.add(outcome is None)
+        if lost.calls < nth:
+            break
+    assert outcomes == {True, False}
+    assert nth > 5
+
+
+def test_a_journal_that_loses_power_at_every_step(tmp_path: Path) -> None:
+    for nth in range(1, 60):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        before = Entry("DONE", "a", 1, 0)
+        journal = Journal(folder / "journal")
+        journal.write(before)
+        journal.close()
+        disk = ForgetfulDisk(folder)
+        written = before
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            lost = FailingDisk(nth, PowerLossError(), STEPS, for_ever=True)
+            lost.install(patch)
+            try:
+                journal = Journal(folder / "journal")
+                for version in range(2, 6):
+                    journal.write(entry := Entry("DONE", str(version), version, 1))
+                    written = entry
+            except PowerLossError:
+                pass
+        disk.lose_power()
+        found = Journal(folder / "journal").last
+        assert found is not None
+        assert found.version in (written.version, written.version + 1)
+        disk.close()
+        if lost.calls < nth:
+            return
+    pytest.fail("it never came to its end")
