@@ -458,8 +458,9 @@ def test_no_request_has_a_field_for_a_place() -> None:
         ({"version": (1 << 64) - 1}, (CODE.INVALID_ARGUMENT, Reason.REQUEST_INVALID)),
         ({"version": (1 << 53) - 1}, (CODE.OUT_OF_RANGE, Reason.VERSION_JUMP)),
         ({"version": 1_000_100}, (CODE.OUT_OF_RANGE, Reason.VERSION_JUMP)),
-        ({"epoch": (1 << 63) - 1}, (CODE.FAILED_PRECONDITION, Reason.EPOCH_STALE)),
-        ({"epoch": (1 << 64) - 1}, (CODE.FAILED_PRECONDITION, Reason.EPOCH_STALE)),
+        ({"epoch": (1 << 63) - 1}, (CODE.INVALID_ARGUMENT, Reason.REQUEST_INVALID)),
+        ({"epoch": (1 << 64) - 1}, (CODE.INVALID_ARGUMENT, Reason.REQUEST_INVALID)),
+        ({"epoch": (1 << 53) - 1}, (CODE.FAILED_PRECONDITION, Reason.EPOCH_STALE)),
     ],
 )
 def test_nobody_runs_ahead_with_the_numbers(
