@@ -27,9 +27,11 @@ _IN_VLLM = ("worker.", "bridge.")
 #: Met when a server starts.
 _STARTING = ("store.recover", "journal.read", "receive.resume", "file.")
 _ACTIONS = {"panic": 60, "sleep": 20, "error": 25, "stop": 5}
+#: Where the code asks the system for something: only there can it answer with an error.
+_FALLIBLE = ("file.", "store.", "fetcher.", "journal.", "stage.", "receive.keep", *_IN_VLLM)
 _ERRORS = ("EIO", "ENOSPC", "EMFILE", "ENOMEM")
 #: How long a fault may wait until it is met, seconds.
-_PATIENCE_S = 2.5
+_PATIENCE_S = 2.0
 
 
 def placed_points(*, vllm: bool) -> list[str]:
@@ -89,14 +91,15 @@ class Injector:
     def once(self) -> None:
         """Commit one fault and see it through; what died stays dead."""
         acts, weights = zip(*self._kinds, strict=True)
-        time.sleep(self._rng.uniform(0, 0.5))
+        time.sleep(self._rng.uniform(0, 0.2))
         self._rng.choices(acts, weights)[0]()
 
     # Failpoints.
 
     def _point(self) -> None:
         name = self._rng.choice(self._points)
-        (action,) = self._rng.choices(list(_ACTIONS), list(_ACTIONS.values()))
+        actions = {a: n for a, n in _ACTIONS.items() if a != "error" or name.startswith(_FALLIBLE)}
+        (action,) = self._rng.choices(list(actions), list(actions.values()))
         skip = self._rng.choice((0, 0, 0, 1, 2, 5))
         argument = {"sleep": f"({self._rng.uniform(0.1, 1.5):.2f})"}.get(action, "")
         if action == "error":
