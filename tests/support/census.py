@@ -110,4 +110,5 @@ def same_again(server: WeightSyncServer, before: Census, timeout_s: float = 10.0
     while (after := Census.take(server)) != before and time.monotonic() < deadline:
         time.sleep(0.1)
     old, new = asdict(before), asdict(after)
-    assert {k: v for k, v in new.items() if v != old[k]} == {}, old
+    changed = {name: (old[name], value) for name, value in new.items() if value != old[name]}
+    assert not changed, changed
