@@ -24,7 +24,7 @@ STAMP := $(VENV)/.setup-$(shell { cat Makefile pyproject.toml constraints.txt sc
 	echo $(TORCH_VERSION) $(VLLM_VERSION); } | sha256sum | cut -c1-16)
 
 CHECKED := $(wildcard weightsync server client tests benchmarks examples scripts)
-BENCHMARKS := push staging apply
+BENCHMARKS := push staging apply control
 
 .PHONY: help
 help: ## List the targets
@@ -99,7 +99,7 @@ $(BENCHMARKS:%=bench-%): bench-%: setup
 	$(PY) -m benchmarks.$* --json
 
 .PHONY: bench
-bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-staging, bench-apply)
+bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
 .PHONY: constraints
 constraints: ## Pin in constraints.txt what .venv holds now

@@ -60,6 +60,9 @@ class Access:
     def from_environment(cls) -> Self:
         """Return what the variables in `VARIABLES` say; unset or empty ones count as not given."""
         given = {name: os.environ.get(variable, "") for variable, (name, _) in VARIABLES.items()}
+        if not given["tls_ca"]:
+            # Where a server gets its settings by variables, these two are its own.
+            given["tls_cert"] = given["tls_key"] = ""
         return cls(**given)  # type: ignore[arg-type]  # text for each of these fields
 
     def bearer(self) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "RefusedError",
     "UnavailableError",
     "from_rpc",
+    "passing",
     "refuse",
     "typed_errors",
 ]
@@ -168,6 +169,14 @@ def refuse(reason: Reason, message: str, **metadata: str) -> ClientError:
     """Return the error of the right class for something that the client itself found."""
     probe = ClientError(reason, message, metadata=metadata)
     return _CLASSES[probe.code](reason, message, metadata=metadata)
+
+
+def passing(error: BaseException) -> bool:
+    """Return whether the same call may do better in a moment: the link broke, or it is told so."""
+    if isinstance(error, (ExhaustedError, DeadlineError)):
+        # A timeout of this client's own comes without an advice.
+        return error.retry_after_s is not None
+    return isinstance(error, UnavailableError)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,8 @@ class Link:
             raise refuse(
                 Reason.REQUEST_INVALID, "the server address is empty; use HOST:PORT or unix:PATH"
             )
-        object.__setattr__(self, "_credentials", self.access.channel_credentials())
+        if not self.address.startswith("unix:"):
+            object.__setattr__(self, "_credentials", self.access.channel_credentials())
         self._protection(self.address)
 
     @property

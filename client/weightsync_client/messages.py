@@ -11,6 +11,7 @@ __all__ = [
     "Message",
     "digest_messages",
     "encode_chunk",
+    "heartbeat_message",
     "join_message",
     "layout_messages",
     "serialize",
@@ -28,6 +29,11 @@ _DIGESTS = 16_384
 def join_message(push_id: str) -> pb.PushWeightsRequest:
     """Return the first message of a stream."""
     return pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id))
+
+
+def heartbeat_message() -> pb.PushWeightsRequest:
+    """Return the message that only says that the stream is alive."""
+    return pb.PushWeightsRequest(heartbeat=pb.Heartbeat())
 
 
 def layout_messages(shard: Shard) -> Iterator[pb.PushWeightsRequest]:

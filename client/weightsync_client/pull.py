@@ -19,7 +19,7 @@ from weightsync.layout import MAX_HEADER_BYTES, check_header, check_shard
 from weightsync.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import calls
-from weightsync_client.errors import ClientError, UnavailableError, refuse, typed_errors
+from weightsync_client.errors import ClientError, passing, refuse, typed_errors
 from weightsync_client.types import PullResult, TensorInfo, Version
 
 if TYPE_CHECKING:
@@ -281,11 +281,11 @@ class Puller:
                     failures = 0
                     yield data
                 return
-            except UnavailableError:
+            except ClientError as error:
                 failures += 1
-                if failures >= self._retry.attempts:
+                if not passing(error) or failures >= self._retry.attempts:
                     raise
-                time.sleep(self._retry.delay_s(failures))
+                time.sleep(error.retry_after_s or self._retry.delay_s(failures))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

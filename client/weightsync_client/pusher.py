@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from weightsync.digest import content_digest
@@ -20,10 +20,11 @@ from weightsync_client.errors import (
     AbortedError,
     ClientError,
     DeadlineError,
-    ExhaustedError,
     UnavailableError,
+    passing,
     refuse,
 )
+from weightsync_client.jobs import Job, Jobs
 from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.shards import Shard, ShardDigester
@@ -48,19 +49,6 @@ class Invoke(Protocol):
 
     def __call__(self, call: calls.Call[T], /) -> T:
         """Return what the call's answer says."""
-
-
-@dataclass(slots=True)
-class _Job:
-    shard: Shard
-    digester: ShardDigester
-    offset: int = 0
-    layout_held: bool = False
-
-    def take_up(self, progress: pb.ShardProgress | None) -> None:
-        """Note what the server holds."""
-        self.layout_held = progress is not None
-        self.offset = progress.received_bytes if progress else 0
 
 
 class Push:
@@ -104,7 +92,7 @@ class Push:
     def _reset(self) -> None:
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs = Jobs()
         self._permits = threading.Semaphore(self._streams)
         self._held: dict[int, pb.ShardProgress] = {}
         self._layout_known = False
@@ -246,16 +234,16 @@ class Push:
         shards: Iterator[Shard] = iter(self._source.shards)
         again = isinstance(self._source.shards, list)
         while not self._stop.is_set() and (shard := next(shards, None)) is not None:
-            job = _Job(shard, ShardDigester(shard))
+            job = Job(shard, ShardDigester(shard))
             job.take_up(self._held.get(shard.index))
             job.layout_held |= self._layout_known
             if not again:
                 # One shard is being filled while each lane sends one, and no more are held.
                 self._permits.acquire()
-            self._queue.put(job)
+            self._jobs.put(job)
             del job, shard
         for _ in range(lanes):
-            self._queue.put(None)
+            self._jobs.put(None)
         # An iterator that was left early runs its clean-up now, in the thread that ran it.
         if isinstance(shards, Generator):
             shards.close()
@@ -266,7 +254,7 @@ class Push:
         self._stop.set()
         for _ in range(self._streams):
             self._permits.release()
-            self._queue.put(None)
+            self._jobs.put(None)
         for lane in self._lanes:
             lane.cancel()
 
@@ -274,7 +262,7 @@ class Push:
 
     def _serve(self, lane: Lane) -> None:
         try:
-            while not self._stop.is_set() and (job := self._queue.get()) is not None:
+            while not self._stop.is_set() and (job := self._next_job(lane)) is not None:
                 pending = [job]
                 del job
                 self._deliver(lane, pending)
@@ -283,10 +271,27 @@ class Push:
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self._fail(error)
 
-    def _deliver(self, lane: Lane, pending: list[_Job]) -> None:
+    def _next_job(self, lane: Lane) -> Job | None:
+        try:
+            return self._jobs.soon()
+        except queue.Empty:
+            return self._wait_alive(lane)
+
+    def _wait_alive(self, lane: Lane) -> Job | None:
+        """Wait for the next shard on a stream that tells the server that there will be one."""
+        found: list[Job | None] = []
+        while not found and not self._stop.is_set():
+            error = self._stream(lane, self._jobs.heartbeats(self._push_id, found))
+            if error is not None and not _resumable(error):
+                raise error
+            if error is not None and not found:
+                self._stop.wait(self._retry.max_s)
+        return found[0] if found else None
+
+    def _deliver(self, lane: Lane, pending: list[Job]) -> None:
         failures = 0
         while True:
-            error = self._stream(lane, pending)
+            error = self._stream(lane, self._messages(lane, pending))
             if error is None:
                 self._finish(pending)
                 return
@@ -300,8 +305,10 @@ class Push:
             if failures >= self._retry.attempts:
                 raise error
 
-    def _stream(self, lane: Lane, pending: list[_Job]) -> BaseException | None:
-        feed = Feed(self._messages(lane, pending))
+    def _stream(
+        self, lane: Lane, wanted: Generator[messages.Message, None, None]
+    ) -> BaseException | None:
+        feed = Feed(wanted)
         try:
             lane.send(feed)
         except ClientError as error:
@@ -314,24 +321,16 @@ class Push:
             )
         return feed.error
 
-    def _messages(self, lane: Lane, pending: list[_Job]) -> Generator[messages.Message, None, None]:
+    def _messages(self, lane: Lane, pending: list[Job]) -> Generator[messages.Message, None, None]:
         yield messages.join_message(self._push_id)
         for job in list(pending):
             yield from self._job_messages(lane, job)
         # A source that can be read again needs no acknowledgement before the next shard.
-        while self._source.layout is not None and (next_job := self._next_now()) is not None:
+        while self._source.layout is not None and (next_job := self._jobs.now()) is not None:
             pending.append(next_job)
             yield from self._job_messages(lane, next_job)
 
-    def _next_now(self) -> _Job | None:
-        with contextlib.suppress(queue.Empty):
-            job = self._queue.get_nowait()
-            if job is not None:
-                return job
-            self._queue.put(None)
-        return None
-
-    def _job_messages(self, lane: Lane, job: _Job) -> Iterator[messages.Message]:
+    def _job_messages(self, lane: Lane, job: Job) -> Iterator[messages.Message]:
         if not job.layout_held:
             yield from messages.layout_messages(job.shard)
         reader = job.shard.open(lane.scratch)
@@ -351,14 +350,14 @@ class Push:
         if report is not None:
             report(total, self._request.total_bytes)
 
-    def _finish(self, pending: list[_Job]) -> None:
+    def _finish(self, pending: list[Job]) -> None:
         with self._lock:
             for job in pending:
                 self._done.append((job.shard.tensors, job.digester.digests))
 
     # After a cut.
 
-    def _take_up(self, pending: list[_Job]) -> bool:
+    def _take_up(self, pending: list[Job]) -> bool:
         """Ask what the server holds; returns whether it holds more than when last asked."""
         reply = self._persist(calls.get_push(self._push_id, self._link.timeouts))
         if reply.durability == pb.DURABILITY_FAILED:
@@ -378,9 +377,9 @@ class Push:
         while True:
             try:
                 return self._invoke(call)
-            except UnavailableError:
+            except ClientError as error:
                 failures += 1
-                if failures >= self._retry.attempts or self._stop.is_set():
+                if not passing(error) or failures >= self._retry.attempts or self._stop.is_set():
                     raise
                 self._stop.wait(self._retry.delay_s(failures))
 
@@ -388,7 +387,5 @@ class Push:
 def _resumable(error: BaseException) -> bool:
     if isinstance(error, AbortedError):
         return error.reason in (Reason.OFFSET_MISMATCH, Reason.SHARD_BUSY)
-    if isinstance(error, ExhaustedError):
-        # The server has not noticed yet that an earlier stream of this push is gone.
-        return error.reason is Reason.LIMIT_EXCEEDED and error.retry_after_s is not None
-    return isinstance(error, UnavailableError)
+    # Or too many streams: the server has not noticed yet that an earlier one is gone.
+    return passing(error)

@@ -15,9 +15,11 @@ from grpc_reflection.v1alpha import reflection
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_server.admission import Admission, CallLimits
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
 from weightsync_server.authority.doors import Doors
+from weightsync_server.callers import caller_name
 from weightsync_server.census import Census
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
@@ -29,7 +31,7 @@ from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
-from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
+from weightsync_server.versions import ModelVersions, Retention, Scrubber, SegmentBudget
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -47,10 +49,10 @@ _CHANNEL_OPTIONS = (
     ("grpc.so_reuseport", 0),
     # A chunk of 2 MiB and its envelope fit; nothing larger is legal.
     ("grpc.max_receive_message_length", (4 << 20) + (64 << 10)),
-    # A dead peer is noticed: ping after 5 s of silence, gone 5 s later.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
+    ("grpc.keepalive_time_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
@@ -96,7 +98,8 @@ class App:
         settings = self._settings
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
-        doors = Doors(settings, _CHANNEL_OPTIONS)
+        connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
+        doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -115,6 +118,9 @@ class App:
         stack.push_async_callback(versions.close)
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
+        if store.durable and settings.scrub_bytes_per_s:
+            scrubbing = asyncio.create_task(Scrubber(versions, settings.scrub_bytes_per_s).run())
+            stack.callback(scrubbing.cancel)
         stack.push_async_callback(pushes.close)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()
@@ -153,6 +159,7 @@ class App:
             server=parts.segments,
             budget=parts.budget,
             slots=settings.slots,
+            disk_floor_bytes=settings.disk_floor_bytes,
             retention=Retention(settings.retain_versions, settings.retain_bytes),
             reserved=_CHECKPOINT_VERSION,
         )
@@ -182,7 +189,10 @@ class App:
         rpcs = RpcMetrics(metrics.registry)
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
-        guard = GuardInterceptor(rpcs, lambda: metrics.violate("only_data"))
+        guard = GuardInterceptor(
+            rpcs, lambda: metrics.violate("only_data"), self._settings.reader_timeout_s
+        )
+        admission = Admission(_call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
         audit.witness(servicer)
 
@@ -195,7 +205,7 @@ class App:
                 names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
 
-        self.addresses = doors.bind(audit, [guard], serve)
+        self.addresses = doors.bind(audit, [guard, admission], serve)
 
     async def _listen(
         self,
@@ -235,7 +245,17 @@ def _limits(settings: Settings) -> PushLimits:
     return PushLimits(
         max_pushes=settings.max_pushes,
         max_version_jump=settings.max_version_jump,
-        idle_timeout_s=settings.push_idle_timeout_s,
+        stream_idle_timeout_s=settings.push_idle_timeout_s,
+        resume_timeout_s=settings.push_resume_timeout_s,
+    )
+
+
+def _call_limits(settings: Settings) -> CallLimits:
+    return CallLimits(
+        calls_per_s=settings.max_calls_per_s,
+        streams=settings.max_streams,
+        pulls=settings.max_pulls,
+        watches=settings.max_watches,
     )
 
 
@@ -294,6 +314,11 @@ def _track(
         "weightsync_staging_capacity_bytes", "Most shared memory allowed.", lambda: budget.limit
     )
     metrics.track(
+        "weightsync_disk_promised_bytes",
+        "Room in the store that open pushes were promised and have not used yet.",
+        lambda: versions.disk.promised,
+    )
+    metrics.track(
         "weightsync_slots_used",
         "Slots that hold a version.",
         lambda: slots("receiving", "staged", "live"),
@@ -301,6 +326,11 @@ def _track(
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(versions.slots_status()))
     metrics.track(
         "weightsync_newest_version", "Newest committed version; 0: none.", lambda: versions.newest
+    )
+    metrics.track(
+        "weightsync_damaged_versions",
+        "Committed versions that are damaged in the store.",
+        lambda: sum(bool(record.damaged) for record in versions.list()),
     )
     metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
     metrics.track(

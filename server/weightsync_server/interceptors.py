@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -16,13 +17,15 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
     from google.protobuf.descriptor import ServiceDescriptor
 
 __all__ = ["GuardInterceptor", "RpcMetrics"]
 
 logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1.0
 
 #: The ecosystem's names of calls, by whether requests and responses are streams.
 _KINDS: Mapping[tuple[bool, bool], str] = {
@@ -76,11 +79,23 @@ def _camel(code: grpc.StatusCode) -> str:
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):
-    """Turns WeightSyncError into a rich status, anything else into a logged, textless fault."""
+    """Turns WeightSyncError into a rich status, anything else into a logged, textless fault.
 
-    def __init__(self, metrics: RpcMetrics, on_fault: Callable[[], None]) -> None:
+    Args:
+        metrics: Counts calls.
+        on_fault: Called for each fault.
+        reader_timeout_s: Seconds that a reader may take for one message of a stream.
+    """
+
+    def __init__(
+        self,
+        metrics: RpcMetrics,
+        on_fault: Callable[[], None],
+        reader_timeout_s: float = 10.0,
+    ) -> None:
         self._metrics = metrics
         self._on_fault = on_fault
+        self._reader_timeout_s = reader_timeout_s
 
     async def intercept_service(
         self,
@@ -97,7 +112,8 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         return _wrap(handler, self._guard(_kind(handler), service, method))
 
     def _guard(self, kind: str, service: str, method: str) -> _Guard:
-        return _Guard(self._metrics, self._on_fault, kind, service, method)
+        start = functools.partial(self._metrics.start, kind, service, method)
+        return _Guard(start, self._on_fault, method, self._reader_timeout_s)
 
 
 def _writes_itself(handler: grpc.RpcMethodHandler[Any, Any]) -> bool:
@@ -113,15 +129,15 @@ def _kind(handler: grpc.RpcMethodHandler[Any, Any]) -> str:
 class _Guard:
     def __init__(
         self,
-        metrics: RpcMetrics,
+        start: Callable[[], Callable[[grpc.StatusCode], None]],
         on_fault: Callable[[], None],
-        kind: str,
-        service: str,
         method: str,
+        reader_timeout_s: float,
     ) -> None:
-        self._start = functools.partial(metrics.start, kind, service, method)
+        self._start = start
         self._on_fault = on_fault
         self._method = method
+        self._reader_timeout_s = reader_timeout_s
 
     async def unary(self, inner: Callable[..., Awaitable[Any]], request: Any, context: Any) -> Any:
         end = self._start()
@@ -134,19 +150,30 @@ class _Guard:
             return result
 
     async def stream(
-        self, inner: Callable[..., AsyncIterator[Any]], request: Any, context: Any
-    ) -> AsyncIterator[Any]:
+        self, inner: Callable[..., AsyncGenerator[Any]], request: Any, context: Any
+    ) -> None:
         end = self._start()
         try:
-            async for message in inner(request, context):
-                yield message
-        except GeneratorExit:
-            end(grpc.StatusCode.CANCELLED)
-            raise
+            # Closed before a refusal is sent, which may wait for the reader: a slot is not held.
+            async with contextlib.aclosing(inner(request, context)) as messages:
+                async for message in messages:
+                    await self._write(context, message)
         except BaseException as error:  # noqa: BLE001 - as above
             await self._fail(error, context, end)
         else:
             end(grpc.StatusCode.OK)
+
+    async def _write(self, context: Any, message: Any) -> None:
+        try:
+            async with asyncio.timeout(self._reader_timeout_s):
+                await context.write(message)
+        except TimeoutError:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"the reader took no message for {self._reader_timeout_s:g} s; call "
+                f"{self._method} again and read faster, or raise reader_timeout_s",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
 
     async def _fail(
         self, error: BaseException, context: Any, end: Callable[[grpc.StatusCode], None]
@@ -154,6 +181,10 @@ class _Guard:
         if isinstance(error, asyncio.CancelledError):
             end(grpc.StatusCode.CANCELLED)
             raise error
+        if isinstance(error, grpc.aio.UsageError) and context.cancelled():
+            # The caller left between two messages.
+            end(grpc.StatusCode.CANCELLED)
+            raise asyncio.CancelledError
         if isinstance(error, grpc.aio.AbortError):
             end(context.code() or grpc.StatusCode.UNKNOWN)
             raise error
@@ -181,9 +212,8 @@ def _wrap(
     async def unary(request: Any, context: Any) -> Any:
         return await guard.unary(inner, request, context)
 
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        async for message in guard.stream(inner, request, context):
-            yield message
+    async def stream(request: Any, context: Any) -> None:
+        await guard.stream(inner, request, context)
 
     if handler.response_streaming:
         make = (

@@ -79,16 +79,44 @@ class Settings(BaseSettings):
         ge=0,
         description="Most shared memory for segments; 0: 80 % of what is available at start.",
     )
+    disk_floor_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Free space of the store's disk that pushes leave to journal and records.",
+    )
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
+    scrub_bytes_per_s: int = Field(
+        32 << 20, ge=0, description="How fast stored versions are checked for damage; 0: never."
+    )
     max_version_jump: int = Field(
         1_000_000, ge=1, description="Most that a version may lie above the newest one."
     )
     push_idle_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="Seconds without a message, or heartbeat, after which a stream is ended.",
+    )
+    push_resume_timeout_s: float = Field(
         600, gt=0, description="Seconds without a stream after which an open push is dropped."
     )
-    max_pushes: int = Field(4, ge=1, description="Pushes open at once.")
+    reader_timeout_s: float = Field(
+        10, gt=0, description="Seconds that a reader may take for one message of a stream."
+    )
+    max_pushes: int = Field(
+        4, ge=1, description="Pushes open at once, shared out when several callers push."
+    )
+    max_streams: int = Field(32, ge=1, description="PushWeights streams at once, of all pushes.")
+    max_pulls: int = Field(16, ge=1, description="PullWeights streams at once.")
+    max_watches: int = Field(
+        64, ge=1, description="Other streams at once, such as WatchVersions and health watches."
+    )
+    max_calls: int = Field(1024, ge=16, description="Calls at once, of every kind.")
+    max_calls_per_s: float = Field(
+        500, ge=1, description="Calls per second of one caller; twice as many may come at once."
+    )
+    max_connections: int = Field(512, ge=1, description="Connections at once to each address.")
     prepare_timeout_s: float = Field(300, gt=0, description="Longest prepare of an apply, seconds.")
     commit_timeout_s: float = Field(
         60, gt=0, description="Longest commit of an apply, seconds; then the engine is fenced."
@@ -96,7 +124,8 @@ class Settings(BaseSettings):
     pause_lease_s: float = Field(
         15,
         gt=0.5,
-        description="Seconds after which a pause ends by itself when this server is gone.",
+        description="Seconds after which a pause ends by itself when this server is gone, and in "
+        "which vLLM must stop and start; longer than its longest step.",
     )
     drain_timeout_s: float = Field(
         30, ge=0, description="Seconds that calls get to finish after SIGTERM."

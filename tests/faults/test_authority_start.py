@@ -88,7 +88,8 @@ def test_an_open_address_needs_tls_and_an_authority_file(folder: Path) -> None:
         (_good(secret="x"), "secret: Extra inputs"),
         (_good() + _good(), "stands there twice"),
         (_good() + _good(name="b"), "stands there twice"),
-        (_good(tokens=[], certificates=["c"]), "give --tls-client-ca, or add tokens"),
+        (_good(tokens=[], certificates=["c"]), "nobody could prove authority"),
+        (_good(tokens=[]), "add tokens, or certificate names and --tls-client-ca"),
     ],
 )
 def test_a_wrong_authority_file_is_refused_in_one_sentence(

@@ -27,7 +27,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["COMMIT_S", "LEASE_S", "FaultySite"]
+__all__ = ["COMMIT_S", "LEASE_S", "FaultySite", "running_site"]
 
 _PROMPT = "the quick brown fox"
 #: Lease of a pause and longest commit, seconds: short, so that what hangs is noticed soon.
@@ -237,3 +237,14 @@ class FaultySite:
         # One token: a longer request may rightly begin under one version and end under another.
         body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
         return self.vllm.request("/v1/completions", {**body, "logprobs": 3})
+
+
+@contextlib.contextmanager
+def running_site(tp: int = 1) -> Iterator[FaultySite]:
+    """Start a site; everything is stopped at the end."""
+    site = FaultySite(tp)
+    try:
+        site.start()
+        yield site
+    finally:
+        site.stop()

@@ -35,6 +35,7 @@ class WeightSyncServer:
         store: Where versions are kept; empty: in the state directory.
         flags: More flags.
         variables: More environment variables.
+        wrapper: Command line that runs the server's, such as one that prepares a namespace.
     """
 
     run_dir: Path
@@ -42,6 +43,7 @@ class WeightSyncServer:
     store: str = ""
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    wrapper: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
 
@@ -73,7 +75,8 @@ class WeightSyncServer:
         }
         given = {flag for flag in self.flags if flag.startswith("--")}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
-        return [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+        server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+        return [*self.wrapper, *server]
 
     def start(self) -> WeightSyncServer:
         """Return when the server answers."""

@@ -721,8 +721,28 @@ class CommitPushRequest(_message.Message):
 Global___CommitPushRequest: _TypeAlias = CommitPushRequest  # noqa: Y015
 
 @_typing.final
+class Heartbeat(_message.Message):
+    """A sign of life on a stream whose next bytes are still being made; holds nothing else."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
 class PushWeightsRequest(_message.Message):
-    """One message of a PushWeights stream. The first is begin or join."""
+    """One message of a PushWeights stream. The first is begin or join. A stream that sends nothing for
+    push_idle_timeout (60 s by default) ends with DEADLINE_EXCEEDED and RetryInfo; its push stays, and
+    another stream takes it up. A trainer that needs longer for the next bytes sends heartbeats.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -732,6 +752,7 @@ class PushWeightsRequest(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginPushRequest:
         """Opens a push on this stream."""
@@ -756,6 +777,10 @@ class PushWeightsRequest(_message.Message):
     def commit(self) -> Global___CommitPushRequest:
         """Commits the push. Last message of the stream."""
 
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """The stream is alive; every few seconds while there is nothing to send."""
+
     def __init__(
         self,
         *,
@@ -765,12 +790,13 @@ class PushWeightsRequest(_message.Message):
         chunk: Global___Chunk | None = ...,
         digests: Global___ShardDigests | None = ...,
         commit: Global___CommitPushRequest | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "join", "layout", "chunk", "digests", "commit"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "join", "layout", "chunk", "digests", "commit", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -89,7 +89,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Pause the engine before anything can ask it for tokens."""
-        await self._motion.halt()
+        await self._motion.first_stop()
 
     async def close(self) -> None:
         """Stop the lease timer; vLLM itself is left as it is."""

@@ -77,6 +77,10 @@ class Motion:
                 await guarded(self._vllm.resume())
             raise
 
+    async def first_stop(self) -> None:
+        """Return when generation stands still, however long that takes in a vLLM that starts."""
+        await guarded(self._pause("keep", clear_cache=False))
+
     async def halt(self) -> None:
         """Return when generation stands still; without effect when it does."""
         await self._owed(self._pause("keep", clear_cache=False), "pause")

@@ -120,6 +120,7 @@ class Audit:
                 raise WeightSyncError(
                     Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
                 )
+            caller.worked = True
             self._calls.inc()
             return await method(request, context)
 

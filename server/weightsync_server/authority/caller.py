@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["CALLER", "Caller"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Caller:
     """One admitted call.
 
@@ -22,12 +22,14 @@ class Caller:
         method: Exact path of the method.
         rule: The rule that admitted it.
         peer: Address of the other end, as gRPC tells it.
+        worked: Whether a method that changes state has begun; limits may refuse a call before.
     """
 
     principal: Principal
     method: str
     rule: Rule
     peer: str
+    worked: bool = False
 
 
 #: Set before a handler runs, by the interceptor alone; None outside of calls.

@@ -63,6 +63,7 @@ class Doors:
         self._model = settings.name
         self._endpoints = settings.endpoints
         self._options = list(options)
+        self._most_calls = settings.max_calls
         self._file = AuthorityFile(settings.authority) if settings.authority else None
         self._certificates: Certificates | None = None
         if settings.tls_cert and settings.tls_key:
@@ -73,8 +74,8 @@ class Doors:
         self._fallen: list[grpc.aio.Server] = []
         self._make: Callable[[list[Endpoint]], grpc.aio.Server] = _unbound
         self._tending: asyncio.Task[None] | None = None
-        if self._file and not settings.tls_client_ca:
-            _refuse_certificates_alone(self._file)
+        if self._file:
+            _refuse_no_proof(self._file, takes_certificates=settings.tls_client_ca is not None)
 
     def bind(
         self,
@@ -97,7 +98,11 @@ class Doors:
 
         def make(group: list[Endpoint]) -> grpc.aio.Server:
             first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
-            server = grpc.aio.server(interceptors=[first, *interceptors], options=self._options)
+            server = grpc.aio.server(
+                interceptors=[first, *interceptors],
+                options=self._options,
+                maximum_concurrent_rpcs=self._most_calls,
+            )
             serve(server)
             return server
 
@@ -161,13 +166,13 @@ class Doors:
         return f"{address.rpartition(':')[0]}:{port}"
 
 
-def _refuse_certificates_alone(file: AuthorityFile) -> None:
+def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
     principals = file.current()
-    if principals.has_certificates and not principals.has_tokens:
+    if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            "the authority file has certificate names and no token, and no client certificate is "
-            "asked for; give --tls-client-ca, or add tokens",
+            "nobody could prove authority: the authority file has no token, and no certificate "
+            "name that could be used; add tokens, or certificate names and --tls-client-ca",
         )
 
 

@@ -183,7 +183,7 @@ class _Entry:
             outcome = _name(context.code())
             raise
         finally:
-            if caller.rule.changes:
+            if caller.worked:
                 self._door.audit.write(caller, self._first, self._response, outcome)
 
 

@@ -72,7 +72,10 @@ async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
         await failpoints.reach("receive.keep")
     except OSError as error:
         raise write_fault(error, f"keeping shard {upload.index}") from error
-    end, started = upload.received, time.monotonic()
-    await versions.fetchers.keep(segment, upload.entry, upload.kept, end, target)
+    begin, end, started = upload.kept, upload.received, time.monotonic()
+    await versions.fetchers.keep(segment, upload.entry, begin, end, target)
     upload.kept = end
+    if begin == 0:
+        # The first bytes reserve the whole file.
+        push.disk.wrote(upload.entry.size)
     push.meters.observe_phase("persist", time.monotonic() - started)

@@ -17,8 +17,9 @@ class PushLimits:
         max_pushes: Pushes open at once, over all models.
         max_streams: Streams of one push at once.
         max_version_jump: Most that a version may lie above the newest one.
-        idle_timeout_s: Seconds without stream and message after which a push is dropped.
-        stream_idle_timeout_s: Seconds without a message after which a stream is ended.
+        resume_timeout_s: Seconds without stream and call after which a push is dropped.
+        stream_idle_timeout_s: Seconds without a message after which a stream is ended, late by at
+            most a quarter.
         slot_wait_s: Longest wait for a slot when the call has no deadline, in seconds.
         max_chunk_bytes: Largest chunk.
         max_message_bytes: Largest message that is no chunk.
@@ -35,8 +36,8 @@ class PushLimits:
     max_pushes: int = 4
     max_streams: int = 64
     max_version_jump: int = 1_000_000
-    idle_timeout_s: float = 600.0
-    stream_idle_timeout_s: float = 120.0
+    resume_timeout_s: float = 600.0
+    stream_idle_timeout_s: float = 60.0
     slot_wait_s: float = 60.0
     max_chunk_bytes: int = 2 << 20
     max_message_bytes: int = 1 << 20

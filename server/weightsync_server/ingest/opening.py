@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ingest.room import promise_room
 from weightsync_server.store import PushRecord
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     Raises:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...
     """
-    slot = await _slot(push, deadline_s)
+    await _slot(push, deadline_s)
     known = None
     if push.request.layout_digest:
         known = await push.versions.layout(push.request.layout_digest)
         push.check_open()
     total = push.request.total_bytes or (known.layout.size if known else 0)
-    await push.versions.pool.promise(slot, total)
+    await promise_room(push, total)
     push.check_open()
     if known is not None:
         push.describe_known(known)

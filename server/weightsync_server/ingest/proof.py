@@ -97,7 +97,7 @@ async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
 
 
 async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    if push.existing is not None and push.existing.commit is not None:
+    if not push.stores:
         return
     if push.recorded:
         await keep_rest(push, upload, segment)
@@ -107,4 +107,5 @@ async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
     if target is not None:
         started = time.monotonic()
         await versions.fetchers.persist(segment, entry.size, target)
+        push.disk.wrote(entry.size)
         push.meters.observe_phase("persist", time.monotonic() - started)

@@ -12,9 +12,11 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.callers import caller
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.room import make_room
 from weightsync_server.ingest.telling import progress
 from weightsync_server.ingest.upload import ShardUpload
 
@@ -59,9 +61,11 @@ class Push:
     Attributes:
         id: Names the push.
         key: Idempotency key; empty: none.
+        caller: Who began it.
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
+        disk: The room in the store that it was promised.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
         committed: The answer to its commit.
@@ -90,10 +94,12 @@ class Push:
     ) -> None:
         self.id = secrets.token_hex(16)
         self.key = request.idempotency_key
+        self.caller = caller.get()
         self.versions = versions
         self.record = record
         record.push_id, record.key = self.id, self.key
         self.existing: VersionRecord | None = None
+        self.disk = versions.disk.share()
         self.limits = limits
         self.meters = meters
         self.shards: dict[int, ShardUpload] = {}
@@ -122,6 +128,12 @@ class Push:
 
     # Life
 
+    @property
+    def stores(self) -> bool:
+        """Its shards go to a disk; those of a repeated version lie there already."""
+        again = self.existing and self.existing.commit
+        return self.versions.store.durable and again is None
+
     def check_open(self) -> None:
         """Raise the error of a push that failed."""
         if self.error is not None:
@@ -138,7 +150,7 @@ class Push:
             self._idle = None
         if self.streams == 0 and self.error is None and self.committed is None:
             loop = asyncio.get_running_loop()
-            self._idle = loop.call_later(self.limits.idle_timeout_s, self._too_idle)
+            self._idle = loop.call_later(self.limits.resume_timeout_s, self._too_idle)
 
     def join(self) -> None:
         """A stream begins to serve the push."""
@@ -192,6 +204,7 @@ class Push:
     def strip(self) -> None:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self.told = progress(self)
+        self.disk.close()
         self.shards = {}
         self.known = self.sealing = self.asleep = None
         self._names = set()
@@ -230,7 +243,7 @@ class Push:
         self.fail(
             WeightSyncError(
                 Reason.PUSH_ABORTED,
-                f"the push was idle for {self.limits.idle_timeout_s:g} s and was dropped; "
+                f"the push was idle for {self.limits.resume_timeout_s:g} s and was dropped; "
                 "begin it again",
             ),
             "aborted",
@@ -325,13 +338,11 @@ class Push:
             )
         self._tensors += len(tensors)
         upload.describe(tensors)
-        # A task of its own, so that streams of other shards go on meanwhile.
-        pool = self.versions.pool
-        upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
+        if not self.stores or self.disk.covers(self.declared_bytes):
+            upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
         if upload.segment is None:
-            upload.allocation = asyncio.create_task(
-                pool.segment(self.record.place, upload.index, upload.entry.size)
-            )
+            # A task of its own, so that streams of other shards go on meanwhile.
+            upload.allocation = asyncio.create_task(make_room(self, upload, self.declared_bytes))
             upload.allocation.add_done_callback(self._allocated)
 
     def _allocated(self, task: asyncio.Task[Segment]) -> None:

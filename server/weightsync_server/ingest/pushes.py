@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.callers import caller
 from weightsync_server.ingest.checks import check_begin, check_digest
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.opening import start
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.resuming import Survivors, loaded, wake
+from weightsync_server.ingest.shares import Shares
 from weightsync_server.ingest.stream import PushStream
 from weightsync_server.ingest.telling import missing, progress, status
 from weightsync_server.versions import NoMeters
@@ -55,6 +57,7 @@ class Pushes:
         self._data_endpoints = list(data_endpoints)
         self._open: dict[str, Push] = {}
         self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._shares = Shares(self.limits.max_pushes)
         self._shut = False
         for versions in models.values():
             versions.epochs.observe(self._refuse_stale)
@@ -276,6 +279,8 @@ class Pushes:
                 await push.closed()
 
     def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
+        who = caller.get()
+        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,

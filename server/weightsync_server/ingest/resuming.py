@@ -157,6 +157,8 @@ def _take_up(push: Push, shard: KeptShard) -> None:
 
 async def _restore(push: Push, upload: ShardUpload) -> Segment:
     segment = await push.allocated(upload)
+    # Its file was reserved whole in the server's earlier life.
+    push.disk.wrote(upload.entry.size)
     versions = push.versions
     source = versions.store.shard_source(versions.name, push.record.version, upload.index)
     good = 0

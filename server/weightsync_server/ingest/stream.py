@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PushStream"]
 
+#: How often a stream is looked at within its idle timeout.
+_LOOKS = 4
+_RETRY_AFTER_S = 1.0
+
 
 class PushStream:
     """Serves one stream. It takes a message at a time, so gRPC's flow control bounds its memory.
@@ -43,6 +47,7 @@ class PushStream:
         self._push: Push | None = None
         self._received = 0
         self._counted = 0
+        #: Rises before and after every wait for a message: odd while the peer is waited for.
         self._ticks = 0
         self._watch: asyncio.TimerHandle | None = None
 
@@ -50,7 +55,7 @@ class PushStream:
         """Return when the stream ended or its commit is done."""
         try:
             async with asyncio.timeout(None) as guard:
-                self._watch_over(guard, -1)
+                self._watch_over(guard, -1, 0)
                 commit = await self._open() or await self._pump()
             if isinstance(commit, pb.CommitPushRequest):
                 commit = await self._commit(commit)
@@ -62,7 +67,9 @@ class PushStream:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
                 f"no message came for {self._pushes.limits.stream_idle_timeout_s:g} s; open a new "
-                "stream and resume from the offsets that GetPush tells",
+                "stream, resume from the offsets that GetPush tells, and send heartbeats while the "
+                "next bytes are being made",
+                retry_after_s=_RETRY_AFTER_S,
             ) from None
         except WeightSyncError as error:
             if self._push is not None and error.reason in FATAL:
@@ -91,12 +98,13 @@ class PushStream:
         return push.again() if push.committed is not None else None
 
     async def _receive(self) -> pb.PushWeightsRequest | None:
+        self._ticks += 1
         try:
-            message = await self._next()
-            self._ticks += 1
-            return message
+            return await self._next()
         except StopAsyncIteration:
             return None
+        finally:
+            self._ticks += 1
 
     async def _pump(self) -> pb.CommitPushRequest | None:
         """Move messages until the commit or the end. A shard never lies in this process's heap."""
@@ -185,6 +193,9 @@ class PushStream:
                     "digests of a shard before the last part of its layout; send it first"
                 )
             upload.give(message.digests.first, message.digests.digests)
+        elif message.HasField("heartbeat"):
+            # That it came is all there is to it.
+            return
         elif message.WhichOneof("message") is None:
             raise refused("an empty message; set one of layout, chunk, digests or commit")
         else:
@@ -214,15 +225,16 @@ class PushStream:
         self._pushes.meters.add_received(self._received - self._counted)
         self._counted = self._received
 
-    def _watch_over(self, guard: asyncio.Timeout, ticks: int) -> None:
-        # Nothing per message but a counter: a timer that asks now and then whether it moved.
+    def _watch_over(self, guard: asyncio.Timeout, ticks: int, silent: int) -> None:
+        # Nothing per message but a counter: a timer that asks now and then whether it moved. While
+        # the server makes the peer wait, the peer is not silent.
         loop = asyncio.get_running_loop()
-        if ticks == self._ticks:
+        silent = silent + 1 if ticks == self._ticks and ticks % 2 else 0
+        if silent == _LOOKS:
             guard.reschedule(loop.time())
             return
-        self._watch = loop.call_later(
-            self._pushes.limits.stream_idle_timeout_s, self._watch_over, guard, self._ticks
-        )
+        pause = self._pushes.limits.stream_idle_timeout_s / _LOOKS
+        self._watch = loop.call_later(pause, self._watch_over, guard, self._ticks, silent)
 
     def _end(self) -> None:
         if self._watch is not None:

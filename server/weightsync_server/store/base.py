@@ -184,6 +184,13 @@ class Store(Protocol):
             WeightSyncError: The store cannot be used.
         """
 
+    def free_bytes(self) -> int:
+        """Return how many bytes more it can take; blocks.
+
+        Raises:
+            OSError: It cannot be asked.
+        """
+
     def shard_target(self, model: str, version: int, shard: int) -> str | None:
         """Return the path to persist a shard to; None: this store keeps none."""
 

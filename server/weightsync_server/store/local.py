@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import stat
 from collections import defaultdict
@@ -68,6 +69,11 @@ class LocalStore:
             return await in_thread(recover, self._root)
         except OSError as error:
             raise write_fault(error, f"opening the store {self._root}") from error
+
+    def free_bytes(self) -> int:
+        """Return what the disk has free for this user; blocks."""
+        status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
 
     def shard_target(self, model: str, version: int, shard: int) -> str | None:
         """Return the path to persist a shard to."""

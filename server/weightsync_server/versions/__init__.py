@@ -9,6 +9,7 @@ from weightsync_server.versions.ports import Fetchers, Meters, NoMeters
 from weightsync_server.versions.records import VersionRecord
 from weightsync_server.versions.registry import ModelVersions
 from weightsync_server.versions.retention import Retention
+from weightsync_server.versions.scrubber import Scrubber
 from weightsync_server.versions.slots import Slot
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ModelVersions",
     "NoMeters",
     "Retention",
+    "Scrubber",
     "SegmentBudget",
     "Slot",
     "SlotLease",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.faults import write_fault
 
 __all__ = ["SegmentBudget", "available_bytes"]
 
@@ -66,7 +67,8 @@ class SegmentBudget:
         """Count `size` bytes that `touched` or `release` will follow.
 
         Raises:
-            WeightSyncError: MEMORY_EXHAUSTED with the numbers; nothing is reserved.
+            WeightSyncError: MEMORY_EXHAUSTED with the numbers, DISK_EXHAUSTED (descriptors);
+                nothing is reserved.
         """
         if self.reserved + size > self.limit:
             raise WeightSyncError(
@@ -75,8 +77,13 @@ class SegmentBudget:
                 "reserved; raise memory_bytes, lower slots, or delete or unpin versions",
                 metadata=self._numbers(size),
             )
+        try:
+            free = available_bytes()
+        except OSError as error:
+            # No descriptor is left to ask with.
+            raise write_fault(error, "asking for the free memory of the host") from error
         # What was reserved but not written yet does not show in the host's numbers.
-        free = available_bytes() - self._untouched - _HEADROOM
+        free -= self._untouched + _HEADROOM
         if size > free:
             raise WeightSyncError(
                 Reason.MEMORY_EXHAUSTED,

@@ -7,10 +7,13 @@ in the budget until then.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
+from weightsync.errors import WeightSyncError
 from weightsync.segments import Segment, reserved_size
+from weightsync_server.faults import write_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,15 +68,15 @@ class SegmentKeeper:
                 to the segment; when this fails they stay the caller's.
 
         Raises:
-            WeightSyncError: MEMORY_EXHAUSTED; nothing is reserved.
+            WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); nothing is reserved.
         """
         await failpoints.reach("stage.allocate")
         capacity = reserved_size(size)
         more = capacity - min(reserved, capacity)
         self.budget.reserve(more)
-        making = asyncio.get_running_loop().run_in_executor(None, Segment.create, size)
+        making = asyncio.get_running_loop().run_in_executor(None, _make, size)
         try:
-            segment = await asyncio.shield(making)
+            segment, fd = await asyncio.shield(making)
         except asyncio.CancelledError:
             making.add_done_callback(lambda done: self._orphaned(done, more))
             raise
@@ -81,18 +84,24 @@ class SegmentKeeper:
             self.budget.release(more, touched=False)
             raise
         self.budget.touched(capacity)
-        self._publish(segment)
+        self._server.publish(segment.id, fd, segment.capacity)
         return segment
 
     def take(self, segment: Segment) -> None:
         """Own and publish a segment that somebody else made.
 
         Raises:
-            WeightSyncError: MEMORY_EXHAUSTED; it is still the caller's.
+            WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); it is still the
+                caller's.
         """
-        self.budget.reserve(segment.capacity)
+        fd = _offered(segment)
+        try:
+            self.budget.reserve(segment.capacity)
+        except WeightSyncError:
+            os.close(fd)
+            raise
         self.budget.touched(segment.capacity)
-        self._publish(segment)
+        self._server.publish(segment.id, fd, segment.capacity)
 
     def retire(self, segment: Segment) -> None:
         """Hand it out no more; its memory is free when nobody else maps it."""
@@ -129,10 +138,26 @@ class SegmentKeeper:
         finally:
             self.budget.release(freed)
 
-    def _publish(self, segment: Segment) -> None:
-        self._server.publish(segment.id, segment.read_only_fd(), segment.capacity)
-
-    def _orphaned(self, making: asyncio.Future[Segment], reserved: int) -> None:
+    def _orphaned(self, making: asyncio.Future[tuple[Segment, int]], reserved: int) -> None:
         self.budget.release(reserved, touched=False)
         if not making.cancelled() and making.exception() is None:
-            making.result().close()
+            segment, fd = making.result()
+            segment.close()
+            os.close(fd)
+
+
+def _make(size: int) -> tuple[Segment, int]:
+    """Return a segment and the descriptor that is handed out."""
+    segment = Segment.create(size)
+    try:
+        return segment, _offered(segment)
+    except WeightSyncError:
+        segment.close()
+        raise
+
+
+def _offered(segment: Segment) -> int:
+    try:
+        return segment.read_only_fd()
+    except OSError as error:
+        raise write_fault(error, "offering shared memory to the engine") from error

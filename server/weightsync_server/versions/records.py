@@ -38,6 +38,7 @@ class VersionRecord:
         slot: Where its bytes lie or arrive.
         missing: While receiving: tells what has not arrived, at most 10 items.
         served: It was live once.
+        damaged: What is wrong with it in the store; empty: nothing that is known.
         push_id: The push that brings it; empty: none.
         key: Idempotency key of that push; empty: none.
         orphaned: Its push failed; it stays for as long as it is live or leased.
@@ -57,6 +58,7 @@ class VersionRecord:
     slot: Slot | None = None
     missing: Callable[[], list[str]] | None = None
     served: bool = False
+    damaged: str = ""
     push_id: str = ""
     key: str = ""
     orphaned: bool = False

@@ -14,6 +14,7 @@ from weightsync_server.store import CommitRecord
 from weightsync_server.versions.adoption import adopt
 from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
+from weightsync_server.versions.disk import DiskBudget
 from weightsync_server.versions.epochs import Epochs
 from weightsync_server.versions.feed import Feed
 from weightsync_server.versions.history import History
@@ -54,6 +55,7 @@ class ModelVersions(Catalog):
         budget: Shared memory of all models.
         slots: Versions held in memory at once.
         retention: Bounds on what the store keeps.
+        disk_floor_bytes: Free space of the store that no push may use.
         reserved: Number kept for the engine's checkpoint: pushes that begin before it is adopted
             get higher ones. 0: none.
     """
@@ -68,10 +70,12 @@ class ModelVersions(Catalog):
         budget: SegmentBudget,
         slots: int = 2,
         retention: Retention | None = None,
+        disk_floor_bytes: int = 0,
         reserved: int = 0,
     ) -> None:
         super().__init__(name, Marks(name, store), reserved)
         self.store = store
+        self.disk = DiskBudget(store, disk_floor_bytes)
         self.fetchers = fetchers
         self.live = 0
         self.epochs = Epochs(name, store)

@@ -25,6 +25,7 @@ __all__ = ["Stager"]
 
 #: Shards read at once; the fetchers order the reads among themselves.
 _READERS = 8
+_RESTORE = "restore the store from a copy, or delete the version and push its content anew"
 
 
 def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
@@ -139,6 +140,8 @@ class Stager:
 
     async def _load(self, record: VersionRecord, timeout_s: float) -> None:
         await failpoints.reach("stage.load")
+        if record.damaged:
+            raise _not_ours(record, record.damaged, _RESTORE)
         ours = self._versions
         # A little earlier than the caller gives up, so that the caller is told why.
         slot = await ours.pool.take(record, timeout_s * 0.9)
@@ -152,10 +155,7 @@ class Stager:
             ours.pool.release(slot)
             ours.changed(record)
             if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
-                remedy = (
-                    "restore the store from a copy, or delete the version and push its content anew"
-                )
-                raise _not_ours(record, error.message, remedy) from error
+                raise _not_ours(record, error.message, _RESTORE) from error
             raise
         ours.staged(record, manifest)
 

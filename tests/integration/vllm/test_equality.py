@@ -73,12 +73,18 @@ def _answers(vllm: VllmServer) -> list[dict[str, Any]]:
 def _fresh(
     cell: Cell, model: Path, run_dir: Path, *, plain: bool = True
 ) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Start an engine without us beside the body; the result waits for it and asks it."""
+    """Start an engine without us; the result waits for it and asks it."""
     place = run_dir / f"fresh-{cell}"
     vllm = VllmServer(model, place, tp=cell.tp, dtype=cell.dtype, plain=plain, bridge=False)
     try:
         vllm.launch()
-        yield lambda: _answers(vllm.ready())
+        if cell.tp == 1:
+            yield lambda: _answers(vllm.ready())
+        else:
+            # Beside a second engine, so many workers would starve each other of two cores.
+            found = _answers(vllm.ready())
+            vllm.stop()
+            yield lambda: found
     finally:
         vllm.stop()
 

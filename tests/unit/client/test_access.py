@@ -47,6 +47,17 @@ def test_the_environment_says_it_all(
     assert access.channel_credentials() is not None
 
 
+def test_the_variables_of_a_server_do_not_disturb_a_client_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As a health check in the server's container has them.
+    monkeypatch.setenv("WEIGHTSYNC_TLS_CERT", str(tmp_path / "server.pem"))
+    monkeypatch.setenv("WEIGHTSYNC_TLS_KEY", str(tmp_path / "server.key"))
+    assert Access.from_environment() == Access()
+    monkeypatch.setenv("WEIGHTSYNC_TLS_CA", str(tmp_path / "ca.pem"))
+    Client(f"unix:{tmp_path}/read.sock").close()
+
+
 def test_a_token_file_is_read_for_every_call(token_file: Path) -> None:
     link = Link("localhost:1", Access(token_file=token_file))
     assert link.metadata == (("authorization", f"Bearer {SECRET}"),)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,18 @@ def test_the_command_line_tells_the_flag_and_ends_with_2(flags: list[str], told:
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_limit_is_explained_with_its_default() -> None:
+    page = Path(__file__).parents[3].joinpath("docs/operations.md").read_text()
+    section = page.partition("\n## Limits\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.MULTILINE))
+    made = _made()
+    assert rows == {
+        name: f"{getattr(made, name):g}"
+        if isinstance(getattr(made, name), float)
+        else str(getattr(made, name))
+        for name in rows
+    }
+    prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_")
+    assert set(rows) == {name for name in Settings.model_fields if name.startswith(prefixes)}

@@ -330,8 +330,42 @@ async def test_a_silent_stream_is_ended_and_the_push_stays(tmp_path: Path) -> No
         await here.pushes.commit(pb.CommitPushRequest(push_id=push))
 
 
+async def test_heartbeats_keep_a_stream_that_has_nothing_to_send(tmp_path: Path) -> None:
+    async with world(tmp_path, limits={"stream_idle_timeout_s": 0.4}) as here:
+        push = await opened(here)
+        shard = simple()[0]
+
+        async def gathers() -> AsyncIterator[Message]:
+            yield Message(join=pb.JoinPush(push_id=push))
+            for _ in range(6):
+                await asyncio.sleep(0.2)
+                yield Message(heartbeat=pb.Heartbeat())
+            for message in shard.all():
+                yield message
+
+        await here.pushes.stream(gathers())
+        progress = state(here, push).shards[0]
+        assert progress.received_bytes == progress.size_bytes
+
+
+async def test_a_stream_is_not_silent_while_the_server_makes_it_wait(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=2, limits={"stream_idle_timeout_s": 0.4}) as here:
+        holding = [await opened(here), await opened(here)]
+
+        async def waits() -> AsyncIterator[Message]:
+            yield Message(begin=begin(shard_count=1))
+            for message in simple(shards=1)[0].all():
+                yield message
+
+        stream = asyncio.create_task(here.pushes.stream(waits()))
+        await asyncio.sleep(1.2)
+        assert not stream.done()
+        await here.pushes.abort(pb.AbortPushRequest(push_id=holding[0]))
+        assert (await stream).received_bytes
+
+
 async def test_an_idle_push_is_dropped(tmp_path: Path) -> None:
-    async with world(tmp_path, limits={"idle_timeout_s": 0.5}) as here:
+    async with world(tmp_path, limits={"resume_timeout_s": 0.5}) as here:
         push = await opened(here)
         shard = simple()[0]
         await here.join(push, [*shard.layout(), *shard.chunks(100)[:3]])

@@ -1,0 +1,34 @@
+"""Room for a shard before its bytes come: on the store's disk, then in shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync.segments import Segment
+    from weightsync_server.ingest.push import Push
+    from weightsync_server.ingest.upload import ShardUpload
+
+__all__ = ["make_room", "promise_room"]
+
+
+async def promise_room(push: Push, total: int) -> None:
+    """Reserve disk and memory for `total` bytes of shards; 0: not known yet.
+
+    Raises:
+        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED.
+    """
+    if push.stores:
+        await push.disk.promise(total)
+    await push.versions.pool.promise(push.record.place, total)
+
+
+async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
+    """Return the segment for a shard, the disk having room for `total` bytes of the push.
+
+    Raises:
+        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED.
+    """
+    if push.stores:
+        await push.disk.promise(total)
+    return await push.versions.pool.segment(push.record.place, upload.index, upload.entry.size)

@@ -1,0 +1,55 @@
+"""Shares of the open pushes, so that one caller cannot keep all others out."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Shares"]
+
+#: Seconds after its last begin for which a caller still has a share.
+_REMEMBERED_S = 600.0
+_RETRY_AFTER_S = 1.0
+
+
+class Shares:
+    """Divides the open pushes among the callers that want some; a lone one may have them all.
+
+    Args:
+        total: Pushes open at once.
+        clock: Seconds that only rise.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._wanted: dict[str, float] = {}
+
+    def check(self, who: str, held: int) -> None:
+        """Refuse one more push to a caller that holds its share already.
+
+        Args:
+            who: The caller.
+            held: Pushes that it has open.
+
+        Raises:
+            WeightSyncError: LIMIT_EXCEEDED.
+        """
+        now = self._clock()
+        self._wanted[who] = now
+        # No more callers count than can have a push each.
+        recent = sorted(self._wanted.items(), key=lambda item: item[1])[-self._total :]
+        self._wanted = {name: at for name, at in recent if now - at < _REMEMBERED_S}
+        share = -(-self._total // len(self._wanted))
+        if held >= share:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"{who} has {held} pushes open, its share of {self._total} while "
+                f"{len(self._wanted)} callers push; commit or abort one, or raise max_pushes",
+                retry_after_s=_RETRY_AFTER_S,
+            )

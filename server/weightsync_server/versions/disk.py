@@ -1,0 +1,110 @@
+"""The room that versions may take in the store: promised in numbers before the first byte comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.faults import write_fault
+from weightsync_server.threads import in_thread
+
+if TYPE_CHECKING:
+    from weightsync_server.store import Store
+
+__all__ = ["DiskBudget", "DiskShare"]
+
+
+class DiskBudget:
+    """Counts what open pushes were promised; with the floor it never exceeds what is free.
+
+    Args:
+        store: Where versions are kept; asked how much is free.
+        floor_bytes: Free space that no push may use: journal and records live from it.
+    """
+
+    def __init__(self, store: Store, floor_bytes: int = 0) -> None:
+        self.promised = 0
+        self._store = store
+        self._floor = floor_bytes
+        self._lock = asyncio.Lock()
+
+    def share(self) -> DiskShare:
+        """Return the share of one push, empty yet."""
+        return DiskShare(self, self._lock)
+
+    async def reserve(self, size: int) -> None:
+        """Promise `size` bytes more. What is being written counts twice for a moment.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED with the numbers; nothing is promised.
+        """
+        try:
+            free = await in_thread(self._store.free_bytes)
+        except OSError as error:
+            raise write_fault(error, "asking for the free space of the store") from error
+        left = max(0, free - self.promised - self._floor)
+        if size > left:
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"{size} bytes of the store are needed, {left} can be had: {free} are free, "
+                f"{self.promised} promised to open pushes and {self._floor} kept free; free space "
+                "in the store, delete versions, or lower disk_floor_bytes",
+                metadata={
+                    "needed_bytes": str(size),
+                    "free_bytes": str(free),
+                    "promised_bytes": str(self.promised),
+                    "floor_bytes": str(self._floor),
+                },
+            )
+        self.promised += size
+
+    def release(self, size: int) -> None:
+        """Take back a promise of `size` bytes: they are written, or never will be."""
+        self.promised -= size
+
+
+class DiskShare:
+    """What one push was promised, less what it has written; `close` gives the rest back."""
+
+    def __init__(self, budget: DiskBudget, lock: asyncio.Lock) -> None:
+        self._budget = budget
+        self._lock = lock
+        self._total = 0
+        self._written = 0
+        self._closed = False
+
+    async def promise(self, total: int) -> None:
+        """Make sure that `total` bytes, all of the push so far, have room.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; what was promised before still is.
+        """
+        async with self._lock:
+            more = total - self._total
+            if more <= 0:
+                return
+            await self._budget.reserve(more)
+            if self._closed:
+                # The push ended meanwhile.
+                self._budget.release(more)
+            else:
+                self._total = total
+
+    def covers(self, total: int) -> bool:
+        """Return whether so much was promised already."""
+        return total <= self._total
+
+    def wrote(self, size: int) -> None:
+        """Take note that `size` promised bytes now are on the disk."""
+        if not self._closed:
+            # A shard whose proof failed is written again.
+            size = min(size, self._total - self._written)
+            self._written += size
+            self._budget.release(size)
+
+    def close(self) -> None:
+        """Give back what was promised and not written."""
+        if not self._closed:
+            self._closed = True
+            self._budget.release(self._total - self._written)

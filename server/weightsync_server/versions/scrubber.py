@@ -1,0 +1,96 @@
+"""Stored versions are digested again and again, slowly: damage is known before it is met."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from weightsync.digest import TensorDigester
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import check_header
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.threads import in_thread
+
+if TYPE_CHECKING:
+    from weightsync.manifest import Manifest
+    from weightsync_server.versions.records import VersionRecord
+    from weightsync_server.versions.registry import ModelVersions
+
+__all__ = ["Scrubber"]
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 4 << 20
+#: Seconds between two rounds over all versions.
+_ROUND_S = 60.0
+
+
+class Scrubber:
+    """Marks stored versions whose bytes are not what was committed, and heals nothing.
+
+    Args:
+        versions: The registry.
+        bytes_per_s: How fast it reads, in bytes per second.
+    """
+
+    def __init__(self, versions: ModelVersions, bytes_per_s: int) -> None:
+        self._versions = versions
+        self._bytes_per_s = bytes_per_s
+
+    async def run(self) -> None:
+        """Scrub every version, oldest first, and begin again."""
+        while True:
+            for record in reversed(self._versions.list()):
+                if record.durability == pb.DURABILITY_COMMITTED:
+                    await self.scrub(record)
+            await asyncio.sleep(_ROUND_S)
+
+    async def scrub(self, record: VersionRecord) -> None:
+        """Digest a stored version and note what is wrong with it."""
+        try:
+            await self._check(record)
+            damage = ""
+        except (WeightSyncError, OSError) as error:
+            if self._versions.find(record.version) is not record:
+                return  # It was deleted meanwhile.
+            damage = getattr(error, "message", None) or str(error)
+        if damage and not record.damaged:
+            logger.error("version %d is damaged in the store: %s", record.version, damage)
+        elif record.damaged and not damage:
+            logger.warning("version %d is whole in the store again", record.version)
+        record.damaged = damage
+
+    async def _check(self, record: VersionRecord) -> None:
+        store = self._versions.store
+        manifest = await store.manifest(record.model, record.version)
+        digests = iter(manifest.digests)
+        for shard, tensors in enumerate(manifest.layout.by_shard):
+            source = store.shard_source(record.model, record.version, shard)
+            if source is None:
+                return
+            expected = [next(digests) for _ in tensors]
+            fd = await in_thread(os.open, source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                await self._check_shard(fd, manifest, shard, expected)
+            finally:
+                os.close(fd)
+
+    async def _check_shard(
+        self, fd: int, manifest: Manifest, shard: int, expected: list[bytes]
+    ) -> None:
+        entry, tensors = manifest.layout.shards[shard], manifest.layout.by_shard[shard]
+        header = await in_thread(os.pread, fd, entry.header_size, 8)
+        await in_thread(check_header, header, tensors)
+        for tensor, digest in zip(tensors, expected, strict=True):
+            found = TensorDigester()
+            for at in range(tensor.begin, tensor.end, _PIECE):
+                size = min(_PIECE, tensor.end - at)
+                data = await in_thread(os.pread, fd, size, entry.data_start + at)
+                await in_thread(found.update, data)
+                await asyncio.sleep(size / self._bytes_per_s)
+            if found.digest() != digest:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT, f"tensor {tensor.name[:100]!r} has another digest"
+                )

@@ -1,0 +1,152 @@
+"""Peers that die, freeze or fall silent: noticed in time, and their pushes can be taken up."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import weightsync_client.jobs
+from tests.support.bounds import (
+    Message,
+    begin,
+    model_status,
+    one_shard,
+    push_messages,
+    serving,
+    within,
+)
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import Client
+from weightsync_client.errors import from_rpc
+
+CODE = grpc.StatusCode
+
+
+@contextlib.contextmanager
+def half_push(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer in a process of its own that has sent half of its bytes."""
+    trainer = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.half_push", address], stdout=subprocess.PIPE
+    )
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"half\n"
+        yield trainer
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def streams(server: WeightSyncServer) -> Callable[[], list[int]]:
+    stub = server.stub
+    return lambda: [push.streams for push in model_status(stub).pushes]
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_peer_is_noticed_within_10_s_and_its_push_goes_on(
+    blow: signal.Signals,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        tcp = f"127.0.0.1:{probe.getsockname()[1]}"
+    with serving(tcp=tcp) as server:
+        stub = server.stub
+        count = streams(server)
+        with half_push(server.address) as near, half_push(tcp) as far:
+            within(5, lambda: count() == [1, 1])
+            for trainer in (near, far):
+                trainer.send_signal(blow)
+            within(10, lambda: count() == [0, 0])
+        shard = one_shard(1 << 20)
+        for push in model_status(stub).pushes:
+            assert push.received_bytes == 1 << 19
+            rest = [
+                Message(join=pb.JoinPush(push_id=push.push_id)),
+                *shard.chunks(start=1 << 19),
+                Message(commit=pb.CommitPushRequest()),
+            ]
+            assert stub.PushWeights(iter(rest), timeout=10).commit.size_bytes == len(shard.data)
+
+
+def test_a_silent_stream_is_ended_one_with_heartbeats_is_not() -> None:
+    shard = one_shard()
+    over = threading.Event()
+
+    def gathers(beats: bool) -> Iterator[Message]:
+        yield Message(begin=begin())
+        for _ in range(8):
+            if over.wait(0.5):
+                return
+            if beats:
+                yield Message(heartbeat=pb.Heartbeat())
+        yield from shard.all()
+        yield Message(commit=pb.CommitPushRequest())
+
+    with serving("--push-idle-timeout-s", "1.6") as server:
+        stub = server.stub
+        assert stub.PushWeights(gathers(True), timeout=20).commit.version
+        start = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.PushWeights(gathers(False), timeout=20)
+        assert 1.6 <= time.monotonic() - start < 3
+        over.set()
+        error = from_rpc(caught.value, method="PushWeights", address="")
+        assert error.code is CODE.DEADLINE_EXCEEDED
+        assert "heartbeats" in error.message
+        assert error.retry_after_s
+        assert [push.streams for push in model_status(stub).pushes] == [0]
+
+
+def test_the_client_says_that_it_lives_while_its_source_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weightsync_client.jobs, "_HEARTBEAT_S", 0.2)
+
+    def gathers() -> Iterator[tuple[str, Any]]:
+        for index in range(2):
+            # Longer than either timeout.
+            time.sleep(2.5)
+            yield f"t{index}", np.full(1000, index, np.float32)
+
+    flags = ("--push-idle-timeout-s", "1", "--push-resume-timeout-s", "1")
+    with serving(*flags) as server, Client(server.address) as client:
+        assert client.push(gathers(), shard_bytes=1).tensor_count == 2
+        assert client.status().models[0].pushes == ()
+
+
+def test_100_abandoned_pushes_are_reclaimed() -> None:
+    shard = one_shard(1 << 20)
+    flags = ("--push-resume-timeout-s", "0.5", "--slots", "16", "--max-pushes", "16")
+    with serving(*flags) as server:
+        stub = server.stub
+        versions = itertools.count(1)
+        opened = 0
+        while opened < 100:
+            try:
+                reply = stub.BeginPush(begin(version=next(versions)), timeout=5)
+            except grpc.RpcError as error:
+                refusal = from_rpc(error, method="BeginPush", address="")
+                assert refusal.code is CODE.RESOURCE_EXHAUSTED
+                assert refusal.reason in (Reason.LIMIT_EXCEEDED, Reason.NO_SLOT)
+                time.sleep(refusal.retry_after_s or 0)
+                continue
+            opened += 1
+            join = Message(join=pb.JoinPush(push_id=reply.push_id))
+            stub.PushWeights(iter([join, *shard.layout(), *shard.chunks(1 << 19)[:1]]), timeout=5)
+        within(5, lambda: not model_status(stub).pushes)
+        assert stub.PushWeights(push_messages(shard), timeout=10).commit.version
+        (model,) = stub.GetStatus(pb.GetStatusRequest(), timeout=5).models
+        assert sum(slot.state == "receiving" for slot in model.slots) == 0

@@ -1,0 +1,56 @@
+"""The in-memory engine behind a real bridge socket, in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from weightsync.engine.v1 import engine_pb2_grpc
+from weightsync.testing import MemoryEngine
+from weightsync.vllm.service import EngineServicer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+__all__ = ["memory_bridge"]
+
+
+@contextlib.contextmanager
+def memory_bridge(
+    run_dir: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+) -> Iterator[MemoryEngine]:
+    """Serve an engine at `run_dir`/engine.sock until the block ends.
+
+    Args:
+        run_dir: Folder of the server's sockets.
+        tensors: The checkpoint: name to (dtype, shape, bytes).
+    """
+    segments = run_dir / "segments.sock"
+    engine = MemoryEngine(tensors, segments)
+    loop = asyncio.new_event_loop()
+    started, over = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        servicer = EngineServicer(cast("Any", engine), str(segments))
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
+        server.add_insecure_port(f"unix:{run_dir / 'engine.sock'}")
+        await server.start()
+        started.set()
+        await over.wait()
+        await server.stop(None)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), name="engine")
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield engine
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
