@@ -99,9 +99,7 @@ class Soak:
 
     def _heal(self) -> bool:
         """Start again what is dead; return whether the server was."""
-        if not self._site.engine.alive():
-            self._site.engine.stop()
-            self._site.engine.start()
+        self._site.revive_engine()
         if self._site.pid:
             return False
         self._site.start_server()

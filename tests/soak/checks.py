@@ -83,6 +83,9 @@ class Checker:
                 told = status.models[0]
                 if told.engine.state == pb.ENGINE_STATE_SERVING and told.live_version:
                     return told
+                if told.engine.state == pb.ENGINE_STATE_AWAY:
+                    # It may have died of what was healed a moment ago.
+                    self._site.revive_engine()
             time.sleep(0.05)
         state = "does not answer" if told is None else f"{told.engine.state}: {told.engine.reason}"
         self._history.violate(f"not serving {self._serving_s:g} s after the last fault ({state})")

@@ -166,6 +166,12 @@ class Site:
         process = self.server.process
         return process.pid if process is not None and process.poll() is None else 0
 
+    def revive_engine(self) -> None:
+        """Start the engine again if any of its processes is dead."""
+        if not self.engine.alive():
+            self.engine.stop()
+            self.engine.start()
+
     def start_server(self) -> None:
         """Return when it answers.
 

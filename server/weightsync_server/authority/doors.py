@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -27,25 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Doors"]
 
-logger = logging.getLogger(__name__)
-
-#: How often is looked whether every address still listens, in seconds.
-_LOOK_S = 0.5
 #: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
 _SOCKET_UMASK = 0o117
-
-
-@dataclass
-class _Door:
-    """Addresses of one kind of authority, and the gRPC server that listens on them."""
-
-    group: list[Endpoint]
-    server: grpc.aio.Server
-    addresses: list[str]
-
-    def shut(self) -> bool:
-        """Return whether nobody listens any more; connects once."""
-        return any(map(_shut, self.addresses))
 
 
 class Doors:
@@ -70,10 +50,7 @@ class Doors:
             self._certificates = Certificates(
                 settings.tls_cert, settings.tls_key, settings.tls_client_ca
             )
-        self._doors: list[_Door] = []
-        self._fallen: list[grpc.aio.Server] = []
-        self._make: Callable[[list[Endpoint]], grpc.aio.Server] = _unbound
-        self._tending: asyncio.Task[None] | None = None
+        self._servers: list[grpc.aio.Server] = []
         if self._file:
             _refuse_no_proof(self._file, takes_certificates=settings.tls_client_ca is not None)
 
@@ -95,60 +72,27 @@ class Doors:
         Raises:
             RuntimeError: An address cannot be bound.
         """
-
-        def make(group: list[Endpoint]) -> grpc.aio.Server:
+        addresses = []
+        for group in self._groups():
             first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
             server = grpc.aio.server(
                 interceptors=[first, *interceptors],
                 options=self._options,
                 maximum_concurrent_rpcs=self._most_calls,
             )
+            self._servers.append(server)
             serve(server)
-            return server
-
-        self._make = make
-        for group in self._groups():
-            server = make(group)
-            addresses = [self._bind(server, endpoint.address) for endpoint in group]
-            self._doors.append(_Door(group, server, addresses))
-        return [address for door in self._doors for address in door.addresses]
+            addresses += [self._bind(server, endpoint.address) for endpoint in group]
+        return addresses
 
     async def start(self) -> None:
-        """Serve, and go on listening whatever a stranger sends."""
-        for door in self._doors:
-            await door.server.start()
-        self._tending = asyncio.create_task(self._tend(), name="doors")
+        """Serve."""
+        for server in self._servers:
+            await server.start()
 
     async def close(self, grace_s: float) -> None:
         """Stop listening; calls under way get so many seconds to end."""
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait([self._tending])
-        stops = [asyncio.create_task(door.server.stop(grace_s)) for door in self._doors]
-        # One that fell cannot end well.
-        await asyncio.wait(stops, timeout=grace_s + 5)
-
-    async def _tend(self) -> None:
-        """Open again what was shut: a path that is no UTF-8 ends the accept loop of grpcio.
-
-        Calls that were under way go on; the old server is kept for them.
-        """
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            for door in self._doors:
-                if not await asyncio.to_thread(door.shut):
-                    continue
-                try:
-                    server = self._make(door.group)
-                    for address in door.addresses:
-                        self._bind(server, address)
-                    await server.start()
-                except RuntimeError:
-                    logger.exception("%s cannot be opened again", door.addresses)
-                    continue
-                self._fallen.append(door.server)
-                door.server = server
-                logger.error("a request made gRPC stop listening; it listens again")
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
     def _groups(self) -> list[list[Endpoint]]:
         roles = dict.fromkeys(endpoint.role for endpoint in self._endpoints)
@@ -174,31 +118,6 @@ def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
             "nobody could prove authority: the authority file has no token, and no certificate "
             "name that could be used; add tokens, or certificate names and --tls-client-ca",
         )
-
-
-def _unbound(group: list[Endpoint]) -> grpc.aio.Server:
-    msg = f"{group} is opened before bind"
-    raise RuntimeError(msg)
-
-
-def _shut(address: str) -> bool:
-    place: str | tuple[str, int]
-    if address.startswith("unix:"):
-        family, place = socket.AF_UNIX, address.removeprefix("unix:")
-    else:
-        host, _, port = address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        place = (host.strip("[]"), int(port))
-    with socket.socket(family) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(place)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:
-            # Full, or slow: not shut.
-            return False
-    return False
 
 
 @contextlib.contextmanager
