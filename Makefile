@@ -77,6 +77,19 @@ test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU), and
 	@# pytest answers 5 when it selects nothing.
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
+.PHONY: fuzz
+fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given
+	$(PY) -m pip install -q --disable-pip-version-check --constraint constraints.txt --group fuzz
+	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+
+.PHONY: planted
+planted: setup ## Plant 36 bugs into a copy of the tree, one by one: do the tests notice?
+	$(PY) -m tests.planted
+
+.PHONY: soak
+soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM
+	$(PY) -m tests.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED)) $(if $(VLLM),--vllm)
+
 .PHONY: demo
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo

@@ -20,6 +20,7 @@ from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
 from weightsync_server.authority.doors import Doors
 from weightsync_server.callers import caller_name
+from weightsync_server.census import Census
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits
@@ -136,6 +137,9 @@ class App:
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
         servicer = WeightSyncServicer(versions, pushes, applier, status)
         _track(metrics, versions, budget, fetchers, pushes)
+        census = Census(versions, budget, metrics)
+        census.start()
+        stack.push_async_callback(census.stop)
         self._bind(doors, metrics, servicer, health_service)
         keeper.start()
         stack.push_async_callback(keeper.stop)

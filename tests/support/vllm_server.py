@@ -58,6 +58,7 @@ class VllmServer:
         bridge: Whether our endpoint plugin is loaded; without it vLLM serves at once.
         flags: More vLLM flags.
         variables: More environment variables.
+        start_s: Longest time until HTTP answers, in seconds.
     """
 
     model: Path
@@ -68,6 +69,7 @@ class VllmServer:
     bridge: bool = True
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    start_s: float = _START_S
     port: int = field(default_factory=_free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -134,7 +136,7 @@ class VllmServer:
         return self
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + self.start_s
         while time.monotonic() < deadline:
             assert self.process is not None
             if self.process.poll() is not None:

@@ -122,11 +122,11 @@ class WeightSyncServer:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-        self._close_channels()
+        self.close_channels()
 
     def stop(self, timeout_s: float = 40.0) -> int:
         """Ask the process to end; returns its exit code."""
-        self._close_channels()
+        self.close_channels()
         if self.process is None:
             return 0
         if self.process.poll() is None:
@@ -137,7 +137,8 @@ class WeightSyncServer:
             os.killpg(self.process.pid, signal.SIGKILL)
             raise
 
-    def _close_channels(self) -> None:
+    def close_channels(self) -> None:
+        """Close the channels of all stubs."""
         for channel in self._channels:
             channel.close()
         self._channels.clear()

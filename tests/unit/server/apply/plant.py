@@ -194,8 +194,8 @@ async def plant(
     folder: Path, engine: Engine | None = None, *, store: str = "memory://", **more: Any
 ) -> AsyncIterator[Plant]:
     """Start a server around an engine; the engine outlives it."""
-    slots = more.pop("slots", 3)
-    async with world(folder, store=store, slots=slots) as here:
+    slots, retention = more.pop("slots", 3), more.pop("retention", None)
+    async with world(folder, store=store, slots=slots, retention=retention) as here:
         engine = engine or Engine(folder / "segments.sock")
         journal = Journal(folder / "journal")
         live, previous = journal.live

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from tests.unit.server.versions.world import MODEL, World, begin, one_stream, simple, world
+from tests.unit.server.versions.world import MODEL, World, begin, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -152,6 +152,22 @@ async def test_joining_by_key_while_the_first_waits_for_a_slot(here: World) -> N
     await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
     first, second = await asyncio.gather(*waiting)
     assert first.push_id == second.push_id
+
+
+async def test_a_stream_that_joins_while_the_push_waits_for_a_slot(here: World) -> None:
+    others = [await here.pushes.begin(begin(), 1) for _ in range(2)]
+    shards = simple()
+    waiting = asyncio.create_task(here.pushes.stream(one_stream(shards, commit=None)))
+    await asyncio.sleep(0.01)
+    push = here.pushes.status(MODEL)[-1].push_id
+    joined = asyncio.create_task(here.join(push, []))
+    early = asyncio.create_task(here.join(push, shards[0].layout()))
+    await asyncio.sleep(0.01)
+    assert not joined.done()
+    await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
+    await asyncio.gather(waiting, joined, early)
+    response = await here.pushes.commit(pb.CommitPushRequest(push_id=push))
+    assert response.content_digest == content(shards)
 
 
 async def test_no_free_slot_says_which_are_taken_and_when_to_retry(here: World) -> None:

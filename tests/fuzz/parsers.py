@@ -1,0 +1,32 @@
+"""Runs atheris on one parser: python -m tests.fuzz.parsers TARGET FIGURES [libFuzzer's flags]."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["weightsync.layout", "weightsync.manifest", "json"]):
+    from tests.fuzz.limits import Limits
+    from tests.fuzz.mutators import mutate_file, mutate_part
+    from tests.fuzz.oracles import check_file, check_part
+
+_TARGETS = {"header": (check_file, mutate_file), "layout": (check_part, mutate_part)}
+
+
+def main() -> None:
+    """Run until libFuzzer ends the process; a broken oracle ends it with a traceback."""
+    _, target, figures, *flags = sys.argv
+    attempt, mutate = _TARGETS[target]
+
+    def mutated(data: bytes, most: int, seed: int) -> bytes:
+        return mutate(data, most, seed, atheris.Mutate)
+
+    limits = Limits(attempt, Path(figures))
+    atheris.Setup([sys.argv[0], *flags], limits, custom_mutator=mutated)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Writes the first inputs of the corpus: legal ones, and one for each rule of the format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from weightsync.layout import DTYPE_BITS, build_header
+from weightsync.v1 import weightsync_pb2 as pb
+
+CORPUS = Path(__file__).with_name("corpus")
+
+
+def _file(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def _tensor(shape: Any = (4,), offsets: Any = (0, 4), dtype: Any = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def files() -> list[bytes]:
+    """Return safetensors files."""
+    one = json.dumps({"a": _tensor()}).encode()
+    specs = [(f"layer.{dtype}", dtype, (8, 2)) for dtype in DTYPE_BITS]
+    header, places = build_header(specs)
+    documents: list[dict[str, Any]] = [
+        {"a": _tensor(), "b": _tensor(offsets=(4, 8))},
+        {"a": _tensor(), "b": _tensor(offsets=(3, 7))},
+        {"a": _tensor(), "b": _tensor(offsets=(5, 9))},
+        {"a": _tensor(shape=(0, 1 << 62), offsets=(0, 0))},
+        {"a": _tensor(shape=(1 << 32, 1 << 32), offsets=(0, 0))},
+        {"a": _tensor(shape=(), offsets=(0, 1))},
+        {"__metadata__": {"format": "pt"}, "a": _tensor()},
+        {"__metadata__": {"format": 1}, "a": _tensor()},
+        {"a": _tensor() | {"more": 1}},
+        {"\u202e": _tensor()},
+        {},
+    ]
+    return [
+        _file(header, bytes(places[-1].end)),
+        _file(one, bytes(4)),
+        _file(b" " + one, bytes(4)),
+        _file(one[:-1] + b"," + one[1:], bytes(4)),
+        _file(one + b"   ", bytes(4)),
+        _file(b"[" * 2000),
+        _file(b'{"a":' * 500),
+        *(_file(json.dumps(document).encode(), bytes(8)) for document in documents),
+    ]
+
+
+def parts() -> list[bytes]:
+    """Return serialised layout parts."""
+    found = []
+    for count in (0, 1, 3):
+        part = pb.LayoutPart(shard_name="s", header_bytes=100, last=True)
+        for at in range(count):
+            begin = at * 8
+            part.tensors.add(name=f"t{at}", dtype="BF16", shape=[2, 2], begin=begin, end=begin + 8)
+        part.size_bytes = 108 + 8 * count
+        found.append(part.SerializeToString())
+    return found
+
+
+def main() -> None:
+    """Write each input to a file named after its digest."""
+    for target, inputs in (("header", files()), ("layout", parts())):
+        folder = CORPUS / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for data in inputs:
+            (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

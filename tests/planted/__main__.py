@@ -1,0 +1,92 @@
+"""Plants each bug into a copy of the tree and sees whether the tests notice.
+
+python -m tests.planted [NAME...]    NAME: a part of a plant's name
+
+Ends with `N of 36 caught` and, unless all are, with status 1 and the names of those that were not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.planted.plants import copy_tree, plants
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tests.planted.plants import Plant
+
+#: What pytest answers when tests failed; any other answer than 0 means that it could not run them.
+_FAILED = 1
+_TIMEOUT_S = 600
+
+
+def _run(tree: Path, tests: Iterable[str]) -> tuple[int, str]:
+    """Run tests in a copy of the tree; return pytest's answer and the end of its output."""
+    paths = os.pathsep.join(str(tree / part) for part in ("", "server", "client"))
+    rest = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([paths, rest] if rest else [paths]),
+        # A patch leaves size and second of a file as they were, by which bytecode is judged.
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    flags = ["-x", "-q", "--tb=line", "--timeout=30", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, *tests],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(errors="replace")[-2000:]
+
+
+def _caught(plant: Plant, tree: Path) -> bool:
+    plant.apply(tree)
+    try:
+        answer, output = _run(tree, plant.tests)
+    finally:
+        plant.apply(tree, undo=True)
+    if answer not in (0, _FAILED):
+        msg = f"{plant.name}: pytest could not run ({answer}):\n{output}"
+        raise RuntimeError(msg)
+    return answer == _FAILED
+
+
+def main(wanted: list[str]) -> int:
+    """Return 0 if every bug was caught."""
+    chosen = [plant for plant in plants() if not wanted or any(w in plant.name for w in wanted)]
+    missed = []
+    with tempfile.TemporaryDirectory(prefix="planted-") as name:
+        tree = Path(name)
+        copy_tree(tree)
+        # A test that fails anyway catches nothing.
+        answer, output = _run(tree, sorted({test for plant in chosen for test in plant.tests}))
+        if answer:
+            sys.stdout.write(output)
+            print("the tests fail without a planted bug")
+            return 2
+        for plant in chosen:
+            begin = time.monotonic()
+            caught = _caught(plant, tree)
+            if not caught:
+                missed.append(plant)
+            told = "caught" if caught else "NOT CAUGHT"
+            print(f"{plant.name}: {told} in {time.monotonic() - begin:.0f} s", flush=True)
+    for plant in missed:
+        print(f"not caught: {plant.name}: {plant.bug}")
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
+    return min(len(missed), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

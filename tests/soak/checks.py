@@ -1,0 +1,160 @@
+"""What must hold whenever the callers stand still and the faults are healed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+
+from tests.soak.callers import MODEL
+from weightsync.pages import PAGE_BYTES
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.soak.callers import Controller
+    from tests.soak.history import History
+    from tests.soak.site import Site
+
+__all__ = ["Checker"]
+
+#: A service that is whole again is whole within this time; vLLM takes longer to start than that.
+_SERVING_S, _VLLM_S = 30.0, 180.0
+_SETTLE_S = 10.0
+#: Connections, timers and threads of a pool come and go.
+_LOOSE_DESCRIPTORS = 40
+
+
+class Checker:
+    """Compares the service with the history.
+
+    Attributes:
+        leaked: Most segments that were too many at once.
+    """
+
+    def __init__(self, site: Site, history: History, controller: Controller, *, vllm: bool) -> None:
+        self.leaked = 0
+        self._site = site
+        self._history = history
+        self._controller = controller
+        self._stub = controller.stub
+        self._ranks = 2 if vllm else 1
+        self._serving_s = _VLLM_S if vllm else _SERVING_S
+        self._descriptors = 0
+        self._start_of: dict[str, int] = {}
+
+    def check(self, *, restarted: bool) -> None:
+        """Look at everything; what is wrong goes into the history."""
+        model = self._serving()
+        if model is None:
+            return
+        self._drop_pushes(model)
+        self._versions(restarted=restarted)
+        self._history.check_live(model.live_version, model.live_content_digest, restarted=restarted)
+        self._history.check_epoch(model.epoch)
+        self._served(model)
+        self._leaks()
+        committed, _ = self._history.snapshot()
+        for version in sorted(committed)[-2:]:
+            self._controller.pull(version)
+        self._controller.verify()
+
+    def everything(self) -> None:
+        """Pull every version there is and compare its bytes."""
+        for version in sorted(self._history.snapshot()[0]):
+            outcome = self._controller.pull(version)
+            if outcome != "ok":
+                self._history.lost.add(version)
+                self._history.violate(f"version {version} cannot be read: {outcome}")
+
+    def _status(self) -> pb.GetStatusResponse | None:
+        try:
+            return self._stub.GetStatus(pb.GetStatusRequest(), timeout=5, wait_for_ready=True)
+        except grpc.RpcError:
+            return None
+
+    def _serving(self) -> pb.ModelStatus | None:
+        deadline = time.monotonic() + self._serving_s
+        told = None
+        while time.monotonic() < deadline:
+            status = self._status()
+            if status is not None:
+                self._violations(status)
+                told = status.models[0]
+                if told.engine.state == pb.ENGINE_STATE_SERVING and told.live_version:
+                    return told
+                if told.engine.state == pb.ENGINE_STATE_AWAY:
+                    # It may have died of what was healed a moment ago.
+                    self._site.revive_engine()
+            time.sleep(0.05)
+        state = "does not answer" if told is None else f"{told.engine.state}: {told.engine.reason}"
+        self._history.violate(f"not serving {self._serving_s:g} s after the last fault ({state})")
+        return None
+
+    def _violations(self, status: pb.GetStatusResponse) -> None:
+        start = str(status.start_time.ToNanoseconds())
+        found = sum(status.invariant_violations.values())
+        if found > self._start_of.get(start, 0):
+            told = {name: count for name, count in status.invariant_violations.items() if count}
+            self._history.violate(f"the server itself counts {told}")
+        self._start_of[start] = found
+
+    def _drop_pushes(self, model: pb.ModelStatus) -> None:
+        for push in model.pushes:
+            request = pb.AbortPushRequest(push_id=push.push_id)
+            self._controller.call("abort", lambda r=request: self._stub.AbortPush(r, timeout=20))  # type: ignore[misc]
+
+    def _versions(self, *, restarted: bool) -> None:
+        told, _ = self._controller.call("list", self._list)
+        if told is not None:
+            checkpoint = self._controller.contents.digest(0)
+            self._history.check_versions(told, checkpoint, restarted=restarted)
+
+    def _list(self) -> list[pb.VersionInfo]:
+        request = pb.ListVersionsRequest(model=MODEL)
+        found: list[pb.VersionInfo] = []
+        while True:
+            page = self._stub.ListVersions(request, timeout=20)
+            found += page.versions
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
+
+    def _served(self, model: pb.ModelStatus) -> None:
+        told = self._site.engine.told()
+        if told is not None and told["content"] != model.live_content_digest:
+            self._history.violate(
+                f"the engine holds {told['content']}, version {model.live_version} is live"
+            )
+
+    def _leaks(self) -> None:
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            wrong = self._left_behind()
+            if not wrong or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        for text in wrong:
+            self._history.violate(text)
+
+    def _left_behind(self) -> list[str]:
+        status = self._status()
+        if status is None:
+            return ["the server does not answer"]
+        slots = sum(slot.reserved_bytes for slot in status.models[0].slots)
+        wrong = []
+        if status.memory_reserved_bytes != slots:
+            wrong.append(f"{status.memory_reserved_bytes} bytes are reserved, slots hold {slots}")
+        segments = self._site.segments()
+        pages = self._ranks * PAGE_BYTES
+        if sum(segments.values()) > slots + pages:
+            extra = sum(segments.values()) - slots - pages
+            self.leaked = max(self.leaked, 1 + extra // max(segments.values()))
+            wrong.append(f"{len(segments)} segments hold {extra} bytes more than the slots")
+        descriptors = self._site.descriptors()
+        self._descriptors = self._descriptors or descriptors
+        if descriptors > self._descriptors + _LOOSE_DESCRIPTORS:
+            wrong.append(f"{descriptors} descriptors, {self._descriptors} at first")
+        if files := self._site.temporary():
+            wrong.append(f"files stay: {files[:3]}")
+        return wrong

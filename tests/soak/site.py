@@ -1,0 +1,234 @@
+"""The processes of the soak: a server, its engine, and what the kernel says of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+
+from tests.support.leftovers import Mark
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync import failpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Engine", "MemoryEngineProcess", "Site", "VllmEngineProcess"]
+
+_START_S = 20.0
+
+
+class Engine(Protocol):
+    """An engine process that can be killed and started."""
+
+    def start(self) -> None:
+        """Return when it listens."""
+
+    def stop(self) -> None:
+        """End it and all its children."""
+
+    def alive(self) -> bool:
+        """Whether all its processes live."""
+
+    def victims(self) -> list[int]:
+        """Return the processes of which one may be killed."""
+
+    def told(self) -> dict[str, Any] | None:
+        """Return what it generates with; None: nothing can be said now."""
+
+
+class MemoryEngineProcess:
+    """`tests.soak.engine` in a process.
+
+    Args:
+        run_dir: Where its sockets are.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Return when it listens."""
+        command = [sys.executable, "-m", "tests.soak.engine", str(self._run_dir)]
+        with (self._run_dir / "engine.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + _START_S
+        while self.told() is None:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                text = (self._run_dir / "engine.log").read_text()[-2000:]
+                raise RuntimeError(f"the engine did not start:\n{text}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Kill it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def victims(self) -> list[int]:
+        """Return its id."""
+        return [self._process.pid] if self._process is not None else []
+
+    def told(self) -> dict[str, Any] | None:
+        """Ask it what it generates with."""
+        with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(5)
+            probe.connect(str(self._run_dir / "probe.sock"))
+            data = b""
+            while part := probe.recv(4096):
+                data += part
+            found: dict[str, Any] = json.loads(data)
+            return found
+        return None
+
+
+class VllmEngineProcess:
+    """A real vLLM with two workers.
+
+    Args:
+        server: Not started yet.
+    """
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server = server
+
+    def start(self) -> None:
+        """Return when its HTTP server answers."""
+        self._server.start()
+
+    def stop(self) -> None:
+        """End its process group."""
+        self._server.stop()
+
+    def alive(self) -> bool:
+        """Whether its API server runs and has not lost its engine."""
+        process = self._server.process
+        return process is not None and process.poll() is None and self._server.healthy()
+
+    def victims(self) -> list[int]:
+        """Return its workers, or what else it has."""
+        if self._server.process is None:
+            return []
+        children = psutil.Process(self._server.process.pid).children(recursive=True)
+        workers = [child.pid for child in children if "Worker" in _title(child)]
+        return workers or [child.pid for child in children if "EngineCore" in _title(child)]
+
+    def told(self) -> dict[str, Any] | None:
+        """Nothing: what it generates is compared when all stands still."""
+        return None
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join([process.name(), *process.cmdline()])
+    return ""
+
+
+class Site:
+    """A server with its engine.
+
+    Attributes:
+        server: The server.
+        engine: The engine.
+        plan: The failpoints' plan file, which all processes read.
+        starts: How often the server was started.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, flags: tuple[str, ...]) -> None:
+        self.plan = folder / "plan"
+        self.engine = engine
+        self.state = folder / "state"
+        self.server = WeightSyncServer(folder / "run", self.state, flags=flags)
+        self.starts = 0
+        self.mark = Mark()
+        os.environ.update(self.mark.variables)
+        # Inherited by every process that is started from now on, and by their children.
+        os.environ[failpoints.VARIABLE] = f"@{self.plan}"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id; 0: it does not run."""
+        process = self.server.process
+        return process.pid if process is not None and process.poll() is None else 0
+
+    def revive_engine(self) -> None:
+        """Start the engine again if any of its processes is dead."""
+        if not self.engine.alive():
+            self.engine.stop()
+            self.engine.start()
+
+    def start_server(self) -> None:
+        """Return when it answers.
+
+        Raises:
+            RuntimeError: It does not.
+        """
+        self.starts += 1
+        self.server.start()
+
+    def kill_server(self) -> None:
+        """End it as a crash does, children included: fetchers end with their parent."""
+        self.server.kill()
+
+    def fetchers(self) -> list[int]:
+        """Return the fetchers' process ids."""
+        with contextlib.suppress(psutil.Error):
+            if self.pid:
+                return [child.pid for child in psutil.Process(self.pid).children()]
+        return []
+
+    def hits(self) -> list[tuple[str, str, int]]:
+        """Return name, action and process of every failpoint that was met."""
+        path = Path(f"{self.plan}.hits")
+        if not path.exists():
+            return []
+        lines = (line.split() for line in path.read_text().splitlines())
+        return [(name, action, int(pid)) for name, action, pid in lines]
+
+    def segments(self) -> dict[int, int]:
+        """Return size by inode of each segment that the server holds open."""
+        found = {}
+        for fd in _descriptors(self.pid):
+            with contextlib.suppress(OSError):
+                if "memfd:weightsync" in str(fd.readlink()):
+                    status = fd.stat()
+                    found[status.st_ino] = status.st_size
+        return found
+
+    def descriptors(self) -> int:
+        """Return how many descriptors the server holds."""
+        return len(list(_descriptors(self.pid)))
+
+    def temporary(self) -> list[str]:
+        """Return the files in the store that count for nothing."""
+        return [str(path) for path in (self.state / "store").rglob("*.tmp")]
+
+    def stop(self) -> list[str]:
+        """End everything; returns what is still alive afterwards."""
+        for pid in [*self.fetchers(), self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                if pid:
+                    os.kill(pid, signal.SIGCONT)
+        self.server.stop()
+        self.engine.stop()
+        return self.mark.left_after(10)
+
+
+def _descriptors(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield from Path(f"/proc/{pid}/fd").iterdir()

@@ -1,0 +1,114 @@
+"""What a server holds: taken before and after an attack, the two must be equal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.support.weightsync_server import WeightSyncServer
+
+__all__ = ["Census", "same_again"]
+
+_SEGMENT = "/memfd:weightsync"
+
+
+@dataclass(frozen=True)
+class Census:
+    """Everything that could be left behind.
+
+    Attributes:
+        descriptors: Open in the server, without segments and connections.
+        children: Processes of the server.
+        stray_bytes: Bytes of segments that it holds open beyond what its slots reserve.
+        retired_bytes: Bytes that count in the budget beyond what its slots reserve.
+        pushes: Ids of open pushes.
+        leases: Readers of slots.
+        files: Names in the state directory, store included.
+        versions: Content digest by version.
+        live: The version that is served.
+        violations: What the server itself counts.
+    """
+
+    descriptors: int
+    children: int
+    stray_bytes: int
+    retired_bytes: int
+    pushes: tuple[str, ...]
+    leases: int
+    files: tuple[str, ...]
+    versions: tuple[tuple[int, str], ...]
+    live: int
+    violations: int
+
+    @classmethod
+    def take(cls, server: WeightSyncServer) -> Census:
+        """Count what the server holds now."""
+        assert server.process is not None
+        stub = server.stub
+        status = stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+        listed = stub.ListVersions(pb.ListVersionsRequest(model="default"), timeout=10)
+        model = status.models[0]
+        process = psutil.Process(server.process.pid)
+        # The channels of these questions are the server's too.
+        server.close_channels()
+        slots = sum(slot.reserved_bytes for slot in model.slots)
+        links = _links(server.process.pid)
+        root = server.state_dir
+        return cls(
+            descriptors=sum(not link.startswith(("socket:", _SEGMENT)) for link in links),
+            children=len(process.children()),
+            stray_bytes=sum(_segments(server.process.pid).values()) - slots,
+            retired_bytes=status.memory_reserved_bytes - slots,
+            pushes=tuple(push.push_id for push in model.pushes),
+            leases=sum(slot.leases for slot in model.slots),
+            files=tuple(sorted(str(p.relative_to(root)) for p in root.rglob("*") if _counts(p))),
+            versions=tuple((v.version, v.content_digest) for v in listed.versions),
+            live=model.live_version,
+            violations=sum(status.invariant_violations.values()),
+        )
+
+
+def _counts(path: Path) -> bool:
+    # Epoch and marks are written when they are first needed, and stay.
+    return path.name not in ("epoch.json", "marks.json")
+
+
+def _links(pid: int) -> list[str]:
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(entry.readlink()))
+    return found
+
+
+def _segments(pid: int) -> dict[int, int]:
+    """Return size by inode of each segment."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if str(entry.readlink()).startswith(_SEGMENT):
+                status = entry.stat()
+                found[status.st_ino] = status.st_size
+    return found
+
+
+def same_again(server: WeightSyncServer, before: Census, timeout_s: float = 10.0) -> None:
+    """Wait until the server holds what it held before.
+
+    Raises:
+        AssertionError: It does not, with what differs.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (after := Census.take(server)) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    old, new = asdict(before), asdict(after)
+    changed = {name: (old[name], value) for name, value in new.items() if value != old[name]}
+    assert not changed, changed
