@@ -69,13 +69,17 @@ lint: setup check-generated ## ruff, mypy, buf and the stubs
 	$(VENV)/bin/mypy $(CHECKED)
 
 .PHONY: test
-test: lint ## Lint, then all tests but the full matrix and those for a GPU
-	$(PY) -m pytest -m "not matrix and not gpu" $(PYTEST_ARGS)
+test: lint ## Lint, then all tests but the full matrix, the full battery and those for a GPU
+	$(PY) -m pytest -m "not matrix and not battery and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU), and what takes as long
 	@# pytest answers 5 when it selects nothing.
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+.PHONY: battery
+battery: setup ## Every fault at every failpoint, on a real server and a real vLLM
+	$(PY) -m pytest -m "battery and not gpu" $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.matrix)], ids="tp{}".format
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.battery)], ids="tp{}".format
 )
 def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
     with running_site(request.param) as site:
@@ -234,7 +234,7 @@ _OFTEN = ("apply.commit", "apply.committed", "apply.fence")
 
 @pytest.mark.parametrize(
     "point",
-    [pytest.param(p, marks=[] if p in _OFTEN else [pytest.mark.matrix]) for p in _DEATHS],
+    [pytest.param(p, marks=[] if p in _OFTEN else [pytest.mark.battery]) for p in _DEATHS],
 )
 def test_a_server_that_dies_leaves_one_whole_version_or_a_fence(
     site: FaultySite, point: str
@@ -272,7 +272,7 @@ def test_a_server_that_dies_while_it_reconciles(site: FaultySite) -> None:
         site.recover()
 
 
-@pytest.mark.matrix
+@pytest.mark.battery
 def test_a_lease_that_cannot_be_ended_well_ends_in_a_fence(site: FaultySite) -> None:
     version = site.push()
     with site.watched():
@@ -283,14 +283,14 @@ def test_a_lease_that_cannot_be_ended_well_ends_in_a_fence(site: FaultySite) -> 
         site.recover()
 
 
-@pytest.mark.matrix
+@pytest.mark.battery
 @pytest.mark.parametrize("point", ["bridge.paused", "bridge.resumed", "bridge.called"])
 def test_an_answer_of_the_bridge_that_never_comes(site: FaultySite, point: str) -> None:
     # Longer than anybody waits for it.
     _apply(site, f"{point}=1*sleep(25)")
 
 
-@pytest.mark.matrix
+@pytest.mark.battery
 def test_a_lease_that_is_not_renewed_ends_the_pause_behind_the_servers_back(
     site: FaultySite,
 ) -> None:

@@ -55,7 +55,7 @@ PUSH = {
 }
 #: Met by every push, in a fetcher.
 FETCHER = ("task", "digest", "keep", "kept", "reply")
-#: Those that `make test` meets; the others are in the matrix, because each costs two seconds.
+#: Those that `make test` meets; the others are in the battery, because each costs two seconds.
 ALWAYS = {
     "receive.keep",
     "commit.store",
@@ -171,7 +171,7 @@ class Victim:
 
 
 def _timed(point: str) -> Any:
-    return pytest.param(point, marks=() if point in ALWAYS else pytest.mark.matrix)
+    return pytest.param(point, marks=() if point in ALWAYS else pytest.mark.battery)
 
 
 def until(true: Callable[[], bool], seconds: float = 20) -> None:
