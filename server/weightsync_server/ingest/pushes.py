@@ -354,8 +354,8 @@ class Pushes:
             logger.exception("commit of version %d", push.record.version)
             push.fail(WeightSyncError(Reason.FAULT, "the commit failed in the server; push again"))
             raise push.error or error from error
-        await failpoints.reach("commit.reply")
         push.succeed(response)
+        await failpoints.reach("commit.reply")
         return response
 
     def _refuse_stale(self) -> None:
