@@ -20,8 +20,8 @@ from weightsync_client import Client
 
 __all__ = ["main", "train"]
 
-#: Small enough that learning takes a minute, which is the point of a demo.
-_LEARNING_RATE = 5e-5
+#: Small enough that learning takes most of a minute, which is the point of a demo.
+_LEARNING_RATE = 1e-4
 _PUSH_EVERY = 4
 #: The loss at which the sentence is known by heart.
 _LEARNED = 0.12

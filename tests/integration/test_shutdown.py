@@ -7,18 +7,23 @@ import time
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import Client
 
 
 def test_a_watch_does_not_keep_the_server_from_ending() -> None:
     with tempfile.TemporaryDirectory(prefix="ws-") as folder:
         server = WeightSyncServer(Path(folder, "run"), Path(folder, "state"), store="memory://")
         server.start()
+        with Client(server.address) as client:
+            client.push({"weight": np.zeros(4, np.float32)})
         watch = server.stub.WatchVersions(pb.WatchVersionsRequest(model="default"))
         try:
+            next(watch)
             start = time.monotonic()
             assert server.process is not None
             server.process.terminate()
