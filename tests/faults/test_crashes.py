@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support.bounds import within
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
 from weightsync.v1 import weightsync_pb2 as pb
@@ -119,7 +120,7 @@ class Victim:
 
     def met(self, name: str) -> None:
         """Return when a failpoint was met."""
-        until(lambda: any(line.startswith(f"{name} ") for line in self.hits))
+        within(20, lambda: any(line.startswith(f"{name} ") for line in self.hits))
 
     def dead(self, name: str) -> None:
         """Return when the server has died at a failpoint."""
@@ -173,13 +174,6 @@ class Victim:
 
 def _timed(point: str) -> Any:
     return pytest.param(point, marks=() if point in ALWAYS else pytest.mark.battery)
-
-
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +271,7 @@ def test_a_fetcher_dies_in_a_push(whole: Victim, pushing: ThreadPoolExecutor, po
         whole.met(f"fetcher.{point}")
         whole.disarm()
         whole.finished(handle, seed)
-    until(lambda: whole.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5).fetchers == 2)
+    within(20, lambda: whole.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5).fetchers == 2)
 
 
 @pytest.mark.parametrize("point", [_timed("stage.load"), _timed("fetcher.load")])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.bounds import within
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import chunk, make_shard
@@ -26,7 +26,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, Durability, Reason, Retry, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 RETRY = Retry(attempts=60, initial_s=0.02, max_s=0.2)
 CHUNK = 64 << 10
@@ -81,13 +81,6 @@ def check(client: Client, version: int, expected: dict[str, torch.Tensor]) -> No
     assert all(torch.equal(pulled[name], expected[name]) for name in expected)
 
 
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-
-
 RANDOM = random.Random(7)
 CUTS = [*range(CHUNK, 9 * CHUNK, CHUNK), *(RANDOM.randrange(1, 9 * CHUNK) for _ in range(8))]
 
@@ -118,11 +111,12 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(
     with ThreadPoolExecutor(1) as pool:
         plan.write_text("commit.reply=sleep(1)")
         pushing = pool.submit(client.push, expected, chunk_bytes=CHUNK, idempotency_key="lost")
-        until(
+        within(
+            20,
             lambda: (
                 direct.versions()[0].version > before
                 and direct.versions()[0].durability is Durability.COMMITTED
-            )
+            ),
         )
         assert not pushing.done()
         proxy.cut()
@@ -141,7 +135,7 @@ def test_a_begin_whose_answer_is_lost_is_one_push(
     proxy.faults.lose_replies = True
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(client.push, expected)
-        until(lambda: len(direct.status().models[0].pushes) == 1)
+        within(20, lambda: len(direct.status().models[0].pushes) == 1)
         (opened,) = direct.status().models[0].pushes
         proxy.faults = Faults()
         proxy.cut()
@@ -224,7 +218,7 @@ def test_a_push_of_a_killed_client_is_taken_up_by_its_next_life(
     first = subprocess.run([*command, "die"], check=False)
     assert first.returncode == -signal.SIGKILL
     (push,) = direct.status().models[0].pushes
-    until(lambda: direct.status().models[0].pushes[0].streams == 0)
+    within(20, lambda: direct.status().models[0].pushes[0].streams == 0)
     held = direct.status().models[0].pushes[0].received_bytes
     assert held > 0
     second = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 _T = TypeVar("_T")
 
 
-class Caller:
+class Caller(ABC):
     """Calls the server step by step and records what came of it.
 
     Attributes:
@@ -69,9 +70,9 @@ class Caller:
                 if goes_on.is_set() and not over.is_set():
                     self.step()
 
+    @abstractmethod
     def step(self) -> None:
         """Do one thing."""
-        raise NotImplementedError
 
     def call(self, name: str, call: Callable[[], _T], **facts: object) -> tuple[_T | None, str]:
         """Return the answer and "ok"; or None, and the reason of a refusal or NO_ANSWER."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 from weightsync.digest import content_digest, tensor_digest
@@ -20,7 +21,7 @@ KINDS = {f"layer.{i}.weight": ("BF16", (64, 256)) for i in range(8)} | {
 Shards = list[tuple[str, bytes]]
 
 
-class Contents:
+class Contents(ABC):
     """Contents of versions by number.
 
     Attributes:
@@ -33,9 +34,9 @@ class Contents:
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
 
+    @abstractmethod
     def shards(self, number: int) -> Shards:
         """Return name and bytes of each safetensors file."""
-        raise NotImplementedError
 
     def digest(self, number: int) -> str:
         """Return the content digest, and know it from now on."""

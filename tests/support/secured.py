@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 import urllib.request
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from benchmarks.servers import free_port
 from tests.support.certificates import Authority, Pair
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["DEBUG_METHODS", "METHODS", "Secured", "authority_text", "code_of", "free_port"]
+__all__ = ["DEBUG_METHODS", "METHODS", "Secured", "authority_text", "code_of"]
 
 
 def _methods(*files: Any) -> dict[str, Any]:
@@ -43,12 +43,6 @@ METHODS: Mapping[str, Any] = _methods(
 )
 #: Of those that are there only where failpoints are.
 DEBUG_METHODS: Mapping[str, Any] = _methods(debug_pb2.DESCRIPTOR)
-
-
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def authority_text(principals: Sequence[Mapping[str, Any]]) -> str:

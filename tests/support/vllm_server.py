@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.servers import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,12 +38,6 @@ def cpu_environment(*, tp: int = 1, plain: bool = True) -> dict[str, str]:
     if tp > 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
     return variables
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -70,7 +65,7 @@ class VllmServer:
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     start_s: float = _START_S
-    port: int = field(default_factory=_free_port)
+    port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
