@@ -133,6 +133,8 @@ POINTS: Mapping[str, str] = MappingProxyType(
 
 #: Actions that are told, newest last.
 _MOST_HITS = 10_000
+#: What `hit` and `reach` do; `lie` leaves it to the code at the point.
+_DEEDS = ("panic", "stop", "sleep", "error")
 _TERM = re.compile(
     r"(?P<name>[a-z0-9_.]+)=(?:(?P<skip>\d{1,9})>)?(?:(?P<count>\d{1,9})\*)?"
     r"(?P<action>panic|stop|sleep|error|lie)(?:\((?P<argument>[^()]*)\))?"
@@ -301,10 +303,8 @@ def hit(name: str) -> None:
     Raises:
         OSError: The plan says error.
     """
-    if _plan is None:
-        return
-    term = _plan.take(name, "panic", "stop", "sleep", "error")
-    if term is None:
+    term = _plan and _plan.take(name, *_DEEDS)
+    if not term:
         return
     if term.action == "sleep":
         time.sleep(float(term.argument))
@@ -318,10 +318,8 @@ async def reach(name: str) -> None:
     Raises:
         OSError: The plan says error.
     """
-    if _plan is None:
-        return
-    term = _plan.take(name, "panic", "stop", "sleep", "error")
-    if term is None:
+    term = _plan and _plan.take(name, *_DEEDS)
+    if not term:
         return
     if term.action == "sleep":
         # Not at the top: fetchers start without it.
