@@ -214,6 +214,7 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
         "distinct": len(tally.points),
         "server_kills": tally.kills,
         "engine_kills": tally.engine_kills,
+        "rank_kills": tally.rank_kills,
         "operations": history.operations,
         "versions": len(history.committed),
         "compared": soak.compared,

@@ -157,7 +157,8 @@ def _at_points(placed: Collection[str], rng: random.Random) -> list[Card]:
     for point in placed:
         fetcher, engine = (point.startswith(p) for p in (points.IN_FETCHER, points.IN_ENGINE))
         row = "6" if fetcher else "9" if engine else "1"
-        weight = 0.5 if fetcher or engine else _DEATH
+        # What is dear is spent on ranks.
+        weight = 0.2 if point.startswith("bridge.") else 0.5 if fetcher or engine else _DEATH
         cards.append(
             Card(f"{point} panic", row, weight, point=point, action="panic", kills_engine=engine)
         )

@@ -39,6 +39,7 @@ class Tally:
         kills: SIGKILLs of the server.
         points: How often the server was killed at each failpoint.
         engine_kills: SIGKILLs of a process of the engine.
+        rank_kills: Those of them that struck a rank.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -46,6 +47,7 @@ class Tally:
     kills: int = 0
     points: Counter[str] = field(default_factory=Counter)
     engine_kills: int = 0
+    rank_kills: int = 0
 
     def count(self, name: str, row: str = "") -> None:
         """Take note of a fault, and of the kind that it is one of."""
@@ -209,6 +211,7 @@ class Injector:
                 self.tally.rows["1"] += 1
         elif name.startswith(points.IN_ENGINE):
             self.tally.engine_kills += 1
+            self.tally.rank_kills += name.startswith("worker.")
 
     def _kill_twice(self) -> bool:
         """Kill the server, then once more while it recovers."""
@@ -252,6 +255,7 @@ class Injector:
         if victims:
             _send(self._rng.choice(victims), signal.SIGKILL)
             self.tally.engine_kills += 1
+            self.tally.rank_kills += 1
             time.sleep(_AFTER_S)
         return bool(victims)
 
