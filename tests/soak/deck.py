@@ -58,6 +58,10 @@ _ACTS = {
     "killed": "17", "frozen": "18", "cut": "19", "unheard": "21", "muddle": "22", "flip": "23",
     "race": "24", "stale": "25", "clash": "28", "incomplete": "29", "crawl": "41",
 }  # fmt: skip
+_WITH_ENGINE = (
+    "engine_in_pause", "flip_segment", "no_memory", "tear_journal", "kill_engine", "stop_engine",
+    "clash",
+)  # fmt: skip
 #: Blows of no row of their own.
 _MORE = ("kill_server", "kill_twice", "stop_server", "kill_engine", "stop_engine")
 #: Failpoints that are a row of their own: plan, point, row.
@@ -109,6 +113,13 @@ class Card:
     kills_engine: bool = False
     struck: float = 0.0
     missed: int = 0
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether it cannot be met while there is no engine."""
+        if self.point:
+            return points.needs_engine(self.point)
+        return self.blow in _WITH_ENGINE or self.act in _WITH_ENGINE
 
     def plan(self, rng: random.Random) -> str:
         """Return the plan of failpoints; another one each time."""

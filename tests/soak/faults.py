@@ -101,10 +101,16 @@ class Injector:
         """How often a fault waited and nobody came by."""
         return {card.name: card.missed for card in self._deck.cards if card.missed}
 
-    def once(self) -> None:
-        """Commit one fault and see it through; what died stays dead."""
-        may_kill_engine = not self._vllm or time.monotonic() >= self._next_vllm_kill
-        self._card = card = self._deck.draw(lambda card: may_kill_engine or not card.kills_engine)
+    def once(self, *, engine: bool = True) -> None:
+        """Commit one fault and see it through; what died stays dead.
+
+        Args:
+            engine: There is one that faults can wait for.
+        """
+        spare = self._vllm and time.monotonic() < self._next_vllm_kill
+        self._card = card = self._deck.draw(
+            lambda card: not (spare and card.kills_engine) and (engine or not card.needs_engine)
+        )
         time.sleep(self._rng.uniform(0, 0.05))
         before = self.tally.engine_kills
         struck = self._play(card)
