@@ -77,7 +77,7 @@ def show_apply(report: types.ApplyReport) -> None:
         plan = report.plan
         store = ", after reading it from the store" if plan.read_from_store else ""
         typer.echo(
-            f"version {report.version} would be applied by {plan.strategy or 'copy'}: "
+            f"version {report.version} would be applied by {plan.strategy.value}: "
             f"{size(plan.write_bytes)} written, {size(plan.memory_bytes)} of memory more, "
             f"pause about {plan.predicted_pause_s * 1e3:.1f} ms{store}"
         )

@@ -346,7 +346,7 @@ class Applier:
             predicted_pause=duration(predicted),
             memory_bytes=sum(segment.capacity for segment in target.lease.segments),
             read_from_store=read_from_store,
-            strategy="copy",
+            strategy=pb.APPLY_STRATEGY_COPY,
         )
 
 
