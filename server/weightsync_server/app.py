@@ -22,6 +22,7 @@ from weightsync_server.authority.doors import Doors
 from weightsync_server.callers import caller_name
 from weightsync_server.census import Census
 from weightsync_server.engines.bridge import BridgeEngine
+from weightsync_server.faults import refusing
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
@@ -110,7 +111,8 @@ class App:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         segments = SegmentServer(settings.segment_socket)
         stack.callback(segments.close)
-        journal = Journal(settings.state_dir / "journal")
+        with refusing("opening the journal"):
+            journal = Journal(settings.state_dir / "journal")
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
         store = open_store(settings.store_url)

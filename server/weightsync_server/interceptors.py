@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
+from weightsync_server.faults import refusal, system_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -80,6 +81,8 @@ def _camel(code: grpc.StatusCode) -> str:
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):
     """Turns WeightSyncError into a rich status, anything else into a logged, textless fault.
+
+    What the operating system refused is told as such, and is no fault of the server.
 
     Args:
         metrics: Counts calls.
@@ -190,10 +193,9 @@ class _Guard:
             raise error
         if not isinstance(error, WeightSyncError):
             logger.error("%s failed", self._method, exc_info=error)
-            self._on_fault()
-            error = WeightSyncError(
-                Reason.FAULT, f"{self._method} failed inside the server; its log tells why"
-            )
+            if system_fault(error, self._method) is None:
+                self._on_fault()
+            error = refusal(error, self._method)
         end(error.code)
         await context.abort_with_status(to_status(error))
 

@@ -19,6 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
 from weightsync_server.apply.options import duration, pause_spec
 from weightsync_server.apply.switch import Switch
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -260,7 +261,8 @@ class Applier:
         *,
         durable: bool = True,
     ) -> Prepared:
-        await failpoints.reach("apply.begin")
+        with refusing("the apply"):
+            await failpoints.reach("apply.begin")
         # In this order: the ranks' own targets then come from bytes that are proved afterwards.
         target = await self._prepare(
             session, record, compare_live=False, timeout_s=timeout_s, durable=durable
@@ -301,8 +303,9 @@ class Applier:
     ) -> pb.ApplyReport:
         switch = Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
         try:
-            await failpoints.reach("apply.prepared")
-            switched = await switch.run(target, live, spec)
+            with refusing("the apply"):
+                await failpoints.reach("apply.prepared")
+                switched = await switch.run(target, live, spec)
         except BaseException as error:
             target.lease.release()
             if isinstance(error, WeightSyncError):

@@ -82,6 +82,10 @@ class Journal:
                 return entry.version, entry.previous
         return 0, 0
 
+    def tells(self, version: int) -> bool:
+        """Whether the newest record is that this version is live."""
+        return self.last is not None and (self.last.event, self.last.version) == ("DONE", version)
+
     def write(self, entry: Entry) -> None:
         """Append a record durably. Blocks for one fsync.
 
@@ -114,7 +118,9 @@ class Journal:
         return entries
 
     def _rewrite(self) -> None:
-        # Also cuts a torn tail off, so that records written from now on are found again.
+        # Also cuts a torn tail off, so that records written from now on are found again. Until the
+        # end the open file may be one that has no name any more.
+        self._torn = True
         done = [entry for entry in self._entries if entry.event == "DONE"][-1:]
         self._entries = done if self._entries[-1:] == done else done + self._entries[-1:]
         fresh = self._path.with_suffix(".new")

@@ -14,7 +14,7 @@ from weightsync_server.apply import reports
 from weightsync_server.apply.reconcile import Reconciler
 from weightsync_server.apply.session import Session
 from weightsync_server.apply.switch import Switch
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing, write_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -75,6 +75,7 @@ class Keeper:
         self._reason = "not connected yet"
         self._refused = ""
         self._fenced = False
+        self._write_at = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -210,6 +211,7 @@ class Keeper:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
             await self._unmap_retired()
+            await self._write_down()
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
@@ -220,6 +222,19 @@ class Keeper:
         if retired and self._session is not None:
             await self._session.unmap(self._versions.keeper.exposed - retired)
             self._versions.let_go(retired)
+
+    async def _write_down(self) -> None:
+        # What the disk refused when it became live is written as soon as the disk takes it.
+        live = self._session.live if self._session else None
+        now = asyncio.get_running_loop().time()
+        if self._session is None or live is None or now < self._write_at:
+            return
+        if not self._journal.tells(live.record.version):
+            self._write_at = now + _RETRY_S
+            await self._switch(self._session).record(live)
+
+    def _switch(self, session: Session) -> Switch:
+        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _connect(self) -> None:
         self._forget()
@@ -239,17 +254,16 @@ class Keeper:
         if self._session is None:
             return
         self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
-        switch = Switch(
-            self._session, self._journal, self._metrics, self._settings.commit_timeout_s
-        )
-        held = await Reconciler(
+        reconciler = Reconciler(
             self._session,
             self._versions,
             self._journal,
-            switch,
+            self._switch(self._session),
             self._settings.prepare_timeout_s,
             lambda: self._metrics.violate("never_mixed"),
-        ).run()
+        )
+        with refusing("reconciling the engine"):
+            held = await reconciler.run()
         self.show(held)
         self._set(pb.ENGINE_STATE_SERVING, "")
 

@@ -17,6 +17,7 @@ from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.session import QUICK_S
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +88,8 @@ class Reconciler:
                 self._on_mixture()
         written = any(state.dirty or state.content_digest for state in states)
         try:
-            return await self._place(written=written)
+            with refusing("placing a version"):
+                return await self._place(written=written)
         except WeightSyncError as error:
             # Else the pause would run out, and the next attempt pause again.
             with contextlib.suppress(WeightSyncError):

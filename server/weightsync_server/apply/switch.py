@@ -8,6 +8,7 @@ INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.journal import Entry, Journal
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from weightsync.engine import PauseSpec
     from weightsync_server.apply.ranks import RankCommit
     from weightsync_server.apply.session import Pause, Prepared, Session
@@ -81,12 +84,35 @@ class Switch:
 
         Raises:
             WeightSyncError: APPLY_RESTORED: the engine generates on `base`, proved on every rank.
-                ENGINE_FENCED: the engine stands still, with the reason. ENGINE_AWAY: it is gone.
+                ENGINE_FENCED: the engine stands still, with the reason. ENGINE_AWAY: it is gone,
+                or nobody knows what it holds until its ranks are asked.
+            OSError: Nothing was paused or written.
         """
         result = Switched()
         await failpoints.reach("apply.intent")
         await self._write("INTENT", target, base)
         await failpoints.reach("apply.pause")
+        try:
+            await self._in_pause(target, base, spec, result)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
+                "asked what it holds, and GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+        # After the resume, so that no fsync lies in the pause: after a crash in between the ranks
+        # themselves are asked what they hold.
+        with self._told():
+            await failpoints.reach("apply.resumed")
+            await self._write("DONE", target, base)
+            await failpoints.reach("apply.done")
+        self._observe(result)
+        return result
+
+    async def _in_pause(
+        self, target: Prepared, base: Prepared | None, spec: PauseSpec, result: Switched
+    ) -> None:
         async with self._session.paused(spec) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             await failpoints.reach("apply.commit")
@@ -99,13 +125,6 @@ class Switch:
             await self._resume(pause, target)
             result.resume_s = time.monotonic() - start
         result.paused_s = time.monotonic() - pause.began
-        await failpoints.reach("apply.resumed")
-        # After the resume, so that no fsync lies in the pause: after a crash in between the ranks
-        # themselves are asked what they hold.
-        await self._write("DONE", target, base)
-        await failpoints.reach("apply.done")
-        self._observe(result)
-        return result
 
     async def place(self, target: Prepared) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
@@ -120,9 +139,9 @@ class Switch:
 
     async def record(self, held: Prepared) -> None:
         """Write down what every rank holds, when that is not what the journal says already."""
-        last = self._journal.last
-        if last is None or (last.event, last.version) != ("DONE", held.record.version):
-            await self._write("DONE", held, None)
+        if not self._journal.tells(held.record.version):
+            with self._told():
+                await self._write("DONE", held, None)
 
     async def _commit(self, target: Prepared, result: Switched) -> list[str]:
         try:
@@ -214,13 +233,18 @@ class Switch:
         try:
             await asyncio.to_thread(self._journal.write, entry)
         except OSError as error:
-            if event == "INTENT":
-                raise WeightSyncError(
-                    Reason.DISK_EXHAUSTED,
-                    f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
-                ) from error
-            # The ranks are proved; after a crash they are asked, so the service goes on.
-            logger.critical("the journal cannot be written: %s", error)
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+            ) from error
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Go on whatever the disk says: the ranks are proved, and asked after a crash."""
+        try:
+            yield
+        except (OSError, WeightSyncError) as error:
+            logger.critical("what is live is not written down yet: %s", error)
 
     def _observe(self, result: Switched) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):

@@ -6,7 +6,6 @@ is never held up by a task; tasks run in threads, and what they do releases the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -66,7 +65,6 @@ class _Child:
         answer: dict[str, Any] = {"id": request["id"]}
         blob = b""
         try:
-            failpoints.hit("fetcher.task")
             blob = self._do(request, fds, stop)
         except tasks.Cancelled:
             answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
@@ -78,27 +76,28 @@ class _Child:
             answer |= {"reason": Reason.FAULT, "error": f"a fetcher failed: {error!r}"}
         finally:
             self._stops.pop(request["id"], None)
-        # Without a server the main thread meets the end of the socket and ends the process.
-        with contextlib.suppress(OSError):
+        try:
             failpoints.hit("fetcher.reply")
             self._send(answer, blob)
+        except OSError:
+            # Half an answer may be on its way. The server gives the task to another process at
+            # once, where it would wait long for this one; or it is gone itself.
+            os._exit(1)
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
         op, size = request["op"], request["size"]
         fills = op in ("load", "restore")
-        fault = read_fault if fills else write_fault
-        if len(fds) != request["fds"]:
-            # The kernel drops descriptors that would exceed the limit, and says so to nobody.
-            for fd in fds:
-                os.close(fd)
-            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            raise fault(error, "handing a segment to a fetcher")
-        lent = self._maps.use(request["segment"], fds.pop(0), request["capacity"], writable=fills)
         try:
+            failpoints.hit("fetcher.task")
+            if len(fds) != request["fds"]:
+                # The kernel drops descriptors over the limit, and says so to nobody.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            fd = fds.pop(0)
+            lent = self._maps.use(request["segment"], fd, request["capacity"], writable=fills)
             with lent as view, view[:size] as part:
                 return self._act(request, part, fds, stop)
         except OSError as error:
-            raise fault(error, "mapping a segment") from error
+            raise write_fault(error, "handing a segment to a fetcher") from error
         finally:
             for fd in fds:
                 os.close(fd)

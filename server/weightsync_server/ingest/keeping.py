@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from weightsync.segments import Segment
@@ -68,10 +68,8 @@ async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
     target = versions.store.shard_target(versions.name, push.record.version, upload.index)
     if target is None:
         raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
-    try:
+    with refusing(f"keeping shard {upload.index}"):
         await failpoints.reach("receive.keep")
-    except OSError as error:
-        raise write_fault(error, f"keeping shard {upload.index}") from error
     begin, end, started = upload.kept, upload.received, time.monotonic()
     await versions.fetchers.keep(segment, upload.entry, begin, end, target)
     upload.kept = end

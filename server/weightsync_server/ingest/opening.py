@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.room import promise_room
 from weightsync_server.store import PushRecord
 
@@ -28,10 +29,13 @@ async def start(push: Push, deadline_s: float | None) -> None:
     except asyncio.CancelledError:
         push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
         raise
-    except WeightSyncError as error:
-        push.fail(error)
+    except Exception as error:
+        told = refusal(error, f"opening the push of version {push.record.version}")
+        push.fail(told)
         await push.closed()
-        raise
+        if told is error:
+            raise
+        raise told from error
     push.opened.set_result(None)
 
 

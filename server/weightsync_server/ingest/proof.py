@@ -11,6 +11,7 @@ from weightsync import failpoints
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.keeping import keep_rest
 from weightsync_server.ingest.sealing import proceed
 
@@ -62,6 +63,10 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
     A failure fails the push, but for that of a fetcher: the next commit tries again.
     """
     try:
+        if not upload.headed:
+            # The stream that brought the last bytes was cut before it came to that.
+            await check_arrived_header(upload, segment, push.known)
+            upload.headed = True
         digesting = asyncio.create_task(_digest(push, upload, segment))
         persisting = asyncio.create_task(_persist(push, upload, segment))
         try:
@@ -75,9 +80,9 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
         if error.reason not in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
             push.fail(error)
         raise
-    except Exception:
+    except Exception as error:
         logger.exception("shard %d of version %d", upload.index, push.record.version)
-        push.fail(WeightSyncError(Reason.FAULT, "the server failed to verify a shard; push again"))
+        push.fail(refusal(error, f"verifying shard {upload.index}"))
         raise
 
 

@@ -13,6 +13,7 @@ from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
@@ -346,8 +347,8 @@ class Push:
 
     def _allocated(self, task: asyncio.Task[Segment]) -> None:
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, WeightSyncError):
-            self.fail(error)
+        if error is not None:
+            self.fail(refusal(error, f"reserving {self.declared_bytes} bytes"))
 
     def described(
         self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]

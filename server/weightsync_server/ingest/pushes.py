@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from functools import partial
@@ -12,6 +13,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import check_begin, check_digest
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
@@ -352,10 +354,12 @@ class Pushes:
             raise
         except Exception as error:
             logger.exception("commit of version %d", push.record.version)
-            push.fail(WeightSyncError(Reason.FAULT, "the commit failed in the server; push again"))
+            push.fail(refusal(error, f"the commit of version {push.record.version}"))
             raise push.error or error from error
         push.succeed(response)
-        await failpoints.reach("commit.reply")
+        # The version is there: no error may tell otherwise any more.
+        with contextlib.suppress(OSError):
+            await failpoints.reach("commit.reply")
         return response
 
     def _refuse_stale(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.faults import read_fault
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.committing import answer
 from weightsync_server.ingest.keeping import next_mark
 from weightsync_server.ingest.opening import equip
@@ -135,11 +135,14 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
         push.waking = None
         if push.asleep is not None and push.error is None and push.record.slot is not None:
             push.versions.pool.release(push.record.slot)
-        if isinstance(error, OSError):
-            raise read_fault(error, "resuming a push") from error
-        if push.asleep is None and isinstance(error, WeightSyncError):
-            push.fail(error)
-        raise
+        if not isinstance(error, Exception):
+            raise
+        told = refusal(error, "resuming a push")
+        if push.asleep is None:
+            push.fail(told)
+        if told is error:
+            raise
+        raise told from error
     push.opened.set_result(None)
 
 

@@ -6,8 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
-from weightsync.errors import WeightSyncError
 from weightsync.layout import check_version
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def seal(push: Push) -> asyncio.Task[Manifest]:
 
 
 async def _seal(push: Push) -> Manifest:
-    await failpoints.reach("commit.seal")
     ordered = [push.shards[index] for index in sorted(push.shards)]
     found = [digest for upload in ordered for digest in upload.found or ()]
     try:
+        await failpoints.reach("commit.seal")
         if push.known is not None:
             layout = push.known.layout
         else:
@@ -49,9 +49,12 @@ async def _seal(push: Push) -> Manifest:
                 [upload.tensors or () for upload in ordered],
             )
         manifest = await push.versions.seal(layout, found)
-    except WeightSyncError as error:
-        push.fail(error)
-        raise
+    except Exception as error:
+        told = refusal(error, f"sealing version {push.record.version}")
+        push.fail(told)
+        if told is error:
+            raise
+        raise told from error
     if push.existing is None and push.error is None:
         push.versions.staged(push.record, manifest)
     return manifest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.segments import Segment, reserved_size
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,7 +70,8 @@ class SegmentKeeper:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); nothing is reserved.
         """
-        await failpoints.reach("stage.allocate")
+        with refusing("reserving shared memory"):
+            await failpoints.reach("stage.allocate")
         capacity = reserved_size(size)
         more = capacity - min(reserved, capacity)
         self.budget.reserve(more)
@@ -157,7 +158,5 @@ def _make(size: int) -> tuple[Segment, int]:
 
 
 def _offered(segment: Segment) -> int:
-    try:
+    with refusing("offering shared memory to the engine"):
         return segment.read_only_fd()
-    except OSError as error:
-        raise write_fault(error, "offering shared memory to the engine") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -346,23 +347,37 @@ class ModelVersions(Catalog):
         await self.erase(record)
 
     async def erase(self, record: VersionRecord) -> None:
-        """Delete a committed version that nobody uses; no check is made."""
+        """Delete a committed version that nobody uses; no check is made.
+
+        Raises:
+            WeightSyncError: What the store says; the version is there as before, or gone.
+        """
         # Gone for everybody before the first await, so that nothing can begin to use it.
         self.forget(record)
         if record.slot is not None:
             self.pool.release(record.slot)
-        await self.scrub(record)
+        try:
+            await self.scrub(record)
+        except WeightSyncError:
+            await self._put_back(record)
+            raise
 
     def forget(self, record: VersionRecord) -> None:
         """Take a version out of the registry at once; `scrub` must follow."""
+        if record.commit is not None or record.served:
+            # Nor does anybody get its number, while that is being written down.
+            self._spent = max(self._spent, record.version)
         del self._records[record.version]
         record.residency = pb.RESIDENCY_ABSENT
         self._feed.emit(record.to_info(), deleted=True)
 
     async def scrub(self, record: VersionRecord) -> None:
         """Remove what the store holds of a version, for ever."""
-        await self._marks.change(record.version, deleted=True)
+        await self._marks.use(record.version)
         await self.store.delete(self.name, record.version)
+        # A mark of a version that is gone harms nobody.
+        with contextlib.suppress(WeightSyncError):
+            await self._marks.change(record.version, pinned=False, rejected="")
 
     def changed(self, record: VersionRecord) -> None:
         """Tell watchers, and those who wait for a slot."""
@@ -374,6 +389,16 @@ class ModelVersions(Catalog):
         self._feed.emit(record.to_info())
 
     # Inside
+
+    async def _put_back(self, record: VersionRecord) -> None:
+        """Register a version again whose deletion failed, unless its record is gone already."""
+        try:
+            await self.store.manifest(self.name, record.version)
+        except WeightSyncError as error:
+            if error.reason is Reason.VERSION_UNKNOWN:
+                return
+        self._records[record.version] = record
+        self.changed(record)
 
     async def _mark(
         self, version: int, *, pinned: bool | None = None, rejected: str | None = None

@@ -10,6 +10,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.staged import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import refusing
 from weightsync_server.versions.leases import SlotLease
 from weightsync_server.versions.reading import all_done, first_difference, load_shard
 
@@ -77,7 +78,8 @@ class Stager:
 
     async def verify(self, lease: SlotLease) -> None:
         """Digest the segments again; see `ModelVersions.verify_staged`."""
-        await failpoints.reach("stage.verify")
+        with refusing("verifying a staged version"):
+            await failpoints.reach("stage.verify")
         record, fetchers = lease.record, self._versions.fetchers
         self._refuse_failed(record)
         manifest = await self._versions.manifest(record)
@@ -139,7 +141,8 @@ class Stager:
         task.result()
 
     async def _load(self, record: VersionRecord, timeout_s: float) -> None:
-        await failpoints.reach("stage.load")
+        with refusing(f"reading version {record.version} from the store"):
+            await failpoints.reach("stage.load")
         if record.damaged:
             raise _not_ours(record, record.damaged, _RESTORE)
         ours = self._versions
