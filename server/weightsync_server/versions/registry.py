@@ -115,7 +115,7 @@ class ModelVersions(Catalog):
         for slot in self.pool.slots:
             slot.empty()
             slot.trim()
-        await self.keeper.unmapped()
+        await self.keeper.close()
 
     # Writers
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from weightsync.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.versions import SegmentBudget
 from weightsync_server.versions import budget as budgets
+from weightsync_server.versions.keeper import MAKERS
 
 
 def held(here: World) -> list[tuple[int, str]]:
@@ -214,6 +217,30 @@ async def test_a_cancelled_creation_leaks_nothing(
     assert here.budget.reserved == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(made[0].fd)
+
+
+async def test_few_segments_are_made_at_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, lock, begun, most = Segment.create, threading.Lock(), [0], [0]
+
+    def counted(size: int) -> Segment:
+        with lock:
+            begun[0] += 1
+            most[0] = max(most[0], begun[0])
+        time.sleep(0.02)
+        try:
+            return create(size)
+        finally:
+            with lock:
+                begun[0] -= 1
+
+    monkeypatch.setattr("weightsync_server.versions.keeper.Segment.create", counted)
+    keeper = here.versions.keeper
+    made = await asyncio.gather(*(keeper.create(1) for _ in range(3 * MAKERS + 1)))
+    assert most[0] == MAKERS
+    for segment in made:
+        keeper.retire(segment)
+    await keeper.unmapped()
+    assert here.budget.reserved == 0
 
 
 async def test_memory_that_the_host_refuses(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
