@@ -144,8 +144,13 @@ class Settings(BaseSettings):
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, value: list[str]) -> list[str]:
+        sockets = set()
         for address in value:
-            Endpoint.parse(address)
+            socket = Endpoint.parse(address).address
+            if socket in sockets and socket.startswith("unix:"):
+                msg = f"{socket} is named twice; give each role a path of its own"
+                raise ValueError(msg)
+            sockets.add(socket)
         if not value:
             msg = "name at least one address to listen on"
             raise ValueError(msg)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.sockets import claimed, umask
 from weightsync_server.authority.file import AuthorityFile
 from weightsync_server.authority.gate import Gate
 from weightsync_server.authority.interceptor import AuthorityInterceptor
 from weightsync_server.authority.tls import Certificates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsync_server.authority.audit import Audit
     from weightsync_server.authority.endpoints import Endpoint
@@ -70,6 +70,7 @@ class Doors:
             serve: Adds the services to a gRPC server.
 
         Raises:
+            WeightSyncError: A unix socket is somebody else's, or cannot be made.
             RuntimeError: An address cannot be bound.
         """
         addresses = []
@@ -100,7 +101,9 @@ class Doors:
 
     def _bind(self, server: grpc.aio.Server, address: str) -> str:
         if address.startswith("unix:"):
-            with _umask(_SOCKET_UMASK):
+            # gRPC itself would replace the socket of a server that lives.
+            path = unquote(address.removeprefix("unix:"))
+            with claimed(path, "choose another path with --listen"), umask(_SOCKET_UMASK):
                 server.add_insecure_port(address)
             return address
         if self._certificates is None:
@@ -118,13 +121,3 @@ def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
             "nobody could prove authority: the authority file has no token, and no certificate "
             "name that could be used; add tokens, or certificate names and --tls-client-ca",
         )
-
-
-@contextlib.contextmanager
-def _umask(value: int) -> Iterator[None]:
-    # From its first moment on nobody else may connect, which a chmod afterwards cannot promise.
-    before = os.umask(value)
-    try:
-        yield
-    finally:
-        os.umask(before)

@@ -98,6 +98,8 @@ def test_bad_names(name: str) -> None:
         ({"engine": "embedded"}, "give both or neither"),
         ({"model": "/models/x"}, "give both or neither"),
         ({"listen": []}, "at least one address"),
+        ({"listen": ["unix:/a?role=push", "unix:/a?role=read"]}, "unix:/a is named twice"),
+        ({"listen": ["unix:/a", "127.0.0.1:1", "unix:/a"]}, "unix:/a is named twice"),
         ({"slots": 1}, "slots"),
         ({"fetchers": 0}, "fetchers"),
         ({"memory_bytes": -1}, "memory_bytes"),
