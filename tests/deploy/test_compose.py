@@ -143,6 +143,10 @@ def test_health_decides_who_starts_when(services: dict[str, Service]) -> None:
     assert "depends_on" not in services["weightsync-server"].raw
 
 
+def test_a_server_that_ends_by_itself_is_started_again(services: dict[str, Service]) -> None:
+    assert services["weightsync-server"].raw["restart"] == "unless-stopped"
+
+
 def test_the_server_gets_longer_to_stop_than_it_drains(
     services: dict[str, Service], drain_s: float
 ) -> None:

@@ -26,6 +26,8 @@ __all__ = ["Doors"]
 
 #: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
 _SOCKET_UMASK = 0o117
+#: Seconds between two looks at whether gRPC still lets callers in.
+_LOOK_S = 1.0
 
 
 class Doors:
@@ -91,6 +93,16 @@ class Doors:
         for server in self._servers:
             await server.start()
 
+    async def shut(self) -> str:
+        """Wait until gRPC lets nobody in any more, after a fault of its own; return what it was."""
+        watches = [asyncio.create_task(_why_shut(server)) for server in self._servers]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
     async def close(self, grace_s: float) -> None:
         """Stop listening; calls under way get so many seconds to end."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
@@ -111,6 +123,17 @@ class Doors:
         else:
             port = server.add_secure_port(address, self._certificates.credentials())
         return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _why_shut(server: grpc.aio.Server) -> str:
+    # Asked again and again: while calls are under way, it tells of a fault only when the time that
+    # it was given to end is over. True: that time is over; it serves.
+    try:
+        while await server.wait_for_termination(_LOOK_S):
+            pass
+    except Exception as error:  # noqa: BLE001 - whatever has ended gRPC's accept loop
+        return f"{type(error).__name__}: {error}"
+    return "it has ended"
 
 
 def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
