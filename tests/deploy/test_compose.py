@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 import yaml
+from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT, Service, folders_of_images, load, seconds
 from weightsync_server.authority import Endpoint, Role
@@ -191,6 +192,9 @@ def test_prometheus_scrapes_services_at_ports_they_listen_on(services: dict[str,
     (server,), (vllm,) = (job["static_configs"][0]["targets"] for job in jobs["scrape_configs"])
     name, _, port = server.partition(":")
     assert f"--metrics=0.0.0.0:{port}" in services[name].argv
+    # Its flags are those of a server that starts.
+    _, *flags = services[name].argv
+    assert CliApp.run(Settings, cli_args=flags).metrics_open
     name, _, port = vllm.partition(":")
     assert f"--port={port}" in services[name].argv
 
