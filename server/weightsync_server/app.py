@@ -35,7 +35,7 @@ from weightsync_server.store import open_store
 from weightsync_server.versions import ModelVersions, Retention, Scrubber, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
@@ -78,6 +78,8 @@ class App:
         self._settings = settings
         self._engine_args = tuple(engine_args)
         self._stack = contextlib.AsyncExitStack()
+        self._drain_s = settings.drain_timeout_s
+        self._doors: Doors
         self.addresses: list[str] = []
         self.metrics_port = 0
 
@@ -91,8 +93,18 @@ class App:
             await self._start(stack)
             self._stack = stack.pop_all()
 
-    async def stop(self) -> None:
-        """Let calls finish within the drain timeout, then stop everything."""
+    async def shut(self) -> str:
+        """Wait until nobody can connect any more although nobody stopped it; return why."""
+        return await self._doors.shut()
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Let calls finish, then stop everything.
+
+        Args:
+            drain_s: Seconds that calls get, and then an apply; by default the drain timeout.
+        """
+        if drain_s is not None:
+            self._drain_s = min(drain_s, self._drain_s)
         await self._stack.aclose()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
@@ -100,7 +112,7 @@ class App:
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
         connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
-        doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
+        self._doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -142,11 +154,11 @@ class App:
         census = Census(versions, budget, metrics)
         census.start()
         stack.push_async_callback(census.stop)
-        self._bind(doors, metrics, servicer, health_service)
+        self._bind(metrics, servicer, health_service)
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        stack.push_async_callback(_bounded, applier.drain, settings.drain_timeout_s)
-        await self._listen(stack, doors, health_service)
+        stack.push_async_callback(self._drain, applier)
+        await self._listen(stack, health_service)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
         self._serve_metrics(stack, metrics)
@@ -183,7 +195,6 @@ class App:
 
     def _bind(
         self,
-        doors: Doors,
         metrics: Metrics,
         servicer: WeightSyncServicer,
         health_service: health.aio.HealthServicer,
@@ -207,23 +218,30 @@ class App:
                 names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
 
-        self.addresses = doors.bind(audit, [guard, admission], serve)
+        self.addresses = self._doors.bind(audit, [guard, admission], serve)
 
     async def _listen(
-        self,
-        stack: contextlib.AsyncExitStack,
-        doors: Doors,
-        health_service: health.aio.HealthServicer,
+        self, stack: contextlib.AsyncExitStack, health_service: health.aio.HealthServicer
     ) -> None:
-        await doors.start()
+        await self._doors.start()
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            await doors.close(self._settings.drain_timeout_s)
+            await self._doors.close(self._drain_s)
 
         stack.push_async_callback(stop)
         await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
         logger.info("listening on %s", ", ".join(self.addresses))
+
+    async def _drain(self, applier: Applier) -> None:
+        # An apply that waits for long requests would outlive the drain; its pause is a lease, so
+        # the engine goes on without this server.
+        try:
+            await asyncio.wait_for(applier.drain(), self._drain_s)
+        except TimeoutError:
+            logger.warning(
+                "an apply was still running after %g s; the engine ends its pause", self._drain_s
+            )
 
     def _serve_metrics(self, stack: contextlib.AsyncExitStack, metrics: Metrics) -> None:
         if self._settings.metrics:
@@ -232,15 +250,6 @@ class App:
             stack.callback(endpoint.close)
             self.metrics_port = endpoint.port
             logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
-
-
-async def _bounded(drain: Callable[[], Awaitable[None]], seconds: float) -> None:
-    # An apply that waits for long requests would outlive the drain; its pause is a lease, so the
-    # engine goes on without this server.
-    try:
-        await asyncio.wait_for(drain(), seconds)
-    except TimeoutError:
-        logger.warning("an apply was still running after %g s; the engine ends its pause", seconds)
 
 
 def _limits(settings: Settings) -> PushLimits:
