@@ -40,6 +40,7 @@ def test_one_json_line_with_every_figure() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(600)
 def test_a_real_vllm_generates_in_every_phase() -> None:
     report = _report("--seconds", "2", "--vllm")
     _check(report, "_generating")
