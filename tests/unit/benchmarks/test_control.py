@@ -23,31 +23,16 @@ def _report(*flags: str) -> dict[str, Any]:
     return report
 
 
-def _check(report: dict[str, Any], suffix: str) -> None:
-    for phase in _PHASES:
-        figures = [report[f"{phase}_{name}_ms{suffix}"] for name in ("p50", "p99", "max")]
-        assert 0 < figures[0] <= figures[1] <= figures[2]
-    assert report[f"pushed_gbps_one_push{suffix}"] > 0
-    assert report[f"pushed_gbps_four_pushes{suffix}"] > 0
-
-
 def test_one_json_line_with_every_figure() -> None:
     report = _report("--seconds", "0.5")
-    _check(report, "")
+    for phase in _PHASES:
+        figures = [report[f"{phase}_{name}_ms"] for name in ("p50", "p99", "max")]
+        assert 0 < figures[0] <= figures[1] <= figures[2]
+    assert report["pushed_gbps_one_push"] > 0
+    assert report["pushed_gbps_four_pushes"] > 0
     assert report["parameters"]["slots"] == 4
     assert report["parameters"]["engine"] == "none"
     assert not any(name.startswith("tokens_per_s") for name in report)
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_a_real_vllm_generates_in_every_phase() -> None:
-    report = _report("--seconds", "2", "--vllm")
-    _check(report, "_generating")
-    assert report["parameters"]["slots"] == 5
-    assert "generating" in report["parameters"]["engine"]
-    for phase in _PHASES:
-        assert report[f"tokens_per_s_{phase}_generating"] > 0
 
 
 def test_summary_tells_median_nearly_the_slowest_and_the_slowest() -> None:
