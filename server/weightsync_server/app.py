@@ -56,6 +56,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
+    # beyond 1000 of those gRPC cancels calls at random, whoever made them.
+    ("grpc.max_concurrent_streams", 128),
     # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
