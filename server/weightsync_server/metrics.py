@@ -7,6 +7,7 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
+
+logger = logging.getLogger(__name__)
 
 #: Longest request in bytes, and seconds from its connection to the last byte of its answer.
 _MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
@@ -153,7 +156,8 @@ class Metrics:
         self._restarts.inc()
 
     def violate(self, invariant: str) -> None:
-        """Count a violation of one of `INVARIANTS`."""
+        """Count a violation of one of `INVARIANTS`; the log outlives this process."""
+        logger.critical("invariant %s was violated", invariant)
         self._violations.labels(invariant).inc()
 
     def violations(self) -> dict[str, int]:

@@ -1,0 +1,29 @@
+"""Runs a Python module whose wall clock is wrong.
+
+python -m tests.soak.clock SECONDS python -m MODULE ...
+
+As NTP or an administrator would: the monotonic clock goes on as ever.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+
+__all__: list[str] = []
+
+
+def main() -> None:
+    """Put time.time and time.time_ns forward, then become the command."""
+    ahead = float(sys.argv[1])
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + ahead
+    time.time_ns = lambda: now_ns() + int(ahead * 1e9)
+    module = sys.argv[4]
+    sys.argv = sys.argv[4:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
