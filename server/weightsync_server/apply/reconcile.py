@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.apply.rejecting import reject
 from weightsync_server.apply.session import QUICK_S
 
 if TYPE_CHECKING:
@@ -99,11 +100,10 @@ class Reconciler:
         if len(contents) != 1 or contents == {""}:
             return None
         (content,) = contents
-        matching = [r for r in self._versions.list() if r.content_digest == content]
-        wanted = self._wanted()
-        return next((r for r in matching if r.version == wanted), None) or next(
-            iter(matching), None
-        )
+        matching = {r.version: r for r in self._versions.list() if r.content_digest == content}
+        last = self._journal.last
+        likely = (self._wanted(), last.version if last else 0, *matching)
+        return next((matching[version] for version in likely if version in matching), None)
 
     def _wanted(self) -> int:
         return self._versions.live or self._journal.live[0]
@@ -206,7 +206,13 @@ class Reconciler:
         await self._session.hold(held)
         if self._versions.live != held.record.version:
             self._versions.set_live(held.record.version)
-        await self._switch.record(held)
+        intent = self._switch.intended(held)
+        rejected = False
+        if intent is not None and intent.cause.rejects:
+            # A rollback that went on to its end without a server.
+            cause = intent.cause
+            rejected = await reject(self._versions, cause.rejects, cause.reason)
+        await self._switch.record(held, rejected=rejected)
 
 
 def _proved(held: Prepared) -> bool:
