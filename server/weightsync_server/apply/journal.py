@@ -70,6 +70,8 @@ class Entry:
         previous: The version that was live before; 0: none.
         cause: Why; not given: to heal an engine, or nobody will repeat it.
         answer: For DONE: what a call with a key was told.
+        store: For DONE: digest of the URL of the store in which the version is committed; empty: in
+            none that lasts.
     """
 
     event: str
@@ -78,6 +80,7 @@ class Entry:
     previous: int
     cause: Cause = field(default_factory=Cause)
     answer: Answer | None = None
+    store: str = ""
 
 
 def _encode(entry: Entry) -> bytes:
@@ -85,7 +88,9 @@ def _encode(entry: Entry) -> bytes:
     for name in ("cause", "answer"):
         # Only what says something is written, and most applies say neither.
         facts[name] = {key: value for key, value in (facts[name] or {}).items() if value}
-    body = json.dumps({key: value for key, value in facts.items() if value != {}}).encode()
+    body = json.dumps(
+        {key: value for key, value in facts.items() if value not in ({}, "")}
+    ).encode()
     return f"{xxhash.xxh3_64_hexdigest(body)} ".encode() + body + b"\n"
 
 
@@ -104,9 +109,14 @@ class Journal:
 
     Args:
         path: The file; made when missing.
+        store_url: URL of the store of the versions; empty: it lasts no longer than the server.
+
+    Attributes:
+        store: Digest of that URL, which may hold a secret.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, store_url: str = "") -> None:
+        self.store = xxhash.xxh3_64_hexdigest(store_url.encode()) if store_url else ""
         self._path = path
         self._fd = -1
         # Whether the file may end in a record that does not count.

@@ -248,7 +248,7 @@ class Keeper:
             self._journal,
             switch,
             self._settings.prepare_timeout_s,
-            lambda: self._metrics.violate("never_mixed"),
+            self._metrics.violate,
         ).run()
         self.show(held)
         self._set(pb.ENGINE_STATE_SERVING, "")

@@ -8,6 +8,7 @@ INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply import answers
 from weightsync_server.apply.journal import Cause, Entry
+from weightsync_server.apply.session import QUICK_S
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
@@ -115,22 +117,13 @@ class Switch:
                 `restored` must follow. ENGINE_FENCED: the engine stands still, with the reason.
                 ENGINE_AWAY: it is gone.
         """
-        target, result = attempt.target, Switched()
+        result = Switched()
         await failpoints.reach("apply.intent")
+        self._refuse_second(attempt.cause)
         await self._write(_intent(attempt))
         await failpoints.reach("apply.pause")
-        async with self._session.paused(attempt.spec) as pause:
-            result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            await failpoints.reach("apply.commit")
-            failures = await self._commit(target, result)
-            await failpoints.reach("apply.committed")
-            if failures:
-                await self._restore(attempt.base, pause, failures)
-            start = time.monotonic()
-            await failpoints.reach("apply.resume")
-            await self._resume(pause, target)
-            result.resume_s = time.monotonic() - start
-        result.paused_s = time.monotonic() - pause.began
+        with self._bounded(attempt):
+            await self._paused(attempt, result)
         await failpoints.reach("apply.resumed")
         self._observe(result)
         return result
@@ -141,14 +134,15 @@ class Switch:
         After the resume, so that no fsync lies in the pause: after a crash in between the ranks
         themselves are asked what they hold.
         """
-        await self._write(_ended(_intent(attempt), answers.replied(reply)))
+        done = _ended(_intent(attempt), answers.replied(reply))
+        await self._write(self._stored(done, attempt.target))
         await failpoints.reach("apply.done")
 
     async def restored(self, attempt: Attempt, message: str) -> None:
         """Write down that a run has ended with the base, and what its caller is told."""
         done = self._entry("DONE", attempt.base)
         done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
-        await self._write(_ended(done, answers.refused(message)))
+        await self._write(self._stored(_ended(done, answers.refused(message)), attempt.base))
 
     async def place(self, target: Prepared) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
@@ -179,9 +173,38 @@ class Switch:
         last, intent = self._journal.last, self.intended(held)
         if intent is not None:
             answer = answers.recovered(intent, held, rejected=rejected)
-            await self._write(_ended(intent, answer))
+            await self._write(self._stored(_ended(intent, answer), held))
         elif last is None or (last.event, last.version) != ("DONE", held.record.version):
-            await self._write(self._entry("DONE", held))
+            await self._write(self._stored(self._entry("DONE", held), held))
+
+    async def _paused(self, attempt: Attempt, result: Switched) -> None:
+        async with self._session.paused(attempt.spec) as pause:
+            result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            await failpoints.reach("apply.commit")
+            failures = await self._commit(attempt.target, result)
+            await failpoints.reach("apply.committed")
+            if failures:
+                await self._restore(attempt.base, pause, failures)
+            start = time.perf_counter()
+            await failpoints.reach("apply.resume")
+            await self._resume(pause, attempt.target)
+            result.resume_s = time.perf_counter() - start
+        result.paused_s = time.perf_counter() - pause.began
+
+    def _refuse_second(self, cause: Cause) -> None:
+        if cause.key and self._journal.answered(cause.key) is not None:
+            logger.critical("invariant idempotent: a call that was answered is carried out again")
+            self._metrics.violate("idempotent")
+            raise WeightSyncError(
+                Reason.FAULT,
+                "this call was answered already, and nothing was done again; repeat it",
+            )
+
+    def _bounded(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
+        # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
+        longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
+        longest += 2 * _RESUMES * QUICK_S
+        return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
 
     async def _commit(self, target: Prepared, result: Switched) -> list[str]:
         try:
@@ -276,6 +299,9 @@ class Switch:
                 ) from error
             # The ranks are proved; after a crash they are asked, so the service goes on.
             logger.critical("the journal cannot be written: %s", error)
+
+    def _stored(self, entry: Entry, held: Prepared) -> Entry:
+        return replace(entry, store=self._journal.store if held.record.commit is not None else "")
 
     def _observe(self, result: Switched) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):
