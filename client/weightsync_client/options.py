@@ -106,8 +106,8 @@ class PauseChoices(TypedDict, total=False):
         cache: What happens to caches: "recompute" (default, exact) or "keep" (shortest gap).
         wait_timeout_s: For "wait": how long to wait for requests to finish; server default 30.
         after_wait: For "wait": what to do then, "keep" (default) or "abort".
-        idempotency_key: Made for each call by default. A call with the key of a running apply
-            joins it.
+        idempotency_key: Made for each call by default. A call with the key of another joins it,
+            or gets its answer.
         timeout_s: Instead of `Timeouts.apply_s`.
     """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from weightsync import clock
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
@@ -20,7 +20,7 @@ from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
 from weightsync_server.authority.doors import Doors
 from weightsync_server.callers import caller_name
-from weightsync_server.census import Census
+from weightsync_server.census import Census, count_lost
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.faults import refusing
 from weightsync_server.fetchers import FetcherPool
@@ -126,12 +126,13 @@ class App:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         segments = SegmentServer(settings.segment_socket)
         stack.callback(segments.close)
+        store = open_store(settings.store_url)
         with refusing("opening the journal"):
-            journal = Journal(settings.state_dir / "journal")
+            journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
-        store = open_store(settings.store_url)
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
+        count_lost(store, {record.version for record in versions.list()}, journal, metrics)
         stack.push_async_callback(versions.close)
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
@@ -154,7 +155,7 @@ class App:
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
         servicer = WeightSyncServicer(versions, pushes, applier, status)
         _track(metrics, versions, budget, fetchers, pushes)
-        census = Census(versions, budget, metrics)
+        census = Census(versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue])
         census.start()
         stack.push_async_callback(census.stop)
         self._bind(metrics, servicer, health_service)
@@ -206,7 +207,10 @@ class App:
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
         guard = GuardInterceptor(
-            rpcs, lambda: metrics.violate("only_data"), self._settings.reader_timeout_s
+            rpcs,
+            lambda: metrics.violate("only_data"),
+            self._settings.reader_timeout_s,
+            metrics.bounds,
         )
         admission = Admission(_call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
@@ -350,5 +354,5 @@ def _track(
     metrics.track(
         "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
     )
-    started = time.time()
+    started = clock.wall()
     metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)

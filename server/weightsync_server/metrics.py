@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
-from weightsync import __version__
+from weightsync import __version__, clock
+from weightsync_server.bounds import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,10 +63,14 @@ class Metrics:
     Args:
         model: The configured model, the only value of the label `model`.
         registry: Where the metrics live; a fresh one by default.
+
+    Attributes:
+        bounds: What is under way and must end.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self.bounds = Bounds()
         self._model = model
         self._phases = {
             phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
@@ -141,7 +145,7 @@ class Metrics:
         """Count the end of an apply: one of `APPLY_OUTCOMES`."""
         self._applies.labels(self._model, outcome).inc()
         if outcome == "applied":
-            self._last_apply.set_to_current_time()
+            self._last_apply.set(clock.wall())
 
     def add_received(self, size: int) -> None:
         """Count received bytes."""
@@ -187,7 +191,7 @@ class Metrics:
 
         def age() -> float:
             committed = commit_time_ns()
-            return max(0.0, time.time() - committed / 1e9) if committed else 0.0
+            return max(0.0, clock.wall() - committed / 1e9) if committed else 0.0
 
         self.track(
             "weightsync_served_age_seconds", "Time since the served version was committed.", age

@@ -1114,7 +1114,10 @@ class ApplyVersionRequest(_message.Message):
     version: _builtins.int
     """The version; 0: the newest committed one that is not rejected."""
     idempotency_key: _builtins.str
-    """A repeated call with the same key joins the same apply and gets its answer. At most 128 bytes."""
+    """A repeated call with the same key joins the same apply and gets its answer. The last 256 answers
+    of calls that changed what is live outlive a restart of the server, also those that nobody got.
+    At most 128 bytes; empty: none.
+    """
     dry_run: _builtins.bool
     """True: check and plan everything, change nothing."""
     require_durable: _builtins.bool

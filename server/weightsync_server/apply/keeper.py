@@ -231,7 +231,10 @@ class Keeper:
             return
         if not self._journal.tells(live.record.version):
             self._write_at = now + _RETRY_S
-            await self._switch(self._session).record(live)
+            switch = self._switch(self._session)
+            intent = switch.intended(live)
+            left = self._versions.find(intent.cause.rejects) if intent is not None else None
+            await switch.record(live, rejected=bool(left and left.rejected_reason))
 
     def _switch(self, session: Session) -> Switch:
         return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
@@ -260,7 +263,7 @@ class Keeper:
             self._journal,
             self._switch(self._session),
             self._settings.prepare_timeout_s,
-            lambda: self._metrics.violate("never_mixed"),
+            self._metrics.violate,
         )
         with refusing("reconciling the engine"):
             held = await reconciler.run()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
 
@@ -165,13 +165,13 @@ class Ranks:
     async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
         # A ticket tells this answer from the one that lay on the page before.
         ticket = secrets.token_hex(8)
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         replies = await self._call(method, {**args, "ticket": ticket}, timeout_s)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
         reports: list[Report | None] = [None] * len(self.names)
         while any(report is None for report in reports):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise WeightSyncError(
                     Reason.DEADLINE_EXCEEDED,
                     f"the ranks did not finish {method} within {timeout_s:g} s; raise "

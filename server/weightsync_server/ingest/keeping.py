@@ -70,10 +70,10 @@ async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
         raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
     with refusing(f"keeping shard {upload.index}"):
         await failpoints.reach("receive.keep")
-    begin, end, started = upload.kept, upload.received, time.monotonic()
+    begin, end, started = upload.kept, upload.received, time.perf_counter()
     await versions.fetchers.keep(segment, upload.entry, begin, end, target)
     upload.kept = end
     if begin == 0:
         # The first bytes reserve the whole file.
         push.disk.wrote(upload.entry.size)
-    push.meters.observe_phase("persist", time.monotonic() - started)
+    push.meters.observe_phase("persist", time.perf_counter() - started)

@@ -87,9 +87,9 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
 
 
 async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    started = time.monotonic()
+    started = time.perf_counter()
     found = await push.versions.fetchers.digest(segment, upload.entry)
-    push.meters.observe_phase("digest", time.monotonic() - started)
+    push.meters.observe_phase("digest", time.perf_counter() - started)
     if upload.found not in (None, found):
         # Digested again because a write failed; the version may be staged with the first digests.
         raise WeightSyncError(
@@ -110,7 +110,7 @@ async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
     versions, entry = push.versions, upload.entry
     target = versions.store.shard_target(versions.name, push.record.version, upload.index)
     if target is not None:
-        started = time.monotonic()
+        started = time.perf_counter()
         await versions.fetchers.persist(segment, entry.size, target)
         push.disk.wrote(entry.size)
-        push.meters.observe_phase("persist", time.monotonic() - started)
+        push.meters.observe_phase("persist", time.perf_counter() - started)

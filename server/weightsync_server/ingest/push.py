@@ -152,6 +152,11 @@ class Push:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self.limits.resume_timeout_s, self._too_idle)
 
+    @property
+    def until(self) -> float:
+        """When it is dropped unless somebody goes on with it, by the event loop's clock."""
+        return self._idle.when() if self._idle is not None else 0.0
+
     def join(self) -> None:
         """A stream begins to serve the push."""
         if self.streams >= self.limits.max_streams:

@@ -26,7 +26,7 @@ from weightsync_server.ingest.telling import missing, progress, status
 from weightsync_server.versions import NoMeters
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
 
@@ -182,6 +182,14 @@ class Pushes:
     def status(self, model: str) -> list[pb.PushStatus]:
         """Return the open pushes of a model."""
         return [status(push) for push in self._open.values() if push.versions.name == model]
+
+    def overdue(self) -> Iterator[str]:
+        """Yield a sentence for every push that nobody goes on with and that should be gone."""
+        now = asyncio.get_running_loop().time()
+        for push in self._open.values():
+            opening = not push.opened.done() and push.asleep is None
+            if push.error is None and push.streams == 0 and not opening and push.until < now:
+                yield f"the push of version {push.record.version} stays although it is idle"
 
     # For streams
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from weightsync.manifest import Manifest, ShardEntry, TensorEntry
 
@@ -173,6 +173,10 @@ class Store(Protocol):
 
     durable: bool
     url: str
+
+    @property
+    def lost(self) -> Sequence[str]:
+        """A sentence for each committed version that `open` did not find whole."""
 
     async def open(self) -> list[CommitRecord]:
         """Recover, and return the committed versions by model and version.

@@ -61,14 +61,16 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self.url = self._root.as_uri()
+        self.lost: list[str] = []
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def open(self) -> list[CommitRecord]:
         """Recover, and return the committed versions by model and version."""
         try:
-            return await in_thread(recover, self._root)
+            records, self.lost = await in_thread(recover, self._root)
         except OSError as error:
             raise write_fault(error, f"opening the store {self._root}") from error
+        return records
 
     def free_bytes(self) -> int:
         """Return what the disk has free for this user; blocks."""

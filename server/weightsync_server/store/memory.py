@@ -21,6 +21,7 @@ class MemoryStore:
 
     durable = False
     url = "memory://"
+    lost = ()
 
     def __init__(self) -> None:
         self._versions: dict[tuple[str, int], tuple[CommitRecord, Manifest]] = {}

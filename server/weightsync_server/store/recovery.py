@@ -41,24 +41,31 @@ def shard_name(shard: int) -> str:
     return f"{shard}.safetensors"
 
 
-def recover(root: Path) -> list[CommitRecord]:
-    """Make or check the store at `root` and return its whole versions; leftovers are removed.
+def recover(root: Path) -> tuple[list[CommitRecord], list[str]]:
+    """Make or check the store at `root`; leftovers are removed.
+
+    Returns:
+        Its whole versions, and a sentence for each that has a record and is not whole.
 
     Raises:
         OSError: The directory cannot be used. Nothing is put aside for that: it may pass.
         WeightSyncError: REQUEST_INVALID when it is not a store of ours and not empty.
     """
     _claim(root)
-    records = []
+    records: list[CommitRecord] = []
+    lost: list[str] = []
     for model in sorted(root.iterdir()):
         if not _is_plain_directory(model) or not _is_model(model.name):
             continue
         for entry in model.iterdir():
             if _is_plain_directory(entry):
-                records += _recover_version(entry)
+                try:
+                    records += _recover_version(entry)
+                except _LostError as error:
+                    lost.append(str(error))
             elif entry.name.endswith(TEMPORARY):
                 files.unlink(entry)
-    return sorted(records, key=lambda record: (record.model, record.version))
+    return sorted(records, key=lambda record: (record.model, record.version)), lost
 
 
 def _claim(root: Path) -> None:
@@ -105,6 +112,10 @@ def _is_model(name: str) -> bool:
     return True
 
 
+class _LostError(Exception):
+    """A version that was committed is not whole."""
+
+
 def _recover_version(directory: Path) -> list[CommitRecord]:
     match = _VERSION.fullmatch(directory.name)
     if match is None or int(match[1]) > MAX_VERSION:
@@ -118,13 +129,11 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
             shutil.rmtree(directory)
         return []
     except ValueError as error:
-        _put_aside(directory, f"the commit record: {error}")
-        return []
+        raise _put_aside(directory, f"the commit record: {error}") from error
     try:
         record = _whole(directory, commit, int(match[1]))
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        _put_aside(directory, str(error))
-        return []
+        raise _put_aside(directory, str(error)) from error
     for entry in directory.iterdir():
         if entry.name.endswith(TEMPORARY) or is_partial(entry):
             files.unlink(entry)
@@ -144,7 +153,7 @@ def _whole(directory: Path, commit: dict[str, Any], version: int) -> CommitRecor
     return record
 
 
-def _put_aside(directory: Path, why: str) -> None:
+def _put_aside(directory: Path, why: str) -> _LostError:
     aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
         files.rename(directory, aside)
@@ -152,3 +161,4 @@ def _put_aside(directory: Path, why: str) -> None:
         logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
     else:
         logger.error("version %s is damaged (%s): moved to %s", directory, why, aside)
+    return _LostError(f"{directory.parent.name}/{directory.name} is damaged ({why})")

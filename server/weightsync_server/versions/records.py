@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
@@ -107,7 +107,7 @@ class VersionRecord:
             manifest_digest=manifest.manifest_digest,
             layout_digest=layout.digest,
             epoch=self.epoch,
-            commit_time_ns=time.time_ns(),
+            commit_time_ns=clock.wall_ns(),
             metadata=dict(self.metadata),
             size_bytes=layout.size,
             tensor_count=len(layout.tensors),

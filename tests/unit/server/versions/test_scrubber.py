@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.unit.server.apply.plant import until
 from tests.unit.server.versions.world import World, simple
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.versions import Scrubber
@@ -26,6 +29,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "first tensor": lambda data: flipped(data, data.index(b"}}") + 300),
     "last byte": lambda data: flipped(data, -1 % len(data)),
     "shorter": lambda data: data[:-1],
+    "longer": lambda data: data + b"x",
 }
 
 
@@ -73,5 +77,58 @@ async def test_it_goes_round_and_passes_over_what_is_deleted(here: World) -> Non
     while not here.versions.get(2).damaged:
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_fault_of_this_host_is_no_damage(
+    here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await here.push(simple(1), 1)
+    record = here.versions.get(1)
+    scrubber = Scrubber(here.versions, FAST)
+    whole = os.pread
+
+    def fail(number: int) -> Callable[..., bytes]:
+        def pread(*_: object) -> bytes:
+            raise OSError(number, os.strerror(number))
+
+        return pread
+
+    for number in (errno.EMFILE, errno.ENOMEM):
+        monkeypatch.setattr(os, "pread", fail(number))
+        await scrubber.scrub(record)
+        assert record.damaged == ""
+        assert "is checked later" in caplog.text
+    monkeypatch.setattr(os, "pread", fail(errno.EIO))
+    await scrubber.scrub(record)
+    assert "Input/output error" in record.damaged
+    # Nor is it healed by not being looked at.
+    monkeypatch.setattr(os, "pread", fail(errno.EMFILE))
+    await scrubber.scrub(record)
+    assert record.damaged
+    monkeypatch.setattr(os, "pread", whole)
+    await scrubber.scrub(record)
+    assert record.damaged == ""
+
+
+async def test_one_that_cannot_be_checked_hides_no_other(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await here.push(simple(1), 1)
+    await here.push(simple(2), 2)
+    path = shard_file(here, 2)
+    path.write_bytes(flipped(path.read_bytes(), -1 % path.stat().st_size))
+    store = here.versions.store
+    manifest = store.manifest
+
+    async def odd(model: str, version: int) -> Any:
+        if version == 1:
+            raise RuntimeError("odd")
+        return await manifest(model, version)
+
+    monkeypatch.setattr(store, "manifest", odd)
+    running = asyncio.create_task(Scrubber(here.versions, FAST).run())
+    await until(lambda: bool(here.versions.get(2).damaged))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
