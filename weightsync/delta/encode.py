@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "encode_shard"]
+__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "choose_coding", "encode_shard"]
 
 #: Density from which the next coding of positions is the smaller one.
 _GAP8_FROM, _BITMAP_FROM = 0.0025, 0.125
@@ -135,16 +135,28 @@ def _sampled_density(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int
     """Return the share of elements that differ, counted in runs spread over a large tensor."""
     elements = len(new) // width
     if elements <= _COUNTED:
-        return float(chosen().count(base, new, width, _RUN, _RUN)) / elements
+        return float(chosen().count(base, new, width, _RUN, _RUN)) / max(elements, 1)
     # The last run may be cut short, which is one part in a thousand.
     runs = -(-elements // (elements // _RUNS))
     return float(chosen().count(base, new, width, _RUN, elements // _RUNS)) / (runs * _RUN)
 
 
-def _choose(density: float) -> Positions:
+def choose_coding(
+    base: NDArray[np.uint8], new: NDArray[np.uint8], width: int, *, absolute: bool
+) -> Coding:
+    """Return the coding that is smallest at the density of the changes.
+
+    Args:
+        base: All bytes of the tensor before.
+        new: All bytes after.
+        width: Bytes per element.
+        absolute: Send values where differences are possible.
+    """
+    density = _sampled_density(base, new, width)
+    values = Values.SM if width == 2 and not absolute else Values.ABS
     if density < _GAP8_FROM:
-        return Positions.GAP16
-    return Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP
+        return Coding(Positions.GAP16, values)
+    return Coding(Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP, values)
 
 
 def _stored(
@@ -231,9 +243,7 @@ class Encoder:
     def _encode(self, item: Item) -> _Tensor:
         width = element_width(item.dtype)
         elements = len(item.new) // width
-        density = _sampled_density(item.base, item.new, width) if elements else 0.0
-        values = Values.SM if width == 2 and not self._absolute else Values.ABS
-        coding = Coding(_choose(density), values)
+        coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
         coded = chosen().encode(item.base, item.new, width, coding)
         if not coded.counts.changed:
             digest = item.base_digest or tensor_digest(item.new.data)
