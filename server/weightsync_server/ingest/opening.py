@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ingest.describing import describe_known
 from weightsync_server.ingest.room import promise_room
 from weightsync_server.store import PushRecord
 
@@ -50,7 +51,7 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     await promise_room(push, total)
     push.check_open()
     if known is not None:
-        push.describe_known(known)
+        describe_known(push, known)
 
 
 async def _record(push: Push) -> None:

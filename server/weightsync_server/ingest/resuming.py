@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import read_fault
 from weightsync_server.ingest.committing import answer
+from weightsync_server.ingest.describing import described
 from weightsync_server.ingest.keeping import next_mark
 from weightsync_server.ingest.opening import equip
 from weightsync_server.ingest.push import Push
@@ -144,7 +145,7 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
 
 
 def _take_up(push: Push, shard: KeptShard) -> None:
-    upload = push.described(shard.index, shard.entry, shard.tensors)
+    upload = described(push, shard.index, shard.entry, shard.tensors)
     if upload is None:
         logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
         return

@@ -9,6 +9,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import check_size, refused
+from weightsync_server.ingest.describing import add_layout
 from weightsync_server.ingest.push import FATAL, Push
 from weightsync_server.ingest.resuming import wake
 
@@ -185,7 +186,7 @@ class PushStream:
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
             await failpoints.reach("receive.layout")
-            await push.add_layout(message.layout, self)
+            await add_layout(push, message.layout, self)
         elif message.HasField("digests"):
             upload = push.shards.get(message.digests.shard)
             if upload is None or upload.tensors is None:
