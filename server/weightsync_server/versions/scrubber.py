@@ -24,8 +24,8 @@ __all__ = ["Scrubber"]
 logger = logging.getLogger(__name__)
 
 _PIECE = 4 << 20
-#: Seconds between two rounds over all versions.
-_ROUND_S = 60.0
+#: Seconds until the first round, which leaves a start to those who wait for it, and between rounds.
+_FIRST_S, _ROUND_S = 10.0, 60.0
 #: What tells that stored bytes are not what was committed; anything else is a fault of this host.
 _DAMAGE = frozenset(
     {
@@ -51,6 +51,7 @@ class Scrubber:
 
     async def run(self) -> None:
         """Scrub every version, oldest first, and begin again."""
+        await asyncio.sleep(_FIRST_S)
         while True:
             for record in reversed(self._versions.list()):
                 if record.durability == pb.DURABILITY_COMMITTED:

@@ -12,12 +12,17 @@ import pytest
 from tests.unit.server.apply.plant import until
 from tests.unit.server.versions.world import World, simple
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.versions import Scrubber
+from weightsync_server.versions import Scrubber, scrubber
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FAST = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrubber, "_FIRST_S", 0.0)
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -45,13 +50,13 @@ async def test_damage_is_found_told_on_use_and_never_healed_in_silence(
 ) -> None:
     await here.push(simple(1), 1)
     record = here.versions.get(1)
-    scrubber = Scrubber(here.versions, FAST)
-    await scrubber.scrub(record)
+    looking = Scrubber(here.versions, FAST)
+    await looking.scrub(record)
     assert record.damaged == ""
     path = shard_file(here, 1)
     data = path.read_bytes()
     path.write_bytes(DAMAGE[kind](data))
-    await scrubber.scrub(record)
+    await looking.scrub(record)
     assert record.damaged
     assert "version 1 is damaged in the store" in caplog.text
     for version in (2, 3):
@@ -60,7 +65,7 @@ async def test_damage_is_found_told_on_use_and_never_healed_in_silence(
         await here.versions.stage(1, 5)
     assert caught.value.reason is Reason.DATA_CORRUPT
     path.write_bytes(data)
-    await scrubber.scrub(record)
+    await looking.scrub(record)
     assert record.damaged == ""
     with await here.versions.stage(1, 5):
         assert here.read(1) == [shard.data for shard in simple(1)]
@@ -86,7 +91,7 @@ async def test_a_fault_of_this_host_is_no_damage(
 ) -> None:
     await here.push(simple(1), 1)
     record = here.versions.get(1)
-    scrubber = Scrubber(here.versions, FAST)
+    looking = Scrubber(here.versions, FAST)
     whole = os.pread
 
     def fail(number: int) -> Callable[..., bytes]:
@@ -97,18 +102,18 @@ async def test_a_fault_of_this_host_is_no_damage(
 
     for number in (errno.EMFILE, errno.ENOMEM):
         monkeypatch.setattr(os, "pread", fail(number))
-        await scrubber.scrub(record)
+        await looking.scrub(record)
         assert record.damaged == ""
         assert "is checked later" in caplog.text
     monkeypatch.setattr(os, "pread", fail(errno.EIO))
-    await scrubber.scrub(record)
+    await looking.scrub(record)
     assert "Input/output error" in record.damaged
     # Nor is it healed by not being looked at.
     monkeypatch.setattr(os, "pread", fail(errno.EMFILE))
-    await scrubber.scrub(record)
+    await looking.scrub(record)
     assert record.damaged
     monkeypatch.setattr(os, "pread", whole)
-    await scrubber.scrub(record)
+    await looking.scrub(record)
     assert record.damaged == ""
 
 
