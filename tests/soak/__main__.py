@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,8 @@ class Soak:
         outside = Outside(site, trainer, self._controller, self._still, seed + 3)
         self._injector = Injector(site, self._callers, seed, outside.blows, vllm=vllm)
         self.checker = Checker(site, history, self._controller, vllm=vllm)
+        self._reviving: Future[bool] | None = None
+        self._pool = ThreadPoolExecutor(1)
         self._goes_on, self._over = threading.Event(), threading.Event()
         self._faulty = 0
         #: Times that the engine told what it generates with.
@@ -103,9 +106,14 @@ class Soak:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 self._round()
-            self._check(restarted=self._heal())
+            restarted = self._heal()
+            if self._reviving is not None:
+                self._reviving.result()
+                self._reviving = None
+            self._check(restarted=restarted)
             self.checker.everything()
         finally:
+            self._pool.shutdown()
             self._over.set()
             self._goes_on.set()
             for thread in threads:
@@ -129,7 +137,7 @@ class Soak:
     def _round(self) -> None:
         before = self._site.starts
         self._goes_on.set()
-        self._injector.once()
+        self._injector.once(engine=self._reviving is None)
         self._faulty += 1
         restarted = self._heal() or self._site.starts != before
         if restarted or self._faulty % _CHECK_EVERY == 0:
@@ -137,15 +145,27 @@ class Soak:
 
     def _heal(self) -> bool:
         """Start again what is dead; return whether the server was."""
-        self._site.revive_engine()
+        self._site.wake()
+        self._revive()
         if self._site.pid:
             return False
         self._site.start_server()
         return True
 
+    def _revive(self) -> None:
+        """Start the engine again if it is dead; a real vLLM comes back while faults go on."""
+        if not self._vllm:
+            self._site.revive_engine()
+            return
+        if self._reviving is not None and self._reviving.done():
+            self._reviving.result()
+            self._reviving = None
+        if self._reviving is None and not self._site.engine.alive():
+            self._reviving = self._pool.submit(self._site.revive_engine)
+
     def _check(self, *, restarted: bool) -> None:
         with self._still():
-            self.checker.check(restarted=restarted)
+            self.checker.check(restarted=restarted, engine=self._reviving is None)
 
     @contextlib.contextmanager
     def _still(self) -> Iterator[None]:
@@ -214,6 +234,7 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
         "distinct": len(tally.points),
         "server_kills": tally.kills,
         "engine_kills": tally.engine_kills,
+        "rank_kills": tally.rank_kills,
         "operations": history.operations,
         "versions": len(history.committed),
         "compared": soak.compared,

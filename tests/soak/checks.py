@@ -46,21 +46,28 @@ class Checker:
         self._descriptors = 0
         self._start_of: dict[str, int] = {}
 
-    def check(self, *, restarted: bool) -> None:
-        """Look at everything; what is wrong goes into the history."""
-        model = self._serving()
+    def check(self, *, restarted: bool, engine: bool = True) -> None:
+        """Look at everything; what is wrong goes into the history.
+
+        Args:
+            restarted: The server was started since the last look.
+            engine: There is one, so that the service must come to serve.
+        """
+        model = self._serving() if engine else self._model()
         if model is None:
             return
         self._drop_pushes(model)
         self._versions(restarted=restarted)
-        self._history.check_live(model.live_version, model.live_content_digest, restarted=restarted)
         self._history.check_epoch(model.epoch)
-        self._served(model)
+        if engine:
+            live = model.live_version
+            self._history.check_live(live, model.live_content_digest, restarted=restarted)
+            self._served(model)
+            self._controller.verify()
         self._leaks(restarted=restarted)
         committed, _ = self._history.snapshot()
         for version in sorted(committed)[-2:]:
             self._controller.pull(version)
-        self._controller.verify()
         self.looks += 1
 
     def everything(self) -> None:
@@ -79,6 +86,14 @@ class Checker:
             return self._stub.GetStatus(pb.GetStatusRequest(), timeout=5, wait_for_ready=True)
         except grpc.RpcError:
             return None
+
+    def _model(self) -> pb.ModelStatus | None:
+        status = self._status()
+        if status is None:
+            self._history.violate("the server does not answer")
+            return None
+        self._violations(status)
+        return status.models[0]
 
     def _serving(self) -> pb.ModelStatus | None:
         deadline = time.monotonic() + _SERVING_S

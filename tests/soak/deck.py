@@ -58,6 +58,10 @@ _ACTS = {
     "killed": "17", "frozen": "18", "cut": "19", "unheard": "21", "muddle": "22", "flip": "23",
     "race": "24", "stale": "25", "clash": "28", "incomplete": "29", "crawl": "41",
 }  # fmt: skip
+_WITH_ENGINE = (
+    "engine_in_pause", "flip_segment", "no_memory", "tear_journal", "kill_engine", "stop_engine",
+    "clash",
+)  # fmt: skip
 #: Blows of no row of their own.
 _MORE = ("kill_server", "kill_twice", "stop_server", "kill_engine", "stop_engine")
 #: Failpoints that are a row of their own: plan, point, row.
@@ -110,6 +114,13 @@ class Card:
     struck: float = 0.0
     missed: int = 0
 
+    @property
+    def needs_engine(self) -> bool:
+        """Whether it cannot be met while there is no engine."""
+        if self.point:
+            return points.needs_engine(self.point)
+        return self.blow in _WITH_ENGINE or self.act in _WITH_ENGINE
+
     def plan(self, rng: random.Random) -> str:
         """Return the plan of failpoints; another one each time."""
         if "=" in self.action:
@@ -157,7 +168,8 @@ def _at_points(placed: Collection[str], rng: random.Random) -> list[Card]:
     for point in placed:
         fetcher, engine = (point.startswith(p) for p in (points.IN_FETCHER, points.IN_ENGINE))
         row = "6" if fetcher else "9" if engine else "1"
-        weight = 0.5 if fetcher or engine else _DEATH
+        # What is dear is spent on ranks.
+        weight = 0.2 if point.startswith("bridge.") else 0.5 if fetcher or engine else _DEATH
         cards.append(
             Card(f"{point} panic", row, weight, point=point, action="panic", kills_engine=engine)
         )

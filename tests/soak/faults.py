@@ -39,6 +39,7 @@ class Tally:
         kills: SIGKILLs of the server.
         points: How often the server was killed at each failpoint.
         engine_kills: SIGKILLs of a process of the engine.
+        rank_kills: Those of them that struck a rank.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -46,6 +47,7 @@ class Tally:
     kills: int = 0
     points: Counter[str] = field(default_factory=Counter)
     engine_kills: int = 0
+    rank_kills: int = 0
 
     def count(self, name: str, row: str = "") -> None:
         """Take note of a fault, and of the kind that it is one of."""
@@ -99,10 +101,16 @@ class Injector:
         """How often a fault waited and nobody came by."""
         return {card.name: card.missed for card in self._deck.cards if card.missed}
 
-    def once(self) -> None:
-        """Commit one fault and see it through; what died stays dead."""
-        may_kill_engine = not self._vllm or time.monotonic() >= self._next_vllm_kill
-        self._card = card = self._deck.draw(lambda card: may_kill_engine or not card.kills_engine)
+    def once(self, *, engine: bool = True) -> None:
+        """Commit one fault and see it through; what died stays dead.
+
+        Args:
+            engine: There is one that faults can wait for.
+        """
+        spare = self._vllm and time.monotonic() < self._next_vllm_kill
+        self._card = card = self._deck.draw(
+            lambda card: not (spare and card.kills_engine) and (engine or not card.needs_engine)
+        )
         time.sleep(self._rng.uniform(0, 0.05))
         before = self.tally.engine_kills
         struck = self._play(card)
@@ -209,6 +217,7 @@ class Injector:
                 self.tally.rows["1"] += 1
         elif name.startswith(points.IN_ENGINE):
             self.tally.engine_kills += 1
+            self.tally.rank_kills += name.startswith("worker.")
 
     def _kill_twice(self) -> bool:
         """Kill the server, then once more while it recovers."""
@@ -252,6 +261,7 @@ class Injector:
         if victims:
             _send(self._rng.choice(victims), signal.SIGKILL)
             self.tally.engine_kills += 1
+            self.tally.rank_kills += 1
             time.sleep(_AFTER_S)
         return bool(victims)
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["COMPANIONS", "IN_ENGINE", "IN_FETCHER", "STARTING", "SURVIVING", "placed", "wish"]
+__all__ = [
+    "COMPANIONS",
+    "IN_ENGINE",
+    "IN_FETCHER",
+    "STARTING",
+    "SURVIVING",
+    "needs_engine",
+    "placed",
+    "wish",
+]
 
 _ROOT = Path(__file__).parents[2]
 _CALL = re.compile(r"failpoints\.(?:hit|reach|lie)\(\s*\"([a-z0-9_.]+)\"")
@@ -61,6 +70,12 @@ _WISHES = {
     "file.": "push",
     "fetcher.": "push",
 }
+
+
+def needs_engine(point: str) -> bool:
+    """Return whether nobody comes by a failpoint while there is no engine."""
+    ours = ("apply.", "stage.", "fetcher.load", *IN_ENGINE)
+    return wish(point) == "apply" or point.startswith(ours)
 
 
 def placed(*, vllm: bool) -> list[str]:
