@@ -7,12 +7,12 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from weightsync.digest import DIGEST_BYTES
-from weightsync_server.fetchers.changes import unpack_changes
+from weightsync_server.changes import unpack_changes
 
 if TYPE_CHECKING:
     from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
-    from weightsync_server.fetchers.changes import Change, DeltaTold
+    from weightsync_server.changes import Change, DeltaTold
 
 __all__ = ["Asking"]
 

@@ -15,8 +15,8 @@ from weightsync import failpoints
 from weightsync.delta import apply_change, parse_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
+from weightsync_server.changes import CODINGS, Change, DeltaTold, pack_changes
 from weightsync_server.faults import read_fault
-from weightsync_server.fetchers.changes import CODINGS, Change, DeltaTold, pack_changes
 from weightsync_server.fetchers.tasks import PIECE, look
 
 if TYPE_CHECKING:

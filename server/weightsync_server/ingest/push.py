@@ -14,6 +14,7 @@ from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
 from weightsync_server.ingest.checks import refused, tensor_entries
+from weightsync_server.ingest.delta import DeltaPush
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
 from weightsync_server.ingest.room import make_room
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from weightsync.segments import Segment
     from weightsync_server.ingest.limits import PushLimits
     from weightsync_server.store import KeptShard
-    from weightsync_server.versions import Meters, ModelVersions, VersionRecord
+    from weightsync_server.versions import Meters, ModelVersions, Slot, VersionRecord
     from weightsync_server.versions.layouts import KnownLayout
 
 __all__ = ["FATAL", "Push"]
@@ -65,6 +66,7 @@ class Push:
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
+        delta: What it has besides if it is a delta.
         disk: The room in the store that it was promised.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
@@ -99,6 +101,7 @@ class Push:
         self.record = record
         record.push_id, record.key = self.id, self.key
         self.existing: VersionRecord | None = None
+        self.delta: DeltaPush | None = None
         self.disk = versions.disk.share()
         self.limits = limits
         self.meters = meters
@@ -132,6 +135,16 @@ class Push:
         """Its shards go to a disk; those of a repeated version lie there already."""
         again = self.existing and self.existing.commit
         return self.versions.store.durable and again is None
+
+    @property
+    def place(self) -> Slot:
+        """Where its shards go: the slot of its version or, of a delta, memory of their own."""
+        return self.record.place if self.delta is None else self.delta.parcel
+
+    def based_on(self, base: VersionRecord | None) -> None:
+        """Take note that this is a delta, and of which version; None: it is not."""
+        if base is not None:
+            self.delta = DeltaPush(self.versions, self.record, base, self.meters)
 
     def check_open(self) -> None:
         """Raise the error of a push that failed."""
@@ -204,6 +217,8 @@ class Push:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self.told = progress(self)
         self.disk.close()
+        if self.delta is not None:
+            self.delta.end()
         self.shards = {}
         self.known = self.sealing = self.asleep = None
         self._names = set()
@@ -223,6 +238,8 @@ class Push:
             if upload.allocation is not None:
                 tasks.append(upload.allocation)
         tasks += [task for task in (self.committing, self.sealing) if task is not None]
+        if self.delta is not None:
+            await self.delta.cease()
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
@@ -304,6 +321,8 @@ class Push:
                 self.check_open()
             else:
                 tensors = check_shard(upload.entry, parts)
+            if self.delta is not None:
+                self.delta.check_layout(tensors)
             self._check_names(tensors)
             self._accept(upload, tensors)
             upload.owner = None
@@ -338,7 +357,7 @@ class Push:
         self._tensors += len(tensors)
         upload.describe(tensors)
         if not self.stores or self.disk.covers(self.declared_bytes):
-            upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
+            upload.segment = self.place.reuse(upload.index, upload.entry.size)
         if upload.segment is None:
             # A task of its own, so that streams of other shards go on meanwhile.
             upload.allocation = asyncio.create_task(make_room(self, upload, self.declared_bytes))

@@ -260,6 +260,9 @@ class Store(Protocol):
             WeightSyncError: VERSION_UNKNOWN, DATA_CORRUPT.
         """
 
+    async def tidy(self, model: str, version: int) -> None:
+        """Remove whole shards that were persisted for a fold which is not to be."""
+
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine."""
 

@@ -30,6 +30,7 @@ from weightsync_server.store.contents import (
     MANIFEST,
     check_files,
     commit_document,
+    lengths,
     read_manifest,
     remove_unnamed,
     shard_name,
@@ -139,6 +140,11 @@ class LocalStore:
             raise read_fault(error, what) from error
         except ValueError as error:
             raise _damaged(what, error) from error
+
+    async def tidy(self, model: str, version: int) -> None:
+        """Remove whole shards that were persisted for a fold which is not to be."""
+        directory = self._directory(model, version)
+        await self._change(model, f"tidying version {version} of {model}", _tidy, directory)
 
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine."""
@@ -261,6 +267,11 @@ def _fold(directory: Path, record: CommitRecord, manifest: Manifest) -> None:
     with contextlib.suppress(OSError):
         # What cannot be removed is at the next start.
         remove_unnamed(directory, shards, partial=False)
+
+
+def _tidy(directory: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove_unnamed(directory, lengths(read_document(directory / COMMIT)), partial=False)
 
 
 def _discard(directory: Path) -> None:

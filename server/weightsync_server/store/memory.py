@@ -88,6 +88,10 @@ class MemoryStore:
             Reason.VERSION_UNKNOWN, f"version {version} of {model} is not kept as a delta"
         )
 
+    async def tidy(self, model: str, version: int) -> None:
+        """Do nothing: no shard is kept."""
+        _check(model, version)
+
     async def delete(self, model: str, version: int) -> None:
         """Forget a version."""
         self._versions.pop(_check(model, version), None)

@@ -126,6 +126,14 @@ class SlotPool:
         parcel.empty()
         parcel.trim()
 
+    def close(self) -> None:
+        """Give all memory back."""
+        for parcel in list(self._parcels):
+            self.discard(parcel)
+        for slot in self.slots:
+            slot.empty()
+            slot.trim()
+
     def release(self, slot: Slot) -> None:
         """Empty a slot; its memory stays for the next version."""
         slot.empty()

@@ -1,4 +1,4 @@
-"""What a fetcher tells of a delta shard, in few bytes: there may be 200,000 tensors."""
+"""What fetchers tell of delta shards, in few bytes: there may be 200,000 tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class DeltaTold(NamedTuple):
     """What a delta shard tells of itself.
 
     Attributes:
-        index: Index of the shard in its push.
+        shard: Index of the shard in its push.
         base_content_digest: Of the version that it changes; 32 hexadecimal digits.
         layout_digest: `Layout.signature` of the canonical layout.
     """
 
-    index: int
+    shard: int
     base_content_digest: str
     layout_digest: str
 
@@ -51,11 +51,11 @@ class Change(NamedTuple):
 def pack_changes(told: DeltaTold, changes: Iterable[Change]) -> bytes:
     """Return the bytes that `unpack_changes` reads."""
     base, layout = bytes.fromhex(told.base_content_digest), bytes.fromhex(told.layout_digest)
-    return _HEAD.pack(told.index, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
+    return _HEAD.pack(told.shard, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
 
 
 def unpack_changes(blob: bytes) -> tuple[DeltaTold, list[Change]]:
     """Return what `pack_changes` was given."""
-    index, base, layout = _HEAD.unpack_from(blob)
+    shard, base, layout = _HEAD.unpack_from(blob)
     rows = _ROW.iter_unpack(memoryview(blob)[_HEAD.size :])
-    return DeltaTold(index, base.hex(), layout.hex()), [Change(*row) for row in rows]
+    return DeltaTold(shard, base.hex(), layout.hex()), [Change(*row) for row in rows]
