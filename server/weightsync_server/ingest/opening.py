@@ -66,7 +66,7 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     await promise_room(push, total)
     push.check_open()
     if known is not None:
-        push.describe_known(known)
+        push.layout.take_known(known)
 
 
 async def _record(push: Push) -> None:

@@ -271,6 +271,14 @@ class Pushes:
                     f"the idempotency key belongs to a push of version {push.record.version}; "
                     "choose another key",
                 )
+            delta = request.kind == pb.PUSH_KIND_DELTA
+            if push.committed is None and delta != (push.delta is not None):
+                raise WeightSyncError(
+                    Reason.VERSION_CONFLICT,
+                    "the idempotency key belongs to an open push of another kind; abort that one, "
+                    "or choose another key",
+                    metadata={"push_id": push.id},
+                )
             await wake(push, deadline_s)
             return push
         return None

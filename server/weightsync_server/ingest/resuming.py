@@ -155,7 +155,7 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
 
 
 def _take_up(push: Push, shard: KeptShard) -> None:
-    upload = push.described(shard.index, shard.entry, shard.tensors)
+    upload = push.layout.take(shard.index, shard.entry, shard.tensors)
     if upload is None:
         logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
         return

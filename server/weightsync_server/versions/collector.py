@@ -46,8 +46,8 @@ class Collector:
             return "staged for an apply or being read; retry when that has ended"
         return ""
 
-    def check(self, record: VersionRecord) -> None:
-        """Refuse to delete a version that must stay.
+    def deletable(self, record: VersionRecord) -> VersionRecord:
+        """Return a version that may be deleted.
 
         Raises:
             WeightSyncError: VERSION_IN_USE.
@@ -59,6 +59,7 @@ class Collector:
                 f"version {record.version} of model {record.model} is {need}",
                 metadata={"version": str(record.version)},
             )
+        return record
 
     def need(self, record: VersionRecord) -> str:
         """Tell why a version must not be deleted, with what to do; empty: it may be."""

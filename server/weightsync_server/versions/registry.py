@@ -147,8 +147,8 @@ class ModelVersions(Catalog):
         """The version that was live before and is still good; 0: none."""
 
         def good(version: int) -> bool:
-            record = self._records.get(version)
-            return record is not None and record.commit is not None and not record.rejected_reason
+            record = self.find(version)
+            return bool(record and record.commit and not record.rejected_reason)
 
         return self._history.before(self.live, good)
 
@@ -349,9 +349,7 @@ class ModelVersions(Catalog):
         Raises:
             WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
         """
-        record = self.get(version)
-        self._collector.check(record)
-        await self.erase(record)
+        await self.erase(self._collector.deletable(self.get(version)))
 
     async def erase(self, record: VersionRecord) -> None:
         """Delete a committed version that nobody uses; no check is made."""
