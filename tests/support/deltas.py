@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.unit.server.versions.world import Shard, content, make_shard
+from tests.unit.server.versions.world import Shard, Tensor, content, make_shard
 from weightsync.delta import encode_shard
 from weightsync.digest import tensor_digest
 from weightsync.layout import DTYPE_BITS, check_shard, check_version, parse_header
@@ -26,7 +26,7 @@ def every_dtype(seed: int = 0, shards: int = 3, elements: int = 600) -> list[Sha
     random = np.random.default_rng(seed)
     made = []
     for index in range(shards):
-        tensors = [
+        tensors: list[Tensor] = [
             (f"s{index}.{dtype}", dtype, (elements,), random.bytes(elements * bits // 8))
             for dtype, bits in DTYPE_BITS.items()
         ]
