@@ -279,7 +279,7 @@ async def test_a_delta_of_another_base_or_layout_is_refused(here: World) -> None
     await here.versions.delete(2)
     narrow = [make_shard(0, [("s0.BF16", "BF16", (600,), bytes(1200))])]
     wide = stepped(narrow, 1)
-    items = [("s0.BF16", "BF16", (600,), *map(_values, (narrow[0], wide[0])))]
+    items = [("s0.BF16", "BF16", (600,), _values(narrow[0]), _values(wide[0]))]
     encoded = encode_shard(
         items,
         zstd=False,

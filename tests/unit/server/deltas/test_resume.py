@@ -21,7 +21,7 @@ LIMITS = {"keep_bytes": 4 * CHUNK, "loss_bytes": 8 * CHUNK}
 
 async def half(here: World, contents: list[Any]) -> pb.BeginPushResponse:
     """Send shard 1 and half of shard 0; return when what came is durable."""
-    shards = delta_of(*contents)
+    shards = delta_of(contents[0], contents[1])
     fields = delta_begin(contents[0], version=2, shard_count=2, idempotency_key="k")
     begun = await here.pushes.begin(begin(**fields), None)
     await here.join(begun.push_id, shards[1].all(CHUNK))
@@ -45,7 +45,7 @@ async def test_a_delta_goes_on_after_a_restart(tmp_path: Path, restarts: int) ->
             # Asleep: nothing was asked of it, and its base stays all the same.
             assert here.versions.get(1).holds == 1
     async with world(tmp_path, limits=LIMITS) as here:
-        shards = delta_of(*contents)
+        shards = delta_of(contents[0], contents[1])
         fields = delta_begin(contents[0], version=2, shard_count=2, idempotency_key="k")
         again = await here.pushes.begin(begin(**fields), None)
         assert again.push_id == begun.push_id
