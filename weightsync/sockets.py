@@ -58,13 +58,13 @@ def claimed(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def _wait_turn(folder: int, path: Path, remedy: str) -> None:
-    end = time.monotonic() + _TURN_S
+    end = time.perf_counter() + _TURN_S
     while True:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.perf_counter() > end:
                 what = f"another process keeps the folder of {path} locked; stop it"
                 raise _refused(what, remedy) from None
             time.sleep(0.01)

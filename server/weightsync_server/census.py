@@ -86,8 +86,7 @@ class Census:
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         """Yield everything that must not be: label, what it is, and figures that may change."""
         budget, versions = self._budget, self._versions
-        held = sum(slot.reserved_bytes for slot in versions.pool.slots)
-        stray = budget.reserved - held - versions.keeper.retired_bytes
+        stray = budget.reserved - versions.pool.reserved_bytes - versions.keeper.retired_bytes
         if stray:
             yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
         if budget.reserved > budget.limit:

@@ -67,12 +67,14 @@ class Scrubber:
 
     async def scrub(self, record: VersionRecord) -> None:
         """Digest a stored version and note what is wrong with it, unless that cannot be told."""
-        damage = ""
+        base, damage = record.base, ""
         try:
             await self._check(record)
         except (WeightSyncError, OSError) as error:
-            if self._versions.find(record.version) is not record:
-                return  # It was deleted meanwhile.
+            async with self._versions.builder.lock:
+                folded = record.base is not base
+            if folded or self._versions.find(record.version) is not record:
+                return  # It was deleted meanwhile, or is kept in full now.
             told = read_fault(error, "reading it") if isinstance(error, OSError) else error
             if told.reason not in _DAMAGE:
                 # Too few descriptors, no memory: nothing is known, and it passes.
@@ -86,11 +88,14 @@ class Scrubber:
         record.damaged = damage
 
     async def _check(self, record: VersionRecord) -> None:
-        store = self._versions.store
-        manifest = await store.manifest(record.model, record.version)
+        store, delta = self._versions.store, record.base is not None
+        if delta:
+            manifest = await store.delta(record.model, record.version)
+        else:
+            manifest = await store.manifest(record.model, record.version)
         digests = iter(manifest.digests)
         for shard, tensors in enumerate(manifest.layout.by_shard):
-            source = store.shard_source(record.model, record.version, shard)
+            source = store.shard_source(record.model, record.version, shard, delta=delta)
             if source is None:
                 return
             expected = [next(digests) for _ in tensors]
