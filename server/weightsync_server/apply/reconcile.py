@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply.session import QUICK_S
+from weightsync_server.apply.ranks import QUICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -49,6 +49,16 @@ class Switched:
         """Bytes written, over all ranks."""
         return sum(rank.written_bytes for rank in self.ranks)
 
+    @property
+    def patched(self) -> bool:
+        """Whether every rank wrote only what changes."""
+        return all(rank.patched for rank in self.ranks)
+
+    @property
+    def compared_all(self) -> bool:
+        """Whether every rank compared everything, because it wrote everything."""
+        return not any(rank.patched for rank in self.ranks)
+
 
 def _failures(replies: list[RankCommit], digest: str) -> list[str]:
     return [

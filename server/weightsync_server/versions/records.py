@@ -42,6 +42,8 @@ class VersionRecord:
         push_id: The push that brings it; empty: none.
         key: Idempotency key of that push; empty: none.
         orphaned: Its push failed; it stays for as long as it is live or leased.
+        live_check: While it is live: whether its live parameters were compared as a whole.
+        live_check_ns: When they were, Unix time in nanoseconds.
     """
 
     model: str
@@ -62,6 +64,8 @@ class VersionRecord:
     push_id: str = ""
     key: str = ""
     orphaned: bool = False
+    live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
+    live_check_ns: int = 0
 
     @classmethod
     def committed(cls, commit: CommitRecord) -> VersionRecord:
@@ -135,6 +139,10 @@ class VersionRecord:
             metadata=self.metadata,
             pinned=self.pinned,
         )
+        if self.serving == pb.SERVING_LIVE:
+            info.live_check = self.live_check
+            if self.live_check_ns:
+                info.live_check_time.FromNanoseconds(self.live_check_ns)
         commit, manifest = self.commit, self.manifest
         if commit is not None:
             info.content_digest = commit.content_digest
