@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from weightsync.delta.elements import differing
 from weightsync.vllm.words import StoppedError, array_of, cast, pieces
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def _changed(
         if stop():
             raise StoppedError
         at, what = _compared(before, after, dtype)
-        positions.append(at + seen)
+        positions.append(at.astype(np.int64) + seen)
         values.append(what)
         seen, count = seen + after.numel(), count + at.size
         if count * _DENSE > seen:
@@ -153,15 +154,15 @@ def _changed(
 
 
 def _compared(old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> _Elements:
-    before, after = array_of(old), array_of(new)
-    mask = before != after
-    at, values = np.flatnonzero(mask), after[mask]
+    # Columns of a tensor are gathered first.
+    before, after = (np.ascontiguousarray(array_of(part)).reshape(-1) for part in (old, new))
+    at, values = differing(before, after)
     if new.dtype == dtype or not at.size:
         return at, values
     # Where the copy rounds, many a change is lost.
     was, now = (
         array_of(cast(torch.from_numpy(words).view(new.dtype), dtype))
-        for words in (before[mask], values)
+        for words in (before[at], values)
     )
     kept = was != now
     return at[kept], now[kept]

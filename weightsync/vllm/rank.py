@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
+from weightsync.delta import warm_up
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
@@ -140,6 +141,8 @@ class Rank:
             PlanRefusedError: The model cannot take this layout.
         """
         failpoints.hit("worker.capture")
+        # While the engine stands: the first time on a machine it takes seconds.
+        warm_up()
         self._refuse_repacked()
         staged = read_document(self._socket(args), str(args["document"]))
         plan, seconds = capture_plan(self._model, self._live, staged.manifest.layout)

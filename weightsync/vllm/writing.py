@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync import failpoints
+from weightsync.delta import elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def put(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> 
         values: What.
     """
     if memory.device.type == "cpu":
-        memory.numpy()[positions.numpy()] = values.numpy()
+        elements.put(memory.numpy(), positions.numpy(), values.numpy())
     else:
         memory.index_copy_(0, positions.long(), values)
 
@@ -58,7 +59,6 @@ def differ(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) 
         values: What must be there.
     """
     if memory.device.type == "cpu":
-        # Several threads look, and torch would wake more for each of them.
-        found = memory.numpy()[positions.numpy()] != values.numpy()
-        return torch.tensor(bool(found.any()))
+        held = elements.holds(memory.numpy(), positions.numpy(), values.numpy())
+        return torch.tensor(not held)
     return memory.index_select(0, positions).ne(values).any()
