@@ -126,23 +126,21 @@ def split(changes: Iterable[Change]) -> list[Change]:
 
 
 def stage(changes: Iterable[Change], device: torch.device) -> list[Change] | None:
-    """Send changes to a device beside generation, those of one parameter together.
+    """Send changes to a device, on the calling thread's stream, those of one parameter together.
 
     Returns None when the device has not got the memory.
     """
     groups: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         groups[change.param].append(change)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch annotates nothing there
     staged = []
     try:
-        with torch.cuda.stream(stream):
-            for param, group in groups.items():
-                positions = _sent([change.positions for change in group], device)
-                values = _sent([change.values for change in group], device)
-                staged.append(Change(param, positions, values))
-            _warm_up(staged)
-        stream.synchronize()
+        for param, group in groups.items():
+            positions = _sent([change.positions for change in group], device)
+            values = _sent([change.values for change in group], device)
+            staged.append(Change(param, positions, values))
+        _warm_up(staged)
+        torch.cuda.current_stream(device).synchronize()
     except torch.OutOfMemoryError:
         return None
     return staged

@@ -102,8 +102,9 @@ class Rank:
         self._segment_socket = segment_socket
         self._live = LiveParameters(model)
         self._crew = Crew(crew_size(device, ranks))
-        # Does what runs beside generation.
-        self._aside = Crew(aside_size(device, ranks), stand_aside)
+        # What runs beside generation: some threads, and on a GPU a stream of their own.
+        self._aside = Crew(aside_size(device, ranks), self._stand_aside)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
         self._plans = Plans()
         self._prepared: dict[str, Prepared] = {}
         self._mappings = Mappings()
@@ -270,7 +271,7 @@ class Rank:
     ) -> None:
         if before.thread is not None:
             before.thread.join()
-        stand_aside()
+        self._stand_aside()
         begin = time.perf_counter()
         try:
             page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
@@ -288,6 +289,11 @@ class Rank:
             page.write(report)
         except Exception:
             logger.exception("weightsync: no report for apply %s", job.apply_id)
+
+    def _stand_aside(self) -> None:
+        stand_aside()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def _open_page(self, socket: str, page: str) -> PageWriter:
         if self._page is None or self._page[0] != page:
