@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.delta import warm_up
+from weightsync.delta.elements import warm_up
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan

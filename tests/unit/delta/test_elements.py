@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.delta.guarded import guarded, guarded_copy
 from weightsync.delta.errors import Broken
-from weightsync.delta.kernels import compiled, plain
+from weightsync.delta.kernels import elements, plain_elements
 
-MODULES = pytest.mark.parametrize("kernels", [compiled, plain], ids=["compiled", "plain"])
+MODULES = pytest.mark.parametrize("kernels", [elements, plain_elements], ids=["compiled", "plain"])
 
 
 def _pair(size: int, width: int, density: float) -> tuple[Any, Any, Any]:

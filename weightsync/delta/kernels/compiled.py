@@ -10,7 +10,6 @@ import numpy as np
 from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
 from weightsync.delta.errors import Broken
 from weightsync.delta.kernels import decoding, encoding
-from weightsync.delta.kernels.elements import MASKS, compare_elements, find_elements, put_elements
 from weightsync.delta.kernels.shapes import (
     WRONG_BITMAP,
     WRONG_GAPS,
@@ -31,10 +30,7 @@ __all__ = [
     "decode_gaps",
     "decode_sm",
     "encode",
-    "find",
-    "holds",
     "join",
-    "put",
     "scatter",
     "shift",
 ]
@@ -209,30 +205,3 @@ def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
     place = _address(target), elements, _address(index), index.itemsize, len(index)
     if decoding.scatter_values(*place, width, _address(value), _address(old)):
         raise Broken(WRONG_PLACES)
-
-
-def find(base: Words, new: Words) -> tuple[Indices, Words]:
-    """Return positions and new values of the elements that differ, of fewer than 2^31."""
-    index, value = np.empty(len(new), np.int32), np.empty(len(new), new.dtype)
-    masks = np.empty(MASKS, np.uint8)
-    both = _address(base), _address(new), len(new), new.itemsize, _address(masks)
-    count = find_elements(*both, _address(index), _address(value))
-    # Copies: the room was for all.
-    return index[:count].copy(), value[:count].copy()
-
-
-def put(target: Words, index: Indices, value: Words) -> None:
-    """Write values to elements of `target`.
-
-    Raises:
-        Broken: A position is beyond the target; the others were written.
-    """
-    place = _address(target), len(target), _address(index), index.itemsize, len(index)
-    if put_elements(*place, value.itemsize, _address(value)):
-        raise Broken(WRONG_PLACES)
-
-
-def holds(target: Words, index: Indices, value: Words) -> bool:
-    """Return whether elements of `target` are these values; False where one is beyond it."""
-    place = _address(target), len(target), _address(index), index.itemsize, len(index)
-    return not compare_elements(*place, value.itemsize, _address(value))

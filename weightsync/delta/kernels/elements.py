@@ -1,12 +1,16 @@
 """The compiled loops over single elements: which ones differ, writing some, and looking at them.
 
-Addresses in, counts out. Whatever lies outside is told and never touched.
+The loops take addresses and give counts; whatever lies outside is told and never touched. They are
+a module of their own because a rank needs no others, and compiling those takes long.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from weightsync.delta.errors import Broken
 from weightsync.delta.kernels.intrinsics import (
     differ8,
     differ16,
@@ -24,13 +28,17 @@ from weightsync.delta.kernels.intrinsics import (
     store64,
 )
 from weightsync.delta.kernels.jit import inner, kernel
+from weightsync.delta.kernels.shapes import WRONG_PLACES
 
-__all__ = ["MASKS", "compare_elements", "find_elements", "put_elements"]
+if TYPE_CHECKING:
+    from weightsync.delta.kernels.shapes import Indices, Words
+
+__all__ = ["find", "holds", "put"]
 
 _GROUP = 64
 #: Elements of one block: two blocks of the widest stay in the cache until their values are taken.
 _BLOCK = 1 << 14
-MASKS = _BLOCK // 8
+_MASKS = _BLOCK // 8
 #: Elements between the one that is touched and the one whose line is fetched.
 _AHEAD = 24
 
@@ -80,12 +88,12 @@ def _place(index: Any, at: Any, size: Any) -> Any:
 
 
 @kernel
-def find_elements(
+def _find_elements(
     base: Any, new: Any, elements: Any, width: Any, masks: Any, index: Any, value: Any
 ) -> Any:
     """Write positions and new values of what differs, room for all; return how many do.
 
-    Positions are of four bytes, so there are fewer than 2^31 elements. `masks` has `MASKS` bytes.
+    Positions are of four bytes, so there are fewer than 2^31 elements. `masks` has `_MASKS` bytes.
     """
     count = 0
     whole = elements - elements % _GROUP
@@ -110,7 +118,7 @@ def find_elements(
 
 
 @kernel
-def put_elements(
+def _put_elements(
     target: Any, elements: Any, index: Any, size: Any, changed: Any, width: Any, value: Any
 ) -> Any:
     """Write values to a tensor; return how many positions lie outside."""
@@ -128,7 +136,7 @@ def put_elements(
 
 
 @kernel
-def compare_elements(
+def _compare_elements(
     target: Any, elements: Any, index: Any, size: Any, changed: Any, width: Any, value: Any
 ) -> Any:
     """Return how many elements of a tensor are other than the values, or outside."""
@@ -143,3 +151,35 @@ def compare_elements(
         else:
             wrong += 1
     return wrong
+
+
+def _address(data: Words) -> int:
+    found: int = data.__array_interface__["data"][0]
+    return found
+
+
+def find(base: Words, new: Words) -> tuple[Indices, Words]:
+    """Return positions and new values of the elements that differ, of fewer than 2^31."""
+    index, value = np.empty(len(new), np.int32), np.empty(len(new), new.dtype)
+    masks = np.empty(_MASKS, np.uint8)
+    both = _address(base), _address(new), len(new), new.itemsize, _address(masks)
+    count = _find_elements(*both, _address(index), _address(value))
+    # Copies: the room was for all.
+    return index[:count].copy(), value[:count].copy()
+
+
+def put(target: Words, index: Indices, value: Words) -> None:
+    """Write values to elements of `target`.
+
+    Raises:
+        Broken: A position is beyond the target; the others were written.
+    """
+    place = _address(target), len(target), _address(index), index.itemsize, len(index)
+    if _put_elements(*place, value.itemsize, _address(value)):
+        raise Broken(WRONG_PLACES)
+
+
+def holds(target: Words, index: Indices, value: Words) -> bool:
+    """Return whether elements of `target` are these values; False where one is beyond it."""
+    place = _address(target), len(target), _address(index), index.itemsize, len(index)
+    return not _compare_elements(*place, value.itemsize, _address(value))

@@ -33,10 +33,7 @@ __all__ = [
     "decode_gaps",
     "decode_sm",
     "encode",
-    "find",
-    "holds",
     "join",
-    "put",
     "scatter",
     "shift",
 ]
@@ -240,30 +237,3 @@ def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
     for piece in _pieces(len(index)):
         old[piece] = words[index[piece]]
         words[index[piece]] = value[piece]
-
-
-def find(base: Words, new: Words) -> tuple[Indices, Words]:
-    """Return positions and new values of the elements that differ, of fewer than 2^31."""
-    index = np.flatnonzero(base != new).astype(np.int32)
-    return index, new[index]
-
-
-def put(target: Words, index: Indices, value: Words) -> None:
-    """Write values to elements of `target`.
-
-    Raises:
-        Broken: A position is beyond the target; the others were written.
-    """
-    inside = (index >= 0) & (index < len(target))
-    if not inside.all():
-        target[index[inside]] = value[inside]
-        raise Broken(WRONG_PLACES)
-    for piece in _pieces(len(index)):
-        target[index[piece]] = value[piece]
-
-
-def holds(target: Words, index: Indices, value: Words) -> bool:
-    """Return whether elements of `target` are these values; False where one is beyond it."""
-    if len(index) and not 0 <= index.min() <= index.max() < len(target):
-        return False
-    return all(np.array_equal(target[index[piece]], value[piece]) for piece in _pieces(len(index)))
