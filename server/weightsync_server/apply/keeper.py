@@ -221,16 +221,17 @@ class Keeper:
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
-            await self._attend()
+            await self._attend(sleeping=health.sleeping)
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
 
-    async def _attend(self) -> None:
+    async def _attend(self, *, sleeping: bool) -> None:
         # Beside a comparison a rank unmaps nothing.
         if self._session is None or self.checks.running:
             return
-        await self.checks.begin(self._session)
+        if not sleeping:
+            await self.checks.begin(self._session)
         # Retired segments count in the budget until every rank has let go of them.
         retired = self._versions.keeper.retired
         if retired and not self.checks.running:

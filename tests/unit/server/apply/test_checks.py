@@ -213,6 +213,21 @@ async def test_without_a_result_it_is_tried_again(
     await _passed(it, 2)
 
 
+async def test_an_engine_that_sleeps_is_compared_when_it_is_awake(slow: Plant) -> None:
+    await _push_part(slow, 2)
+    await slow.apply(2)
+    await until(lambda: slow.keeper.checks.running)
+    slow.engine.sleeping = True
+    await asyncio.sleep(0.1)
+    slow.keeper.checks.stop()
+    verified = slow.engine.calls.count("verify")
+    await asyncio.sleep(0.1)
+    assert slow.engine.calls.count("verify") == verified
+    slow.engine.sleeping = False
+    slow.engine.go.set()  # type: ignore[attr-defined]
+    await _passed(slow, 2)
+
+
 async def test_an_engine_that_goes_away_takes_its_comparison_with_it(slow: Plant) -> None:
     await _push_part(slow, 2)
     await slow.apply(2)
