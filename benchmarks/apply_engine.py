@@ -16,16 +16,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import write_variant
+from benchmarks.checkpoints import write_neighbour, write_variant
 from benchmarks.engine import Load, bridge, set_environment, start_engine
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, ClientError, EngineState
+from weightsync_client import (
+    ApplyReport,
+    ApplyStrategy,
+    Client,
+    ClientError,
+    EngineState,
+    LiveCheck,
+)
 
 __all__ = ["Order", "measure"]
 
 _READY_S = 120.0
 #: Generation after each round in which nothing else goes on.
 _CALM_S = 1.0
+#: Share of the values that a small change changes.
+_CHANGED = 0.01
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,8 @@ class Order:
     Attributes:
         folder: For sockets and logs.
         base: Checkpoint that vLLM starts with and that reload_weights goes back to, on tmpfs.
-        other: Where other versions of it are written, on tmpfs.
+        other: Where versions are written that differ from it in every value, on tmpfs.
+        near: Where versions are written that differ from those in few values, on tmpfs.
         plain: Whether CPU repacking is off.
         rounds: How many reloads, and how many applies of ours, in turn.
         requests: Requests that run all the time.
@@ -45,6 +55,7 @@ class Order:
     folder: str
     base: str
     other: str
+    near: str
     plain: bool
     rounds: int
     requests: int
@@ -77,23 +88,52 @@ class _Measure:
         await self._note_gaps("reload_max_token_gap_s", begin)
 
     async def apply(self, client: Client, mask: int) -> None:
-        """Push another version and apply it, and note how long generation stood still."""
+        """Push a version in which every value is another and apply it; note what it took."""
         order = self._order
-        base, other = Path(order.base), Path(order.other)
-        await asyncio.to_thread(write_variant, base, other, mask)
-        pushed = await asyncio.to_thread(client.push, other)
+        await asyncio.to_thread(write_variant, Path(order.base), Path(order.other), mask)
+        pushed = await asyncio.to_thread(client.push, Path(order.other))
         begin = time.perf_counter()
-        report: ApplyReport = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
-        self._add(
-            apply_s=time.perf_counter() - begin,
-            pause_s=report.phases.paused_total_s,
-            stop_s=report.phases.pause_s,
-            resume_s=report.phases.resume_s,
-            prepare_s=report.phases.prepare_s,
-            commit_s=report.phases.commit_s,
-            verify_s=report.phases.verify_s,
-        )
+        report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        self._note(report, ApplyStrategy.COPY, "", time.perf_counter() - begin)
         await self._note_gaps("max_token_gap_s", begin)
+
+    async def patch(self, client: Client, seed: int) -> str:
+        """Do the same with a version in which few are, and go back; return what was live between.
+
+        Ends when the live parameters were compared as a whole, as nothing may write them before.
+        """
+        order = self._order
+        other, near = Path(order.other), Path(order.near)
+        share = await asyncio.to_thread(write_neighbour, other, near, _CHANGED, seed)
+        self._add(delta_changed=share)
+        pushed = await asyncio.to_thread(client.push, near)
+        begin = time.perf_counter()
+        report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        self._note(report, ApplyStrategy.PATCH, "delta_", time.perf_counter() - begin)
+        await _checked(client)
+        self._add(delta_check_s=time.perf_counter() - begin)
+        digest = await self._live_digest()
+        begin = time.perf_counter()
+        back = await asyncio.to_thread(client.rollback, cache="keep")
+        self._note(back.report, ApplyStrategy.PATCH, "rollback_", time.perf_counter() - begin)
+        await _checked(client)
+        return digest
+
+    def _note(
+        self, report: ApplyReport, strategy: ApplyStrategy, prefix: str, seconds: float
+    ) -> None:
+        assert report.strategy is strategy, f"written by {report.strategy}, not {strategy}"
+        phases = report.phases
+        values = {
+            "apply_s": seconds,
+            "pause_s": phases.paused_total_s,
+            "stop_s": phases.pause_s,
+            "resume_s": phases.resume_s,
+            "prepare_s": phases.prepare_s,
+            "commit_s": phases.commit_s,
+            "verify_s": phases.verify_s,
+        }
+        self._add(**{f"{prefix}{name}": value for name, value in values.items()})
 
     async def _note_gaps(self, name: str, begin: float) -> None:
         end = time.perf_counter()
@@ -113,21 +153,27 @@ class _Measure:
         async with self._load.running():
             for number in range(order.rounds):
                 await self.apply(client, mask=1 + number % 15)
-                digest = await self._live_digest()
+                copied = await self._live_digest()
+                patched = await self.patch(client, number)
+                back = await self._live_digest()
                 await self.reload(order.base)
-            base_digest = await self._live_digest()
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": order.other})
-            same = digest == await self._live_digest()
-            await self._llm.resume_generation()
-        # The two contents differ, so a digest that never changes would not pass.
-        self.facts["bitwise_equal"] = same and digest != base_digest
-        self.samples["reload_over_ours"] = [
-            reload / ours
-            for reload, ours in zip(
-                self.samples["reload_pause_s"], self.samples["pause_s"], strict=True
-            )
-        ]
+            reloaded = [await self._reloaded(path) for path in (order.other, order.near)]
+        # The contents differ, so a digest that never changes would not pass.
+        self.facts["bitwise_equal"] = [copied, patched] == reloaded and back == copied != patched
+        self._add_ratios("reload_over_ours", "reload_pause_s", "pause_s")
+        self._add_ratios("delta_over_full_pause", "delta_pause_s", "pause_s")
+
+    async def _reloaded(self, directory: str) -> str:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        digest = await self._live_digest()
+        await self._llm.resume_generation()
+        return digest
+
+    def _add_ratios(self, name: str, above: str, below: str) -> None:
+        """Add the ratio within each round: what disturbs a round disturbs both."""
+        pairs = zip(self.samples[above], self.samples[below], strict=True)
+        self.samples[name] = [one / other for one, other in pairs]
 
     async def repacked(self) -> None:
         """Reload only: what ours does about such an engine is asked afterwards."""
@@ -146,7 +192,8 @@ class _Measure:
             pushed = await asyncio.to_thread(client.push, Path(self._order.other))
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
-            self.facts |= {"pause_s": None, "reload_over_ours": None, "refusal": str(error)}
+            ours = ("pause_s", "reload_over_ours", "delta_pause_s", "delta_over_full_pause")
+            self.facts |= dict.fromkeys(ours) | {"refusal": str(error)}
         else:
             self._add(pause_s=report.phases.paused_total_s)
 
@@ -183,6 +230,19 @@ async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
                 yield client
         finally:
             await asyncio.to_thread(server.__exit__, None, None, None)
+
+
+async def _checked(client: Client) -> None:
+    """Return when the live parameters were compared as a whole, and hold the version."""
+    deadline = time.monotonic() + _READY_S
+    while True:
+        check = (await asyncio.to_thread(client.get_version)).live_check
+        if check is LiveCheck.PASSED:
+            return
+        if check is LiveCheck.FAILED or time.monotonic() > deadline:
+            msg = f"the live parameters were compared with the outcome {check}"
+            raise RuntimeError(msg)
+        await asyncio.sleep(0.05)
 
 
 async def _serving(client: Client) -> None:

@@ -116,6 +116,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "worker.prepare": "a rank's prepare thread has begun",
         "worker.map": "before a rank maps segments",
         "worker.commit": "before a rank's first write",
+        "worker.patch": "before a rank writes the first element that changes, and only those",
         "worker.half": "a rank has written half of its slices",
         "worker.written": "a rank has written all, nothing is proved",
         "worker.verify": "before live parameters are compared",

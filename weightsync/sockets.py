@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
@@ -58,13 +59,13 @@ def claimed(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def _wait_turn(folder: int, path: Path, remedy: str) -> None:
-    end = time.perf_counter() + _TURN_S
+    end = clock.monotonic() + _TURN_S
     while True:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.perf_counter() > end:
+            if clock.monotonic() > end:
                 what = f"another process keeps the folder of {path} locked; stop it"
                 raise _refused(what, remedy) from None
             time.sleep(0.01)

@@ -60,6 +60,7 @@ _PHASES = (
 PHASES = tuple(name for name, _, _ in _PHASES)
 
 PUSH_OUTCOMES = ("committed", "already", "failed", "aborted")
+LIVE_CHECK_OUTCOMES = ("passed", "failed", "cancelled")
 APPLY_OUTCOMES = ("applied", "already_live", "planned", "refused", "restored", "fenced")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library annotates no return
@@ -90,6 +91,13 @@ class Metrics:
             self._pushes.labels(model, outcome)
         for outcome in APPLY_OUTCOMES:
             self._applies.labels(model, outcome)
+        self._live_checks = self._counter(
+            "weightsync_live_checks_total",
+            "Comparisons of all live parameters after an apply that wrote only what changes.",
+            "outcome",
+        )
+        for outcome in LIVE_CHECK_OUTCOMES:
+            self._live_checks.labels(model, outcome)
         self._received = self._counter(
             "weightsync_received_bytes_total", "Bytes of shards received."
         ).labels(model)
@@ -131,6 +139,10 @@ class Metrics:
         self._last_apply = self._gauge(
             "weightsync_last_apply_timestamp_seconds", "When the last apply succeeded, Unix time."
         ).labels(self._model)
+        self._live_checked = self._gauge(
+            "weightsync_live_check_timestamp_seconds",
+            "When all live parameters were last compared and held the version, Unix time.",
+        ).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(name, text, ["model"], buckets=tuple(buckets), registry=self.registry)
@@ -163,6 +175,14 @@ class Metrics:
     def count_fallback(self, reason: str) -> None:
         """Count a full push of a trainer that would have sent a delta, and why it did not."""
         self.deltas.count_fallback(reason)
+
+    def count_live_check(self, outcome: str) -> None:
+        """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
+        self._live_checks.labels(self._model, outcome).inc()
+
+    def set_live_checked(self) -> None:
+        """Take note that all live parameters were compared and hold the version."""
+        self._live_checked.set_to_current_time()
 
     def add_received(self, size: int) -> None:
         """Count received bytes."""

@@ -72,7 +72,8 @@ class Applier:
         self._metrics = metrics
         self._settings = settings
         self._calls = Calls()
-        self._last_rate = 0.0
+        # Bytes per second of pause in the last apply, by strategy.
+        self._rates: dict[int, float] = {}
 
     async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
         """Make a version live on every rank, or change nothing.
@@ -120,9 +121,8 @@ class Applier:
                 found.lease.release()
                 await session.hold(live)
             answer = reports.proof(found)
-            if not answer.verified and found.record is live.record:
-                self._metrics.violate("never_mixed")
-                self._keeper.suspect("live parameters do not hold the version; it is placed again")
+            if found.record is live.record:
+                self._keeper.checks.judge(live, found.reports)
             return answer
 
     async def drain(self) -> None:
@@ -253,7 +253,11 @@ class Applier:
         lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
             return await session.prepare(
-                record, lease, compare_live=compare_live, timeout_s=seconds
+                record,
+                lease,
+                compare_live=compare_live,
+                timeout_s=seconds,
+                patch=not compare_live,
             )
         except BaseException:
             lease.release()
@@ -281,11 +285,15 @@ class Applier:
             raise
         self._versions.set_live(target.record.version)
         await session.hold(target)
-        self._keeper.show(target)
+        self._keeper.show(target, whole=switched.compared_all)
         if switched.paused_s:
-            self._last_rate = target.bytes / switched.paused_s
+            done = reports.strategy(patched=switched.patched)
+            self._rates[done] = switched.written_bytes / switched.paused_s
         logger.info(
-            "version %d is live, paused for %.1f ms", target.record.version, switched.paused_s * 1e3
+            "version %d is live, %d bytes written, paused for %.1f ms",
+            target.record.version,
+            switched.written_bytes,
+            switched.paused_s * 1e3,
         )
         return reports.applied(target, base.record.version, attempt.spec, switched)
 
@@ -294,19 +302,21 @@ class Applier:
     ) -> None:
         error.metadata["apply_id"] = attempt.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
+            self._keeper.show(attempt.base, whole=True)
             await reject(self._versions, attempt.target.record.version, error.message)
             await switch.restored(attempt, error.message)
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
             await session.hold(attempt.base)
 
     def _plan(self, target: Prepared, *, read_from_store: bool) -> pb.ApplyPlan:
-        predicted = target.bytes / self._last_rate if self._last_rate else 0.0
+        strategy = reports.strategy(patched=target.patched)
+        rate = self._rates.get(strategy)
         return pb.ApplyPlan(
             bytes=target.bytes,
-            predicted_pause=duration(predicted),
+            predicted_pause=duration(target.bytes / rate if rate else 0.0),
             memory_bytes=sum(segment.capacity for segment in target.lease.segments),
             read_from_store=read_from_store,
-            strategy=pb.APPLY_STRATEGY_COPY,
+            strategy=strategy,
         )
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.apply.ranks import QUICK_S
 from weightsync_server.apply.rejecting import reject
-from weightsync_server.apply.session import QUICK_S
 from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:

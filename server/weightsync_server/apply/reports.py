@@ -13,7 +13,20 @@ if TYPE_CHECKING:
     from weightsync_server.apply.session import Prepared
     from weightsync_server.apply.switch import Switched
 
-__all__ = ["applied", "held_ranks", "nothing_done", "planned", "proof", "recovered"]
+__all__ = [
+    "applied",
+    "held_ranks",
+    "nothing_done",
+    "planned",
+    "proof",
+    "recovered",
+    "strategy",
+]
+
+
+def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
+    """Return how parameters are written, as replies tell it."""
+    return pb.APPLY_STRATEGY_PATCH if patched else pb.APPLY_STRATEGY_COPY
 
 
 def held_ranks(held: Prepared) -> list[pb.RankResult]:
@@ -54,6 +67,7 @@ def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched
         ],
         pause=pause_options(spec, switched.pause_mode),
         durability=target.record.durability,
+        strategy=strategy(patched=switched.patched),
     )
 
 

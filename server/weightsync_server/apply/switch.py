@@ -19,7 +19,7 @@ from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply import answers
 from weightsync_server.apply.journal import Cause, Entry
-from weightsync_server.apply.session import QUICK_S
+from weightsync_server.apply.ranks import QUICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,6 +72,16 @@ class Switched:
     def written_bytes(self) -> int:
         """Bytes written, over all ranks."""
         return sum(rank.written_bytes for rank in self.ranks)
+
+    @property
+    def patched(self) -> bool:
+        """Whether every rank wrote only what changes."""
+        return all(rank.patched for rank in self.ranks)
+
+    @property
+    def compared_all(self) -> bool:
+        """Whether every rank compared everything, because it wrote everything."""
+        return not any(rank.patched for rank in self.ranks)
 
 
 def _failures(replies: list[RankCommit], digest: str) -> list[str]:

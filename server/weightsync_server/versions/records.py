@@ -45,6 +45,8 @@ class VersionRecord:
         orphaned: Its push failed; it stays for as long as it is live or leased.
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
+        live_check: While it is live: whether its live parameters were compared as a whole.
+        live_check_ns: When they were, Unix time in nanoseconds.
     """
 
     model: str
@@ -67,6 +69,8 @@ class VersionRecord:
     orphaned: bool = False
     base: VersionRecord | None = None
     holds: int = 0
+    live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
+    live_check_ns: int = 0
 
     @classmethod
     def committed(cls, commit: CommitRecord) -> VersionRecord:
@@ -156,6 +160,10 @@ class VersionRecord:
             metadata=self.metadata,
             pinned=self.pinned,
         )
+        if self.serving == pb.SERVING_LIVE:
+            info.live_check = self.live_check
+            if self.live_check_ns:
+                info.live_check_time.FromNanoseconds(self.live_check_ns)
         commit, manifest = self.commit, self.manifest
         if commit is not None:
             info.content_digest = commit.content_digest

@@ -50,6 +50,8 @@ def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
         assert samples["weightsync_pushes_total", "m", outcome] == 0
     for outcome in ("applied", "already_live", "planned", "refused", "restored", "fenced"):
         assert samples["weightsync_applies_total", "m", outcome] == 0
+    for outcome in ("passed", "failed", "cancelled"):
+        assert samples["weightsync_live_checks_total", "m", outcome] == 0
     for invariant in INVARIANTS:
         assert samples["weightsync_invariant_violations_total", invariant] == 0
     for phase in PHASES:
@@ -62,6 +64,7 @@ def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
         "weightsync_fenced",
         "weightsync_engine_up",
         "weightsync_last_apply_timestamp_seconds",
+        "weightsync_live_check_timestamp_seconds",
     ):
         assert samples[name, "m"] == 0
     assert samples["weightsync_build_info", __version__] == 1
