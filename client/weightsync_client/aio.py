@@ -46,7 +46,7 @@ class AsyncPushHandle:
     """A push that runs in the background; see `PushHandle`.
 
     Attributes:
-        source_free: Done when the server holds every byte: the source may be changed from then on.
+        source_free: Done when the source may be changed; see `PushHandle`.
         committed: Done when the version is committed, with its PushResult, or with the error.
     """
 

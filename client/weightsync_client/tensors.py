@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync.layout import DTYPE_BITS
-from weightsync_client.errors import refuse
+from weightsync_client.errors import ClientError, refuse
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Scratch", "SourceTensor", "settle_devices", "wrap"]
+__all__ = ["Read", "Scratch", "SourceTensor", "settle_devices", "wrap"]
 
 #: Bytes of a device tensor that are copied to the host at a time.
 _BLOCK_BYTES = 16 << 20
@@ -76,6 +76,22 @@ class SourceTensor:
     def size(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def reader(self, scratch: Scratch) -> Read:
+        """Open the tensor for reading.
+
+        Raises:
+            InvalidError: Its library cannot give its bytes.
+        """
+        try:
+            return self.open(scratch)
+        except ClientError:
+            raise
+        except Exception as error:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"tensor {self.name!r} cannot be read as plain bytes: {error}",
+            ) from error
 
 
 def wrap(name: str, value: object) -> SourceTensor:

@@ -15,6 +15,7 @@ __all__ = [
     "Durability",
     "EngineState",
     "EngineStatus",
+    "Fallback",
     "LiveCheck",
     "ModelStatus",
     "PauseMode",
@@ -115,6 +116,30 @@ class PushKind(enum.StrEnum):
     DELTA = enum.auto()
 
 
+class Fallback(enum.StrEnum):
+    """Why a push was sent in full in place of a delta.
+
+    Attributes:
+        FIRST: This client holds no committed version to compare with.
+        NO_ROOM: Memory does not suffice for a copy of the model, or for the delta.
+        NEW_RUN: The metadata names another run_id than the last version's.
+        BASE_MISMATCH: The server does not hold the last version any more, or another one.
+        LAYOUT_CHANGED: Names, dtypes or shapes differ from the last version's.
+        TOO_DENSE: The delta would not have been much smaller.
+        ITERABLE: An iterable is read once, so what is sent cannot depend on the whole of it.
+        REFUSED: The server would not take the delta.
+    """
+
+    FIRST = enum.auto()
+    NO_ROOM = enum.auto()
+    NEW_RUN = enum.auto()
+    BASE_MISMATCH = enum.auto()
+    LAYOUT_CHANGED = enum.auto()
+    TOO_DENSE = enum.auto()
+    ITERABLE = enum.auto()
+    REFUSED = enum.auto()
+
+
 class EngineState(enum.StrEnum):
     """What the server is doing with the engine."""
 
@@ -135,6 +160,11 @@ class PushResult:
         already: True when an earlier push had committed the same content.
         sent_bytes: Bytes that this push sent, bytes sent again after a cut included.
         seconds: From the call until the commit was acknowledged.
+        kind: Whether all was sent, or what changed since `base_version`.
+        fallback_reason: Why all was sent in place of a delta; empty: nobody asked for one.
+        base_version: Of a delta; 0: a push in full.
+        changed_fraction: Share of the elements that changed; None: not known in a push in full.
+        dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
     """
 
     version: int
@@ -146,6 +176,11 @@ class PushResult:
     tensor_count: int
     sent_bytes: int
     seconds: float
+    kind: PushKind = PushKind.FULL
+    fallback_reason: Fallback | str = ""
+    base_version: int = 0
+    changed_fraction: float | None = None
+    dense_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,182 @@
+"""The bytes of the last version that a client committed, and the turn of those who use them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync.delta import parse_shard
+from weightsync.errors import Reason
+from weightsync.memory import available_bytes
+from weightsync_client.deltas.held import HostTensor
+from weightsync_client.deltas.unfit import Unfit
+from weightsync_client.errors import refuse
+from weightsync_client.types import Fallback
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from weightsync.manifest import Layout
+    from weightsync_client.tensors import SourceTensor
+    from weightsync_client.types import PushResult
+
+__all__ = ["Held", "Snapshot", "Taking", "room_for"]
+
+logger = logging.getLogger(__name__)
+
+#: Left to everything else: an eighth of what is asked for, and this much at least.
+_MARGIN = 256 << 20
+_TURN_S = 0.1
+
+
+def room_for(size: int) -> bool:
+    """Return whether the host and the cgroups around this process can well do without `size`."""
+    return size + max(size // 8, _MARGIN) <= available_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version's bytes, held whole.
+
+    Attributes:
+        version: Its number.
+        content_digest: Its identity: what a delta is bound to.
+        signature: Digest of names, dtypes and shapes.
+        run_id: Of its metadata; empty: none.
+        tensors: Its tensors by name.
+    """
+
+    version: int
+    content_digest: str
+    signature: str
+    run_id: str
+    tensors: Mapping[str, HostTensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors.values())
+
+
+class Taking:
+    """Bytes of a version that is being sent; they become a snapshot once it is committed."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[SourceTensor]) -> None:
+        self._signature = layout.signature
+        self._tensors = {tensor.name: HostTensor(tensor) for tensor in tensors}
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent."""
+        self._tensors[name].keep(offset, piece)
+
+    def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
+        """Return the version that was committed; None if its bytes did not come by here."""
+        if digests.keys() != self._tensors.keys():
+            return None
+        for name, tensor in self._tensors.items():
+            tensor.digest = digests[name]
+        return Held(result.version, result.content_digest, self._signature, run_id, self._tensors)
+
+
+class Snapshot:
+    """What the next delta is made against: the last version that was kept, or nothing.
+
+    Never a mixture: a version takes its place when its commit is acknowledged, whole. A push that
+    fails leaves what there was; only where memory does not suffice for two versions, a push in
+    full gives up the old one first.
+
+    Pushes that use the snapshot take turns, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self._changed = threading.Condition()
+        self._turns: deque[object] = deque()
+
+    def line_up(self) -> object:
+        """Take a place in the line; `turn` waits until it is at the head, and gives it up."""
+        ticket = object()
+        with self._changed:
+            self._turns.append(ticket)
+        return ticket
+
+    @contextlib.contextmanager
+    def turn(self, ticket: object, stop: threading.Event) -> Iterator[None]:
+        """Hold the snapshot, once those who came before have let go of it.
+
+        Raises:
+            AbortedError: `stop` was set meanwhile.
+        """
+        try:
+            with self._changed:
+                while self._turns[0] is not ticket and not stop.is_set():
+                    self._changed.wait(_TURN_S)
+            if stop.is_set():
+                raise refuse(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
+            yield
+        finally:
+            with self._changed:
+                self._turns.remove(ticket)
+                self._changed.notify_all()
+
+    def base_of(self, layout: Layout, run_id: str) -> Held:
+        """Return the version that a delta of such a version can be made against.
+
+        Raises:
+            Unfit: There is none.
+        """
+        held = self.held
+        if held is None:
+            raise Unfit(Fallback.FIRST, "this client holds no version that it has committed")
+        if run_id and held.run_id and run_id != held.run_id:
+            raise Unfit(Fallback.NEW_RUN, f"version {held.version} is of the run {held.run_id!r}")
+        if layout.signature != held.signature:
+            raise Unfit(
+                Fallback.LAYOUT_CHANGED,
+                f"names, dtypes or shapes are not those of version {held.version}",
+            )
+        return held
+
+    def take(self, layout: Layout, tensors: Sequence[SourceTensor]) -> Taking | None:
+        """Return where the bytes of a push in full are kept; None where there is no room."""
+        if self.held is not None and not room_for(layout.size):
+            self.held = None
+        if not room_for(layout.size):
+            return None
+        try:
+            return Taking(layout, tensors)
+        except MemoryError:
+            return None
+
+    def advance(
+        self,
+        base: Held,
+        result: PushResult,
+        run_id: str,
+        blobs: Sequence[NDArray[np.uint8]],
+        threads: int,
+    ) -> None:
+        """Become the version that a delta of `base` has made, by the shards that were committed."""
+        self.held = None
+        expect = {name: (t.dtype, t.shape) for name, t in base.tensors.items()}
+        try:
+            with ThreadPoolExecutor(threads, "weightsync-advance") as pool:
+                for blob in blobs:
+                    changes = parse_shard(blob, expect).changes
+                    list(pool.map(lambda c: base.tensors[c.name].advance(c), changes.values()))
+        except Exception:
+            # The version is committed all the same. The next push finds no base and is in full.
+            logger.exception("the copy of version %d is given up", base.version)
+            return
+        self.held = Held(
+            result.version, result.content_digest, base.signature, run_id, base.tensors
+        )
