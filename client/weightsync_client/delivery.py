@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.asking import Invoke
-from weightsync_client.deltas import DeltaShards, Pace, Snapshot, Unfit, Warmth, sampled_ratio
-from weightsync_client.deltas.encoding import PAYS_BELOW
+from weightsync_client.deltas.pace import Pace
+from weightsync_client.deltas.snapshot import Snapshot
+from weightsync_client.deltas.warmth import Warmth
 from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
-from weightsync_client.types import Fallback, PushKind, PushResult
+from weightsync_client.types import PushKind, PushResult
 
 if TYPE_CHECKING:
     from weightsync.manifest import Layout
@@ -155,6 +157,9 @@ class Delivery:
         Raises:
             Unfit: That cannot be done, or does not pay; nothing of the try is left.
         """
+        from weightsync_client.deltas.encoding import DeltaShards
+        from weightsync_client.deltas.sampling import sampled_ratio
+
         snapshot, source = self._memory.snapshot, self._source
         base = snapshot.base_of(layout, self._run_id)
         self._memory.warmth.wait()

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from weightsync_client.fallback import Fallback
+
 __all__ = [
     "ApplyOutcome",
     "ApplyPlan",
@@ -15,7 +17,6 @@ __all__ = [
     "Durability",
     "EngineState",
     "EngineStatus",
-    "Fallback",
     "LiveCheck",
     "ModelStatus",
     "PauseMode",
@@ -114,30 +115,6 @@ class PushKind(enum.StrEnum):
     UNSPECIFIED = enum.auto()
     FULL = enum.auto()
     DELTA = enum.auto()
-
-
-class Fallback(enum.StrEnum):
-    """Why a push was sent in full in place of a delta.
-
-    Attributes:
-        FIRST: This client holds no committed version to compare with.
-        NO_ROOM: Memory does not suffice for a copy of the model, or for the delta.
-        NEW_RUN: The metadata names another run_id than the last version's.
-        BASE_MISMATCH: The server does not hold the last version any more, or another one.
-        LAYOUT_CHANGED: Names, dtypes or shapes differ from the last version's.
-        TOO_DENSE: The delta would not have been much smaller.
-        ITERABLE: An iterable is read once, so what is sent cannot depend on the whole of it.
-        REFUSED: The server would not take the delta.
-    """
-
-    FIRST = enum.auto()
-    NO_ROOM = enum.auto()
-    NEW_RUN = enum.auto()
-    BASE_MISMATCH = enum.auto()
-    LAYOUT_CHANGED = enum.auto()
-    TOO_DENSE = enum.auto()
-    ITERABLE = enum.auto()
-    REFUSED = enum.auto()
 
 
 class EngineState(enum.StrEnum):

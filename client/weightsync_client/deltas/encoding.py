@@ -11,10 +11,9 @@ from weightsync.delta import EncodedShard, Encoder
 from weightsync.delta.coding import element_width
 from weightsync.digest import content_digest
 from weightsync_client.deltas.snapshot import Held, room_for
-from weightsync_client.deltas.unfit import Unfit
+from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.shards import Shard, blob_shard
 from weightsync_client.tensors import Scratch
-from weightsync_client.types import Fallback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
 
     from weightsync_client.tensors import SourceTensor
 
-__all__ = ["PAYS_BELOW", "DeltaShards", "default_threads"]
+__all__ = ["DeltaShards", "default_threads"]
 
-#: Bytes of a delta over those of a push in full from which on the latter is sent.
-PAYS_BELOW = 0.9
 #: Source bytes for one shard, or a sixteenth of all: the first is on its way early, and a large
 #: model is no heap of little files.
 _GROUP_BYTES, _GROUPS = 64 << 20, 16

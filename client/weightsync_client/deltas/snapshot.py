@@ -11,13 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightsync.delta import parse_shard
 from weightsync.errors import Reason
 from weightsync.memory import available_bytes
-from weightsync_client.deltas.held import HostTensor
-from weightsync_client.deltas.unfit import Unfit
 from weightsync_client.errors import refuse
-from weightsync_client.types import Fallback
+from weightsync_client.fallback import Fallback, Unfit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync.manifest import Layout
+    from weightsync_client.deltas.held import HostTensor
     from weightsync_client.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
@@ -71,6 +69,8 @@ class Taking:
     """Bytes of a version that is being sent; they become a snapshot once it is committed."""
 
     def __init__(self, layout: Layout, tensors: Sequence[SourceTensor]) -> None:
+        from weightsync_client.deltas.held import HostTensor
+
         self._signature = layout.signature
         self._tensors = {tensor.name: HostTensor(tensor) for tensor in tensors}
 
@@ -166,6 +166,8 @@ class Snapshot:
         threads: int,
     ) -> None:
         """Become the version that a delta of `base` has made, by the shards that were committed."""
+        from weightsync.delta import parse_shard
+
         self.held = None
         expect = {name: (t.dtype, t.shape) for name, t in base.tensors.items()}
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from weightsync.delta import warm_up
-
 __all__ = ["Warmth"]
 
 
@@ -20,6 +18,8 @@ class Warmth:
         """Begin, unless it was begun, and return the thread that does it."""
         with self._lock:
             if self._thread is None:
+                from weightsync.delta import warm_up
+
                 # No daemon: a compiler that is torn down with the interpreter may crash it.
                 self._thread = threading.Thread(target=warm_up, name="weightsync-warm-up")
                 self._thread.start()

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from tests.unit.client.answers import Answers, Shard, StatusError, Upload, fail
+from tests.unit.client.answers import Answers, Shard, StatusError, Upload, fail, materialise
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header, check_shard, check_version
 from weightsync.manifest import Manifest, ShardEntry, TensorEntry
@@ -165,7 +165,10 @@ class Servicer(Answers):
             if upload.request.kind == pb.PUSH_KIND_DELTA:
                 base = self._base(upload.request)
                 assert base is not None
-                upload.parcel, upload.shards = upload.shards, materialise(base.shards, upload.shards)
+                upload.parcel, upload.shards = (
+                    upload.shards,
+                    materialise(base.shards, upload.shards),
+                )
                 shards = [upload.shards[i] for i in sorted(upload.shards)]
             layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
             upload.manifest = Manifest(layout, tuple(d for s in shards for d in s.digests()))

@@ -29,6 +29,7 @@ from weightsync_client import (
     UnavailableError,
 )
 from weightsync_client.deltas import encoding, snapshot
+from weightsync_client.deltas.held import HostTensor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -472,7 +473,7 @@ def test_a_fault_after_the_commit_costs_a_push_in_full(
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot, "parse_shard", fail)
+        patched.setattr(HostTensor, "advance", fail)
         assert client.push(tensors).kind is PushKind.DELTA
     assert client.push(tensors).fallback_reason is Fallback.FIRST
     assert client.push(tensors).kind is PushKind.DELTA
