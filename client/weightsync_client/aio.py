@@ -141,6 +141,10 @@ class AsyncClient:
             source = _in_step(source, asyncio.get_running_loop())
         return AsyncPushHandle(client.push_async(source, **options))
 
+    async def hold(self, source: PushSource) -> types.Version:
+        """Take a copy of a version's tensors, so that the next push already is a delta."""
+        return await asyncio.to_thread((await self._bulk()).hold, source)
+
     async def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""
         return await self._invoke(

@@ -156,6 +156,19 @@ class Client:
             on_source_free,
         )
 
+    def hold(self, source: PushSource) -> types.Version:
+        """Take a copy of a version's tensors, so that the next push already is a delta.
+
+        A trainer that starts from the checkpoint that the engine serves may hold that.
+
+        Args:
+            source: A state dict or a path with the content of a version that the server holds.
+
+        Raises:
+            ClientError: VERSION_UNKNOWN where no version has that content.
+        """
+        return self._memory.hold(make_source(source, SHARD_BYTES), self.versions)
+
     def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""
         return self._invoke(

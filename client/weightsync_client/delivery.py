@@ -13,13 +13,13 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.asking import Invoke
 from weightsync_client.deltas.pace import Pace
-from weightsync_client.deltas.snapshot import Snapshot
+from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.deltas.warmth import Warmth
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
-from weightsync_client.types import PushKind, PushResult
+from weightsync_client.types import PushKind, PushResult, Version
 
 if TYPE_CHECKING:
     from weightsync.manifest import Layout
@@ -51,6 +51,31 @@ class Memory:
         self.snapshot = Snapshot()
         self.pace = Pace(address)
         self.warmth = Warmth()
+
+    def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
+        """Take a copy of what the server holds as a version, for the next delta.
+
+        Args:
+            source: Tensors with the content of that version.
+            versions: Lists the versions of the server.
+
+        Raises:
+            ClientError: VERSION_UNKNOWN: no version has that content. MEMORY_EXHAUSTED.
+        """
+        if source.layout is None:
+            raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
+        with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
+            held = read_held(source.layout, source.tensors)
+            for version in versions():
+                if version.content_digest == held.content_digest:
+                    run_id = version.metadata.get("run_id", "")
+                    self.snapshot.held = replace(held, version=version.version, run_id=run_id)
+                    return version
+        raise refuse(
+            Reason.VERSION_UNKNOWN,
+            f"no version of the server has this content ({held.content_digest}); name the one that "
+            "was pushed or adopted, or push in full",
+        )
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:

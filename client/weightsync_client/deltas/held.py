@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsync.delta import Item, TensorChange, apply_change
+from weightsync.digest import tensor_digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +46,14 @@ class HostTensor:
         # Not touched before it is written.
         self.data: NDArray[np.uint8] = np.empty(tensor.size, np.uint8)
         self.digest = b""
+
+    @classmethod
+    def of(cls, tensor: SourceTensor, scratch: Scratch) -> HostTensor:
+        """Return a copy of a tensor as it is now."""
+        held = cls(tensor)
+        np.copyto(held.data, all_bytes(tensor, scratch))
+        held.digest = tensor_digest(held.data.data)
+        return held
 
     def keep(self, offset: int, piece: memoryview) -> None:
         """Take bytes that were sent."""

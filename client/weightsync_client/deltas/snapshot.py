@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightsync.digest import content_digest
 from weightsync.errors import Reason
 from weightsync.memory import available_bytes
 from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
+from weightsync_client.tensors import Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from weightsync_client.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["Held", "Snapshot", "Taking", "room_for"]
+__all__ = ["Held", "Snapshot", "Taking", "read_held", "room_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,25 @@ class Held:
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
+
+
+def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
+    """Return a copy of tensors; its version is not known yet.
+
+    Raises:
+        ClientError: MEMORY_EXHAUSTED.
+    """
+    from weightsync_client.deltas.held import HostTensor
+
+    if not room_for(layout.size):
+        raise refuse(
+            Reason.MEMORY_EXHAUSTED,
+            f"there is no room for a copy of {layout.size} bytes; free memory, or push in full",
+        )
+    scratch = Scratch()
+    held = {tensor.name: HostTensor.of(tensor, scratch) for tensor in tensors}
+    digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
+    return Held(0, digest, layout.signature, "", held)
 
 
 class Taking:
