@@ -23,7 +23,7 @@ from benchmarks.checkpoints import write_variant
 from benchmarks.servers import weightsync_server
 from weightsync_client import ApplyReport, Client, ClientError, EngineState
 
-__all__ = ["Order", "measure"]
+__all__ = ["Order", "bridged", "measure", "serving"]
 
 _READY_S = 120.0
 _MAX_MODEL_LEN = 1024
@@ -147,7 +147,7 @@ class _Measure:
         order = self._order
         base, other = Path(order.base), Path(order.other)
         await asyncio.to_thread(write_variant, base, other, mask)
-        pushed = await asyncio.to_thread(client.push, other)
+        pushed = await asyncio.to_thread(client.push, other, delta="never")
         begin = time.perf_counter()
         report: ApplyReport = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         self._add(
@@ -208,8 +208,9 @@ class _Measure:
         try:
             # Adoption of the checkpoint comes first; it ends in serving, or in a fence.
             with contextlib.suppress(RuntimeError):
-                await _serving(client)
-            pushed = await asyncio.to_thread(client.push, Path(self._order.other))
+                await serving(client)
+            other = Path(self._order.other)
+            pushed = await asyncio.to_thread(client.push, other, delta="never")
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
             self.facts |= {"pause_s": None, "reload_over_ours": None, "refusal": str(error)}
@@ -237,9 +238,9 @@ async def measure(order: Order) -> dict[str, Any]:
         measured = _Measure(order, llm)
         if not order.plain:
             await measured.repacked()
-        async with _bridged(order, llm) as client:
+        async with bridged(order, llm) as client:
             if order.plain:
-                await _serving(client)
+                await serving(client)
                 await measured.plain(client)
             else:
                 await measured.try_apply(client)
@@ -249,7 +250,7 @@ async def measure(order: Order) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+async def bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
     """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
     from weightsync.vllm.endpoint import Bridge
 
@@ -270,7 +271,12 @@ async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
         await bridge.stop()
 
 
-async def _serving(client: Client) -> None:
+async def serving(client: Client) -> None:
+    """Return once the engine serves.
+
+    Raises:
+        RuntimeError: It is fenced, or not ready in time.
+    """
     deadline = time.monotonic() + _READY_S
     while True:
         engine = (await asyncio.to_thread(client.status)).models[0].engine
