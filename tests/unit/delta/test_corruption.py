@@ -135,14 +135,29 @@ _ONE = [b"\x00"], [b"\x01", b"\x00", b"", b"", b""]
     [
         ([b"\x40"], _ONE[1], Counts(1), "gaps"),
         ([b"\x3f\x00"], [b"\x00", b"\x00", b"", b"", b""], Counts(2), "gaps"),
-        (_ONE[0], [b"\x02", b"\x00", b"", b"", b""], Counts(1), "last difference"),
-        (_ONE[0], [b"\x00", b"\x80", b"", b"", b""], Counts(1), "last difference"),
-        (_ONE[0], [b"\x00", b"\x01", b"", b"", b""], Counts(1), "as many"),
-        (_ONE[0], [b"\x00", b"\x00", b"\x01", b"", b""], Counts(1, 0, 1), "as many"),
-        (_ONE[0], [b"\x00", b"\x01", b"\xff", b"", b""], Counts(1, 0, 1), "wide"),
-        (_ONE[0], [b"\x00", b"\x01", b"\x01", b"\x01", b"\x01"], Counts(1, 0, 1, 1), "wide"),
-        (_ONE[0], [b"\x00", b"\x01", b"\xff", b"\x00", b"\x01"], Counts(1, 0, 1, 1), "wide"),
-        (_ONE[0], [b"\x00", b"\x01", b"\xff", b"\x01", b"\x80"], Counts(1, 0, 1, 1), "wide"),
+        (_ONE[0], [b"\x02", b"\x00", b"", b"", b""], Counts(1), "large or wide"),
+        (_ONE[0], [b"\x00", b"\x80", b"", b"", b""], Counts(1), "large or wide"),
+        (_ONE[0], [b"\x00", b"\x01", b"", b"", b""], Counts(1), "large or wide"),
+        (_ONE[0], [b"\x00", b"\x00", b"\x01", b"", b""], Counts(1, 0, 1), "large or wide"),
+        (_ONE[0], [b"\x00", b"\x01", b"\xff", b"", b""], Counts(1, 0, 1), "large or wide"),
+        (
+            _ONE[0],
+            [b"\x00", b"\x01", b"\x01", b"\x01", b"\x01"],
+            Counts(1, 0, 1, 1),
+            "large or wide",
+        ),
+        (
+            _ONE[0],
+            [b"\x00", b"\x01", b"\xff", b"\x00", b"\x01"],
+            Counts(1, 0, 1, 1),
+            "large or wide",
+        ),
+        (
+            _ONE[0],
+            [b"\x00", b"\x01", b"\xff", b"\x01", b"\x80"],
+            Counts(1, 0, 1, 1),
+            "large or wide",
+        ),
         (_ONE[0], _ONE[1], Counts(0), "impossible"),
         (_ONE[0], _ONE[1], Counts(65), "impossible"),
         (_ONE[0], _ONE[1], Counts(1, 1), "impossible"),
@@ -180,7 +195,7 @@ def test_skips_that_are_not_those_declared() -> None:
 
 @pytest.mark.parametrize(
     ("plane", "why"),
-    [(b"\x01", "marks 1 bits"), (b"\x0f", "more bits than 3"), (b"\xe0", "no element")],
+    [(b"\x01", "bitmap does not"), (b"\x0f", "bitmap does not"), (b"\xe0", "bitmap does not")],
 )
 def test_bitmaps_that_are_wrong(plane: bytes, why: str) -> None:
     more: dict[str, Any] = {

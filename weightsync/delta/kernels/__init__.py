@@ -6,18 +6,50 @@ with this module.
 
 from __future__ import annotations
 
-from types import ModuleType
+import threading
+from typing import TYPE_CHECKING
 
-from weightsync.delta.kernels import plain
+if TYPE_CHECKING:
+    from types import ModuleType
 
 __all__ = ["chosen", "warm_up"]
 
+_lock = threading.Lock()
+_chosen: list[ModuleType] = []
+
+
+def _choose() -> ModuleType:
+    try:
+        import numba
+    except ImportError:
+        from weightsync.delta.kernels import plain
+
+        return plain
+    if numba.config.DISABLE_JIT:
+        from weightsync.delta.kernels import plain
+
+        return plain
+    from weightsync.delta.kernels import compiled
+
+    return compiled
+
 
 def chosen() -> ModuleType:
-    """Return the module of kernels to use."""
-    return plain
+    """Return the module of kernels to use; the first call compiles them or loads them."""
+    if not _chosen:
+        with _lock:
+            if not _chosen:
+                _chosen.append(_choose())
+    return _chosen[0]
 
 
 def warm_up() -> str:
-    """Have all kernels ready, so that no push or apply waits for them; return which are used."""
-    return "numpy"
+    """Have all kernels ready, so that no push or apply waits for them.
+
+    The first time on a machine this takes some seconds where numba is installed; later ones load
+    the machine code from a folder of the user's.
+
+    Returns:
+        `compiled`, or `plain` for numpy's.
+    """
+    return chosen().__name__.rpartition(".")[2]

@@ -11,7 +11,13 @@ import numpy as np
 
 from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
 from weightsync.delta.errors import Broken
-from weightsync.delta.kernels.shapes import Coded
+from weightsync.delta.kernels.shapes import (
+    WRONG_BITMAP,
+    WRONG_GAPS,
+    WRONG_PLACES,
+    WRONG_SM,
+    Coded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from weightsync.delta.kernels.shapes import Bytes, Indices, Words
 
 __all__ = [
+    "add",
     "count",
     "decode_bitmap",
     "decode_gaps",
@@ -141,11 +148,11 @@ def decode_gaps(planes: Sequence[Bytes], elements: int, out: Indices) -> None:
         position = int(reached[-1])
         reached = reached[marks]
         if position >= elements or filled + len(reached) > len(out):
-            raise Broken("gaps mark more elements, or later ones, than the tensor has")
+            raise Broken(WRONG_GAPS)
         out[filled : filled + len(reached)] = reached
         filled += len(reached)
     if filled != len(out) or not marks[-1]:
-        raise Broken(f"gaps mark {filled} elements in place of {len(out)}, or end in a skip")
+        raise Broken(WRONG_GAPS)
 
 
 def decode_bitmap(plane: Bytes, elements: int, out: Indices) -> None:
@@ -158,11 +165,11 @@ def decode_bitmap(plane: Bytes, elements: int, out: Indices) -> None:
     for piece in _pieces(len(plane)):
         where = np.flatnonzero(np.unpackbits(plane[piece], bitorder="little"))
         if filled + len(where) > len(out):
-            raise Broken(f"the bitmap marks more bits than {len(out)}")
+            raise Broken(WRONG_BITMAP)
         out[filled : filled + len(where)] = where + 8 * piece.start
         filled += len(where)
     if filled != len(out) or (filled and out[-1] >= elements):
-        raise Broken(f"the bitmap marks {filled} bits in place of {len(out)}, or one of no element")
+        raise Broken(WRONG_BITMAP)
 
 
 def decode_sm(planes: Sequence[Bytes], out: Words) -> None:
@@ -178,17 +185,17 @@ def decode_sm(planes: Sequence[Bytes], out: Words) -> None:
     """
     bits = [np.unpackbits(plane, bitorder="little") for plane in planes[:2]]
     if any(plane[len(out) :].any() for plane in bits):
-        raise Broken("bits after the last difference are set")
+        raise Broken(WRONG_SM)
     negative, large = (plane[: len(out)].astype(bool) for plane in bits)
     if np.count_nonzero(large) != len(planes[2]):
-        raise Broken("large differences are not as many as their magnitudes")
+        raise Broken(WRONG_SM)
     beyond = planes[2].astype(np.uint16) + np.uint16(2)
     wide = planes[2] == 255
     if np.count_nonzero(wide) != len(planes[3]):
-        raise Broken("wide differences are not as many as their magnitudes")
+        raise Broken(WRONG_SM)
     magnitude = planes[3].astype(np.uint16) | planes[4].astype(np.uint16) << np.uint16(8)
     if len(magnitude) and (magnitude.min() <= 256 or magnitude.max() > 1 << 15):
-        raise Broken("a wide difference is none")
+        raise Broken(WRONG_SM)
     beyond[wide] = magnitude
     out[:] = 1
     out[large] = beyond
@@ -226,7 +233,7 @@ def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
     """
     words = _words(target, value.itemsize)
     if len(index) and not 0 <= index.min() <= index.max() < len(words):
-        raise Broken(f"positions lie outside of {len(words)} elements")
+        raise Broken(WRONG_PLACES)
     for piece in _pieces(len(index)):
         old[piece] = words[index[piece]]
         words[index[piece]] = value[piece]

@@ -12,7 +12,22 @@ if TYPE_CHECKING:
 
     from weightsync.delta.coding import Counts
 
-__all__ = ["Bytes", "Coded", "Indices", "Words"]
+__all__ = [
+    "WRONG_BITMAP",
+    "WRONG_GAPS",
+    "WRONG_PLACES",
+    "WRONG_SM",
+    "Bytes",
+    "Coded",
+    "Indices",
+    "Words",
+]
+
+#: What kernels say is wrong.
+WRONG_BITMAP = "its bitmap does not mark as many elements as declared, or marks one beyond the end"
+WRONG_GAPS = "its gaps do not mark as many elements as declared, or mark one beyond the end"
+WRONG_PLACES = "a position lies outside of the tensor"
+WRONG_SM = "its large or wide differences are not as many as declared, or no such"
 
 #: Contiguous bytes.
 Bytes = NDArray[np.uint8]
