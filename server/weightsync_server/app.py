@@ -31,7 +31,13 @@ from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
-from weightsync_server.versions import ModelVersions, Retention, Scrubber, SegmentBudget
+from weightsync_server.versions import (
+    ChainLimits,
+    ModelVersions,
+    Retention,
+    Scrubber,
+    SegmentBudget,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -116,6 +122,7 @@ class App:
         store = open_store(settings.store_url)
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
         stack.push_async_callback(versions.close)
+        versions.folder.on_fold = metrics.deltas.count_fold
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
@@ -161,6 +168,7 @@ class App:
             slots=settings.slots,
             disk_floor_bytes=settings.disk_floor_bytes,
             retention=Retention(settings.retain_versions, settings.retain_bytes),
+            chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
             reserved=_CHECKPOINT_VERSION,
         )
         await versions.open(records)
@@ -298,6 +306,10 @@ def _track(
         commit = versions.get(versions.live).commit if versions.live else None
         return commit.commit_time_ns if commit else 0
 
+    def chain() -> int:
+        newest = versions.find(versions.newest)
+        return len(newest.chain) - 1 if newest is not None else 0
+
     def slots(*states: str) -> int:
         return sum(slot.state in states for slot in versions.slots_status())
 
@@ -331,6 +343,11 @@ def _track(
         "weightsync_damaged_versions",
         "Committed versions that are damaged in the store.",
         lambda: sum(bool(record.damaged) for record in versions.list()),
+    )
+    metrics.track(
+        "weightsync_delta_chain_length",
+        "Deltas of which the newest version is made; 0: none.",
+        chain,
     )
     metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
     metrics.track(

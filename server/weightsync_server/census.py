@@ -73,8 +73,7 @@ class Census:
     def _wrong(self) -> Iterator[tuple[str, str]]:
         """Yield label and sentence of everything that must not be."""
         budget, versions = self._budget, self._versions
-        held = sum(slot.reserved_bytes for slot in versions.pool.slots)
-        stray = budget.reserved - held - versions.keeper.retired_bytes
+        stray = budget.reserved - versions.pool.reserved_bytes - versions.keeper.retired_bytes
         if stray:
             yield "no_leak", f"{stray} bytes of segments are reserved and in no slot"
         if budget.reserved > budget.limit:

@@ -15,9 +15,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import choose_encoder
 
 from weightsync import __version__
+from weightsync_server.delta_metrics import DeltaMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from weightsync_server.versions import DeltaCounts
 
 __all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
 
@@ -39,6 +42,11 @@ _PHASES = (
     ("receive", LONG_BUCKETS, "Time from the first byte of a push to its last."),
     ("digest", LONG_BUCKETS, "Time to digest one shard."),
     ("persist", LONG_BUCKETS, "Time to write one shard durably."),
+    (
+        "patch",
+        LONG_BUCKETS,
+        "Time to make a version of a delta whose bytes are here, and prove it.",
+    ),
     ("prepare", LONG_BUCKETS, "Time to map, match and digest a version on all ranks."),
     ("pause", PAUSE_BUCKETS, "Time from the request to pause until the engine stands still."),
     ("commit", PAUSE_BUCKETS, "Time to write parameters, slowest rank."),
@@ -92,6 +100,7 @@ class Metrics:
         )
         for invariant in INVARIANTS:
             self._violations.labels(invariant)
+        self.deltas = DeltaMetrics(model, self.registry)
         self._state()
         info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
         info.labels(__version__).set(1)
@@ -139,6 +148,14 @@ class Metrics:
         self._applies.labels(self._model, outcome).inc()
         if outcome == "applied":
             self._last_apply.set_to_current_time()
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+        self.deltas.count(counts)
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push of a trainer that would have sent a delta, and why it did not."""
+        self.deltas.count_fallback(reason)
 
     def add_received(self, size: int) -> None:
         """Count received bytes."""

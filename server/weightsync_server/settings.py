@@ -87,6 +87,12 @@ class Settings(BaseSettings):
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
+    delta_chain_length: int = Field(
+        32, ge=1, description="Deltas in a row before a version is kept in full in the background."
+    )
+    delta_chain_share: float = Field(
+        0.5, gt=0, description="The same for their bytes, as a share of those of a whole version."
+    )
     scrub_bytes_per_s: int = Field(
         32 << 20, ge=0, description="How fast stored versions are checked for damage; 0: never."
     )

@@ -84,19 +84,22 @@ class _Child:
             self._send(answer, blob)
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
-        op, size = request["op"], request["size"]
-        fills = op in ("load", "restore")
-        fault = read_fault if fills else write_fault
+        fault = read_fault if request["fills"] else write_fault
         if len(fds) != request["fds"]:
             # The kernel drops descriptors that would exceed the limit, and says so to nobody.
             for fd in fds:
                 os.close(fd)
             error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise fault(error, "handing a segment to a fetcher")
-        lent = self._maps.use(request["segment"], fds.pop(0), request["capacity"], writable=fills)
         try:
-            with lent as view, view[:size] as part:
-                return self._act(request, part, fds, stop)
+            with contextlib.ExitStack() as lent:
+                views = []
+                for at, (name, capacity) in enumerate(request["segments"]):
+                    writable = request["fills"] and at == 0
+                    use = self._maps.use(name, fds.pop(0), capacity, writable=writable)
+                    views.append(lent.enter_context(use))
+                views[0] = lent.enter_context(views[0][: request["size"]])
+                return self._act(request, views, fds, stop)
         except OSError as error:
             raise fault(error, "mapping a segment") from error
         finally:
@@ -104,12 +107,21 @@ class _Child:
                 os.close(fd)
 
     def _act(
-        self, request: dict[str, Any], view: memoryview, fds: list[int], stop: threading.Event
+        self,
+        request: dict[str, Any],
+        views: list[memoryview],
+        fds: list[int],
+        stop: threading.Event,
     ) -> bytes:
-        op = request["op"]
+        op, view = request["op"], views[0]
+        if "delta" in request:
+            return self._on_delta(request, views, fds, stop)
         shard = ShardEntry(*request["shard"]) if "shard" in request else None
         if shard is not None:
             return _on_shard(request, shard, view, stop)
+        if op == "copy":
+            tasks.copy(views[1], view, stop)
+            return b""
         if op == "persist":
             tasks.persist(view, request["target"], request["temporary"], stop)
             return b""
@@ -118,6 +130,27 @@ class _Child:
             return b""
         msg = f"unknown op {op!r}"
         raise ValueError(msg)
+
+    def _on_delta(
+        self,
+        request: dict[str, Any],
+        views: list[memoryview],
+        fds: list[int],
+        stop: threading.Event,
+    ) -> bytes:
+        # Not at the top: numpy and the codec are only for who gets deltas.
+        from weightsync_server.fetchers import patching
+
+        shard = ShardEntry(*request["delta"])
+        fd = self._open(request["source"], fds) if "source" in request else None
+        source = views[-1][: shard.size] if fd is None else patching.read(fd, shard, stop)
+        layouts = request["segments"]
+        if request["op"] == "inspect":
+            canonical = patching.canonical(layouts[0][0], views[0])
+            return patching.inspect(canonical, source, stop)
+        canonical = patching.canonical(layouts[1][0], views[1])
+        patching.patch(views[0], request["index"], canonical, source, stop)
+        return b""
 
     def _open(self, path: str, fds: list[int]) -> int:
         try:

@@ -12,10 +12,10 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
-from weightsync_server.ingest.checks import check_begin, check_digest
+from weightsync_server.ingest.checks import check_begin, check_digest, refused
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
-from weightsync_server.ingest.opening import start
+from weightsync_server.ingest.opening import base_of, start
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.resuming import Survivors, loaded, wake
 from weightsync_server.ingest.shares import Shares
@@ -222,6 +222,8 @@ class Pushes:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
         push.check_open()
+        if push.delta is not None and not request.content_digest:
+            raise refused("the commit of a delta needs content_digest, that of the new version")
         if push.committed is not None:
             self._check_same(push.committed, request)
             return push.again()
@@ -269,6 +271,14 @@ class Pushes:
                     f"the idempotency key belongs to a push of version {push.record.version}; "
                     "choose another key",
                 )
+            delta = request.kind == pb.PUSH_KIND_DELTA
+            if push.committed is None and delta != (push.delta is not None):
+                raise WeightSyncError(
+                    Reason.VERSION_CONFLICT,
+                    "the idempotency key belongs to an open push of another kind; abort that one, "
+                    "or choose another key",
+                    metadata={"push_id": push.id},
+                )
             await wake(push, deadline_s)
             return push
         return None
@@ -290,9 +300,13 @@ class Pushes:
             )
         version = request.version or versions.next_version()
         existing = self._existing(versions, version)
+        base = base_of(versions, request)
         record = versions.unlisted(version, epoch, dict(request.metadata))
         push = Push(versions, record, request, self.limits, self.meters, self._on_end)
         push.existing = existing
+        push.based_on(base)
+        if request.fallback_reason:
+            self.meters.count_fallback(request.fallback_reason)
         self._open[push.id] = push
         if existing is None:
             record.missing = partial(missing, push)

@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_version
+from weightsync.manifest import Manifest
 from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
-    from weightsync.manifest import Manifest
     from weightsync_server.ingest.push import Push
 
 __all__ = ["proceed", "seal"]
@@ -48,9 +48,16 @@ async def _seal(push: Push) -> Manifest:
                 [upload.entry for upload in ordered],
                 [upload.tensors or () for upload in ordered],
             )
-        manifest = await push.versions.seal(layout, found)
+        if push.delta is not None:
+            manifest = await push.delta.build(Manifest(layout, tuple(found)))
+        else:
+            manifest = await push.versions.seal(layout, found)
     except WeightSyncError as error:
-        push.fail(error)
+        if error.reason in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
+            # The next commit tries again.
+            push.sealing = None
+        else:
+            push.fail(error)
         raise
     if push.existing is None and push.error is None:
         push.versions.staged(push.record, manifest)

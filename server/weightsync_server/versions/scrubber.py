@@ -49,12 +49,15 @@ class Scrubber:
 
     async def scrub(self, record: VersionRecord) -> None:
         """Digest a stored version and note what is wrong with it."""
+        base = record.base
         try:
             await self._check(record)
             damage = ""
         except (WeightSyncError, OSError) as error:
-            if self._versions.find(record.version) is not record:
-                return  # It was deleted meanwhile.
+            async with self._versions.builder.lock:
+                folded = record.base is not base
+            if folded or self._versions.find(record.version) is not record:
+                return  # It was deleted meanwhile, or is kept in full now.
             damage = getattr(error, "message", None) or str(error)
         if damage and not record.damaged:
             logger.error("version %d is damaged in the store: %s", record.version, damage)
@@ -63,11 +66,14 @@ class Scrubber:
         record.damaged = damage
 
     async def _check(self, record: VersionRecord) -> None:
-        store = self._versions.store
-        manifest = await store.manifest(record.model, record.version)
+        store, delta = self._versions.store, record.base is not None
+        if delta:
+            manifest = await store.delta(record.model, record.version)
+        else:
+            manifest = await store.manifest(record.model, record.version)
         digests = iter(manifest.digests)
         for shard, tensors in enumerate(manifest.layout.by_shard):
-            source = store.shard_source(record.model, record.version, shard)
+            source = store.shard_source(record.model, record.version, shard, delta=delta)
             if source is None:
                 return
             expected = [next(digests) for _ in tensors]
