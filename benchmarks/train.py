@@ -10,9 +10,9 @@ wire_bytes         what the push sent
 ratio_to_dense     a push in full over that
 bytes_per_change   what the push sent for each changed element
 push_s, pause_s    until the commit was acknowledged; without generation during the apply
-bitwise_equal      whether the live parameters after the last step, by a SHA-256 of all of them, are
-                   those that vLLM itself reloads from a checkpoint of the trainer's weights
-full_pushes        steps that were pushed in full; the first of each run is, and is in no other figure
+bitwise_equal      whether the live parameters after the last step, by a SHA-256 of all of them,
+                   are those that vLLM itself reloads from a checkpoint of the trainer's weights
+full_pushes        steps that were pushed in full; the first of each run is, and counts nowhere else
 rows               changed_fraction and wire_bytes of each step
 """
 
