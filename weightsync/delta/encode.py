@@ -300,7 +300,9 @@ def _assemble(
 
 
 def encode_shard(
-    items: Sequence[Item | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]],
+    items: Sequence[
+        Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+    ],
     *,
     zstd: bool,
     base_content_digest: str,

@@ -72,9 +72,7 @@ class Changes:
             self.index.ndim == 1
             and len(self.index) == len(self.before) == len(self.after)
             and self.before.dtype == self.after.dtype == np.dtype(f"<u{width}")
-            and (
-                not len(self.index) or (self.index[0] >= 0 and self.index[-1] < self.size // width)
-            )
+            and bool(np.all(self.index[:1] >= 0) and np.all(self.index[-1:] < elements))
             and bool(np.all(self.index[1:] > self.index[:-1]))
             and not bool(np.any(self.before == self.after))
         )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from weightsync.delta import EncodedShard, Encoder
 from weightsync.delta.coding import element_width
 from weightsync.digest import content_digest
-from weightsync_client.deltas.snapshot import Held, room_for
+from weightsync_client.deltas.room import room_for
+from weightsync_client.deltas.snapshot import Held
 from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.shards import Shard, blob_shard
 from weightsync_client.tensors import Scratch
@@ -139,8 +140,9 @@ class DeltaShards(Iterable[Shard]):
             )
 
     def close(self) -> None:
-        """End the threads that encode."""
+        """End the threads that encode, and let go of what they have left."""
         self._encoder.close()
+        self._base.forget()
 
     @property
     def blobs(self) -> list[NDArray[np.uint8]]:

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightsync.digest import content_digest
 from weightsync.errors import Reason
-from weightsync.memory import available_bytes
+from weightsync_client.deltas.room import roomy
 from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
 from weightsync_client.tensors import Scratch
@@ -22,25 +22,39 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from weightsync.manifest import Layout
-    from weightsync_client.deltas.held import HostTensor
+    from weightsync_client.deltas.held import HeldTensor
     from weightsync_client.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["Held", "Snapshot", "Taking", "read_held", "room_for"]
+__all__ = ["Held", "Snapshot", "Taking", "read_held"]
 
 logger = logging.getLogger(__name__)
 
-#: Left to everything else: an eighth of what is asked for, and this much at least.
-_MARGIN = 256 << 20
 _TURN_S = 0.1
 
 
-def room_for(size: int) -> bool:
-    """Return whether the host and the cgroups around this process can well do without `size`."""
-    return size + max(size // 8, _MARGIN) <= available_bytes()
+def _make(
+    tensors: Iterable[SourceTensor], devices: frozenset[torch.device | None]
+) -> dict[str, HeldTensor]:
+    """Return memory for tensors: on those devices, else on the host.
+
+    Raises:
+        MemoryError: There is none, for all that was counted.
+    """
+    from weightsync_client.deltas.held import HostTensor
+
+    if not devices:
+        return {tensor.name: HostTensor(tensor) for tensor in tensors}
+    from weightsync_client.deltas.device import DeviceTensor
+
+    return {
+        tensor.name: DeviceTensor(tensor) if tensor.device in devices else HostTensor(tensor)
+        for tensor in tensors
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +73,12 @@ class Held:
     content_digest: str
     signature: str
     run_id: str
-    tensors: Mapping[str, HostTensor]
+    tensors: Mapping[str, HeldTensor]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.data.nbytes for tensor in self.tensors.values())
+    def forget(self) -> None:
+        """Let go of what a delta that was not committed has left."""
+        for tensor in self.tensors.values():
+            tensor.forget()
 
 
 def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
@@ -73,15 +87,15 @@ def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
     Raises:
         ClientError: MEMORY_EXHAUSTED.
     """
-    from weightsync_client.deltas.held import HostTensor
-
-    if not room_for(layout.size):
+    devices, enough = roomy(tensors)
+    if not enough:
         raise refuse(
             Reason.MEMORY_EXHAUSTED,
             f"there is no room for a copy of {layout.size} bytes; free memory, or push in full",
         )
-    scratch = Scratch()
-    held = {tensor.name: HostTensor.of(tensor, scratch) for tensor in tensors}
+    scratch, held = Scratch(), _make(tensors, devices)
+    for tensor in tensors:
+        held[tensor.name].fill(tensor, scratch)
     digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
     return Held(0, digest, layout.signature, "", held)
 
@@ -89,11 +103,9 @@ def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
 class Taking:
     """Bytes of a version that is being sent; they become a snapshot once it is committed."""
 
-    def __init__(self, layout: Layout, tensors: Sequence[SourceTensor]) -> None:
-        from weightsync_client.deltas.held import HostTensor
-
+    def __init__(self, layout: Layout, tensors: Mapping[str, HeldTensor]) -> None:
         self._signature = layout.signature
-        self._tensors = {tensor.name: HostTensor(tensor) for tensor in tensors}
+        self._tensors = tensors
 
     def keep(self, name: str, offset: int, piece: memoryview) -> None:
         """Take bytes of one tensor as they are sent."""
@@ -104,7 +116,7 @@ class Taking:
         if digests.keys() != self._tensors.keys():
             return None
         for name, tensor in self._tensors.items():
-            tensor.digest = digests[name]
+            tensor.seal(digests[name])
         return Held(result.version, result.content_digest, self._signature, run_id, self._tensors)
 
 
@@ -169,12 +181,15 @@ class Snapshot:
 
     def take(self, layout: Layout, tensors: Sequence[SourceTensor]) -> Taking | None:
         """Return where the bytes of a push in full are kept; None where there is no room."""
-        if self.held is not None and not room_for(layout.size):
+        devices, enough = roomy(tensors)
+        wanted = {tensor.device for tensor in tensors if tensor.device is not None}
+        if self.held is not None and not (enough and devices >= wanted):
             self.held = None
-        if not room_for(layout.size):
+            devices, enough = roomy(tensors)
+        if not enough:
             return None
         try:
-            return Taking(layout, tensors)
+            return Taking(layout, _make(tensors, devices))
         except MemoryError:
             return None
 

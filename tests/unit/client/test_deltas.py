@@ -28,7 +28,7 @@ from weightsync_client import (
     RefusedError,
     UnavailableError,
 )
-from weightsync_client.deltas import encoding, snapshot
+from weightsync_client.deltas import encoding, room
 from weightsync_client.deltas.held import HostTensor
 
 Tensors = dict[str, torch.Tensor]
@@ -241,7 +241,7 @@ def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
     client.push(tensors)
     held = client._memory.snapshot.held
     assert held is not None
-    held.tensors["layers.0.weight"].data[77] ^= 4
+    held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
     step(tensors, 1)
     result = client.push(tensors)
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.REFUSED)
@@ -255,7 +255,7 @@ def test_a_source_that_was_freed_is_not_read_again(client: Client) -> None:
     client.push(tensors)
     held = client._memory.snapshot.held
     assert held is not None
-    held.tensors["layers.0.weight"].data[77] ^= 4
+    held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
     step(tensors, 1)
     handle = client.push_async(tensors)
     with pytest.raises(InvalidError) as caught:
@@ -268,7 +268,7 @@ def test_a_source_that_was_freed_is_not_read_again(client: Client) -> None:
 def test_without_room_for_a_copy_every_push_is_full(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "available_bytes", lambda: 300 << 20)
+    monkeypatch.setattr(room, "available_bytes", lambda: 300 << 20)
     tensors = model(count=1, elements=40 << 20)
     for _ in range(2):
         result = client.push(tensors)
