@@ -114,7 +114,9 @@ def test_pushes_from_a_device(client: Client, servicer: Any) -> None:
             assert all(t._next is None for t in held.tensors.values())  # type: ignore[attr-defined] # as checked
         result = client.push(tensors)
         assert result.kind is PushKind.DELTA
-        upload = next(u for u in servicer.uploads.values() if u.version == result.version)
+        upload = next(
+            u for u in servicer.uploads.values() if u.commit and u.version == result.version
+        )
         for tensor, digest in zip(
             upload.manifest.layout.tensors, upload.manifest.digests, strict=True
         ):
