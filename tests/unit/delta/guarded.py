@@ -105,7 +105,9 @@ def check_encoders() -> int:
                 base, new = _pair(rng, width, elements, density, kind)
                 for at_end in (True, False):
                     before, after = (guarded_copy(each, at_end=at_end) for each in (base, new))
-                    assert compiled.count(before, after, width) == plain.count(base, new, width)
+                    for each in ((64, 64), (1024, 1024), (1024, 5000), (100, 101)):
+                        theirs = plain.count(base, new, width, *each)
+                        assert compiled.count(before, after, width, *each) == theirs
                     for where in _WHERE:
                         for what in (Values.ABS, Values.SM) if width == 2 else (Values.ABS,):
                             coding = Coding(where, what)

@@ -88,11 +88,10 @@ def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: 
         arena.room(2 + at, used, more)
 
 
-def count(base: Bytes, new: Bytes, width: int) -> int:
-    """Return how many elements differ."""
-    scratch = _address(_arena.scratch)
-    elements = len(new) // width
-    found: int = encoding.count_changes(_address(base), _address(new), elements, width, scratch)
+def count(base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
+    """Return how many elements differ in runs that begin every `stride` elements."""
+    facts = len(new) // width, width, run, stride, _address(_arena.scratch)
+    found: int = encoding.count_changes(_address(base), _address(new), *facts)
     return found
 
 

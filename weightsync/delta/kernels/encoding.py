@@ -388,11 +388,23 @@ def encode_piece(
 
 
 @kernel
-def count_changes(base: Any, new: Any, elements: Any, width: Any, scratch: Any) -> Any:
-    """Return how many elements differ; see `encode_piece`."""
+def count_changes(
+    base: Any, new: Any, elements: Any, width: Any, run: Any, stride: Any, scratch: Any
+) -> Any:
+    """Return how many elements differ in runs that begin every `stride` elements.
+
+    Args:
+        base: Address of the tensor before.
+        new: Address of the tensor after.
+        elements: Elements of the tensor.
+        width: Bytes per element.
+        run: Elements of a run, at most BLOCK; the last may be shorter.
+        stride: Elements from one beginning to the next.
+        scratch: Address of SCRATCH bytes.
+    """
     count = 0
-    for at in range(0, elements, BLOCK):
-        block = min(BLOCK, elements - at)
+    for at in range(0, elements, stride):
+        block = min(run, elements - at)
         words, left = block // _GROUP, block % _GROUP
         here, there = base + at * width, new + at * width
         _differ(here, there, words, width, scratch + _MASKS)
