@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.unit.server.versions.world import Shard, content, make_shard
+from tests.unit.server.versions.world import Shard, Tensor, content, make_shard
 from weightsync.delta import encode_shard
 from weightsync.digest import tensor_digest
 from weightsync.layout import DTYPE_BITS, check_shard, check_version, parse_header
@@ -14,11 +14,21 @@ from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from weightsync.manifest import Layout
+    from weightsync.v1 import weightsync_pb2_grpc
 
-__all__ = ["as_shard", "delta_begin", "delta_of", "every_dtype", "layout_of", "stepped"]
+__all__ = [
+    "as_shard",
+    "delta_begin",
+    "delta_of",
+    "every_dtype",
+    "layout_of",
+    "pulled",
+    "push_version",
+    "stepped",
+]
 
 
 def every_dtype(seed: int = 0, shards: int = 3, elements: int = 600) -> list[Shard]:
@@ -26,7 +36,7 @@ def every_dtype(seed: int = 0, shards: int = 3, elements: int = 600) -> list[Sha
     random = np.random.default_rng(seed)
     made = []
     for index in range(shards):
-        tensors = [
+        tensors: list[Tensor] = [
             (f"s{index}.{dtype}", dtype, (elements,), random.bytes(elements * bits // 8))
             for dtype, bits in DTYPE_BITS.items()
         ]
@@ -118,3 +128,46 @@ def delta_begin(base: Sequence[Shard], **fields: Any) -> dict[str, Any]:
         "base_content_digest": content(base),
         **fields,
     }
+
+
+def push_version(
+    stub: weightsync_pb2_grpc.WeightSyncStub,
+    shards: Sequence[Shard],
+    commit: str,
+    **begin: Any,
+) -> pb.CommitPushResponse:
+    """Push shards from wherever the server has them on, as a stock client does.
+
+    Args:
+        stub: Of the server.
+        shards: In full or of a delta.
+        commit: Content digest of the new version.
+        **begin: Fields of the begin.
+    """
+    request = pb.BeginPushRequest(**{"model": "default", "shard_count": len(shards), **begin})
+    begun = stub.BeginPush(request, timeout=30)
+    if begun.HasField("committed"):
+        return begun.committed
+    offsets = {progress.shard: progress.received_bytes for progress in begun.shards}
+
+    def messages() -> Iterator[pb.PushWeightsRequest]:
+        yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))
+        for shard in shards:
+            yield from shard.layout()
+            yield from shard.chunks(2000, offsets.get(shard.index, 0))
+            yield from shard.given()
+        yield pb.PushWeightsRequest(commit=pb.CommitPushRequest(content_digest=commit))
+
+    return stub.PushWeights(messages(), timeout=60).commit
+
+
+def pulled(stub: weightsync_pb2_grpc.WeightSyncStub, version: int) -> list[bytes]:
+    """Return the bytes of every shard of a version, as PullWeights sends them."""
+    shards: dict[int, bytearray] = {}
+    request = pb.PullWeightsRequest(model="default", version=version)
+    for message in stub.PullWeights(request, timeout=60):
+        if message.HasField("chunk"):
+            data = shards.setdefault(message.chunk.shard, bytearray())
+            assert message.chunk.offset == len(data)
+            data += message.chunk.data
+    return [bytes(shards[index]) for index in sorted(shards)]

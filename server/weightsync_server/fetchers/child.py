@@ -27,6 +27,7 @@ from weightsync_server.fetchers.maps import MAX_MAPS, Maps
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_OF_DELTAS = ("copy", "inspect", "patch")
 
 
 class _Child:
@@ -114,14 +115,11 @@ class _Child:
         stop: threading.Event,
     ) -> bytes:
         op, view = request["op"], views[0]
-        if "delta" in request:
+        if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
         shard = ShardEntry(*request["shard"]) if "shard" in request else None
         if shard is not None:
             return _on_shard(request, shard, view, stop)
-        if op == "copy":
-            tasks.copy(views[1], view, stop)
-            return b""
         if op == "persist":
             tasks.persist(view, request["target"], request["temporary"], stop)
             return b""
@@ -141,6 +139,10 @@ class _Child:
         # Not at the top: numpy and the codec are only for who gets deltas.
         from weightsync_server.fetchers import patching
 
+        patching.warm()
+        if request["op"] == "copy":
+            patching.copy(views[1], views[0], stop)
+            return b""
         shard = ShardEntry(*request["delta"])
         fd = self._open(request["source"], fds) if "source" in request else None
         source = views[-1][: shard.size] if fd is None else patching.read(fd, shard, stop)

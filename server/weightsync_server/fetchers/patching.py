@@ -1,4 +1,4 @@
-"""What a fetcher does with a delta shard: prove it, and change canonical shards as it tells."""
+"""What a fetcher does for deltas: lay a base, prove delta shards, change shards as they tell."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weightsync import failpoints
-from weightsync.delta import apply_change, parse_shard
+from weightsync.delta import apply_change, parse_shard, warm_up
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync_server.changes import CODINGS, Change, DeltaTold, pack_changes
@@ -22,10 +23,12 @@ from weightsync_server.fetchers.tasks import PIECE, look
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
+
     from weightsync.delta import TensorChange
     from weightsync.manifest import Layout, ShardEntry
 
-__all__ = ["Canonical", "canonical", "inspect", "patch", "read"]
+__all__ = ["Canonical", "canonical", "copy", "inspect", "patch", "read", "warm"]
 
 #: Layouts that are kept: a run has one.
 _KEPT = 2
@@ -49,6 +52,12 @@ class Canonical:
 
 _known: OrderedDict[str, Canonical] = OrderedDict()
 _lock = threading.Lock()
+
+
+@cache
+def warm() -> None:
+    """Begin to load the codec's kernels, beside what must be done before they are needed."""
+    threading.Thread(target=warm_up, name="kernels", daemon=True).start()
 
 
 def canonical(name: str, view: memoryview) -> Canonical:
@@ -95,6 +104,21 @@ def read(fd: int, shard: ShardEntry, stop: threading.Event) -> memoryview:
     return view
 
 
+def copy(source: memoryview, view: memoryview, stop: threading.Event) -> None:
+    """Fill `view` with as many bytes of `source`.
+
+    Raises:
+        Cancelled: The server no longer wants it.
+    """
+    failpoints.hit("fetcher.copy")
+    ours, theirs = _array(view), _array(source)
+    for at in range(0, len(ours), PIECE):
+        look(stop)
+        piece = ours[at : at + PIECE]
+        # Releases the GIL, as a copy between views does not.
+        np.copyto(piece, theirs[at : at + len(piece)])
+
+
 def inspect(known: Canonical, source: memoryview, stop: threading.Event) -> bytes:
     """Check every byte of a delta shard and return what it changes, as `pack_changes` does.
 
@@ -121,12 +145,17 @@ def patch(
     delta = parse_shard(source, known.kinds)
     start = known.layout.shards[index].data_start
     failpoints.hit("delta.patch")
-    data = np.frombuffer(view, np.uint8)
+    data = _array(view)
     for name, change in delta.changes.items():
         tensor = known.layout.tensors[known.places[name]]
         if tensor.shard == index:
             look(stop)
             apply_change(change, data[start + tensor.begin : start + tensor.end])
+
+
+def _array(view: memoryview) -> NDArray[np.uint8]:
+    # Of a slice of its own: an array that a traceback still holds must not keep the view.
+    return np.frombuffer(view[:], np.uint8)
 
 
 def _change(known: Canonical, change: TensorChange) -> Change:

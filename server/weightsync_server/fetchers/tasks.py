@@ -1,4 +1,4 @@
-"""What a fetcher does with a segment: digest it, write it to a file, fill it."""
+"""What a fetcher does with a segment: digest it, write it to a file, fill it from a file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import ShardEntry
 
-__all__ = ["PIECE", "Cancelled", "copy", "digest", "load", "look", "persist"]
+__all__ = ["PIECE", "Cancelled", "digest", "load", "look", "persist"]
 
 #: Bytes between two looks at whether the server still wants the result.
 PIECE = 16 << 20
-_COPIED = 1 << 20
 
 
 class Cancelled(Exception):  # noqa: N818 - no error: the server asked for it
@@ -109,20 +108,6 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
         if isinstance(error, OSError):
             raise write_fault(error, what) from error
         raise
-
-
-def copy(source: memoryview, view: memoryview, stop: threading.Event) -> None:
-    """Fill `view` with as many bytes of `source`.
-
-    Raises:
-        Cancelled: The server no longer wants it.
-    """
-    failpoints.hit("fetcher.copy")
-    for at in range(0, len(view), _COPIED):
-        look(stop)
-        # In pieces, because a copy holds the GIL, and the main thread must answer.
-        end = min(at + _COPIED, len(view))
-        view[at:end] = source[at:end]
 
 
 def load(fd: int, view: memoryview, stop: threading.Event) -> None:

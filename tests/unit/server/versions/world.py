@@ -309,7 +309,7 @@ class Threads:
 
     async def copy(self, source: Segment, size: int, segment: Segment) -> None:
         views = memoryview(source.view)[:size], memoryview(segment.view)[:size]
-        await in_thread(tasks.copy, *views, threading.Event())
+        await in_thread(patching.copy, *views, threading.Event())
 
     async def inspect(
         self, layout: Segment, shard: ShardEntry, source: Segment | str
