@@ -187,7 +187,6 @@ class Delivery:
 
         snapshot, source = self._memory.snapshot, self._source
         base = snapshot.base_of(layout, self._run_id)
-        self._memory.warmth.wait()
         zstd = self._compress == "always" or (self._compress == "auto" and self._memory.pace.slow)
         ratio = sampled_ratio(source.tensors, base, zstd=zstd)
         if ratio > PAYS_BELOW:

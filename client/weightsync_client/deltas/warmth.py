@@ -8,23 +8,18 @@ __all__ = ["Warmth"]
 
 
 class Warmth:
-    """Compiles the codec's kernels in a thread of its own, once."""
+    """Compiles the codec's kernels in a thread of its own, once; until then it is slower."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> threading.Thread:
-        """Begin, unless it was begun, and return the thread that does it."""
+    def start(self) -> None:
+        """Begin, unless it was begun; returns at once."""
+        from weightsync.delta import warm_up
+
         with self._lock:
             if self._thread is None:
-                from weightsync.delta import warm_up
-
                 # No daemon: a compiler that is torn down with the interpreter may crash it.
                 self._thread = threading.Thread(target=warm_up, name="weightsync-warm-up")
                 self._thread.start()
-            return self._thread
-
-    def wait(self) -> None:
-        """Return when the kernels are ready."""
-        self.start().join()
