@@ -102,7 +102,7 @@ def test_the_model_learns_while_it_generates(demo: Demo) -> None:
     assert losses[-1] < losses[0] / 5, output
     # All of the first version is sent, and of the others what changed.
     assert shares[0] == 100, output
-    assert max(shares[1:]) < 60, output
+    assert max(shares[1:]) < 70, output
     assert texts[0] != SENTENCE.strip(), output
     assert texts[-1] == SENTENCE.strip(), output
 

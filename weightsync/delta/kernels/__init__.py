@@ -37,7 +37,7 @@ def _choose() -> ModuleType:
 def chosen() -> ModuleType:
     """Return the module of kernels to use; the first call compiles them or loads them.
 
-    While another thread does that, which can take a minute where processors are busy, numpy's serve.
+    While another thread does that, for seconds or on a busy host for a minute, numpy's serve.
     """
     if not _chosen and _lock.locked():
         from weightsync.delta.kernels import plain
