@@ -157,5 +157,5 @@ def test_every_limit_is_explained_with_its_default() -> None:
         else str(getattr(made, name))
         for name in rows
     }
-    prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_")
+    prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
     assert set(rows) == {name for name in Settings.model_fields if name.startswith(prefixes)}

@@ -19,11 +19,12 @@ from tests.unit.server.deltas.pushing import (
 from tests.unit.server.versions.world import Threads, World, begin, content, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.versions import Scrubber
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from weightsync.manifest import ShardEntry
+    from weightsync.manifest import Manifest, ShardEntry
     from weightsync.segments import Segment
 
 
@@ -250,3 +251,46 @@ async def test_a_version_that_is_not_durable_yet_can_be_staged(tmp_path: Path) -
         await here.pushes.commit(request)
         lease.release()
         assert here.versions.get(2).to_info().base_version == 1
+
+
+async def test_damaged_deltas_are_found_by_the_scrubber(tmp_path: Path) -> None:
+    contents = history(2)
+    async with world(tmp_path) as here:
+        await push_chain(here, contents)
+        scrubber = Scrubber(here.versions, 1 << 40)
+        record = here.versions.get(2)
+        await scrubber.scrub(record)
+        assert record.damaged == ""
+        path = tmp_path / "store" / "m" / "v2" / "delta-1.safetensors"
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        await scrubber.scrub(record)
+        assert "wsd1" in record.damaged
+        # No base any more, nor is what is based on it; what lies in memory is served all the same.
+        with pytest.raises(WeightSyncError, match="version 2 is damaged"):
+            await push_delta(here, contents[2], every_dtype(), 4)
+        await read_back(here, 3, contents[2])
+        path.write_bytes(data)
+        await scrubber.scrub(record)
+        assert record.damaged == ""
+
+
+async def test_a_fold_under_the_scrubber_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = history(1)
+    async with world(tmp_path) as here:
+        await push_chain(here, contents)
+        record = here.versions.get(2)
+        lease = await here.versions.stage(2, 20)
+        read = here.versions.store.delta
+
+        async def folded_meanwhile(model: str, version: int) -> Manifest:
+            manifest = await read(model, version)
+            await here.versions.folder._fold(record)
+            return manifest
+
+        monkeypatch.setattr(here.versions.store, "delta", folded_meanwhile)
+        await Scrubber(here.versions, 1 << 40).scrub(record)
+        assert (record.base, record.damaged) == (None, "")
+        lease.release()
