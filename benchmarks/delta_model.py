@@ -85,7 +85,8 @@ class Model:
     def make(cls, layers: int, vocabulary: int) -> Model:
         """Return a model without a content; `change` gives it one."""
         shapes = list(_shapes(layers, vocabulary))
-        base, new = (np.zeros(sum(math.prod(shape) for _, shape in shapes), "<u2") for _ in "ab")
+        total = sum(math.prod(shape) for _, shape in shapes)
+        base, new = (np.empty(total, "<u2") for _ in "ab")
         items, at = [], 0
         for name, shape in shapes:
             end = at + math.prod(shape)

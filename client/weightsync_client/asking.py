@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from weightsync.errors import Reason
 from weightsync_client import calls
 from weightsync_client.errors import ClientError, passing
 
@@ -52,19 +53,26 @@ class Asking:
     def begin(
         self, request: pb.BeginPushRequest, sizes: Mapping[int, int] | None
     ) -> pb.BeginPushResponse:
-        """Open a push, or join it by its key if its shards have the sizes of ours.
+        """Open a push, or join the one under its key; one of other bytes is dropped first.
 
         Args:
             request: The call.
             sizes: Bytes of each of our shards, by index; None: not known.
         """
         call = calls.begin_push(request, self._timeouts)
-        reply = self._persist(call)
-        ours = sizes is None or all(sizes.get(s.shard) == s.size_bytes for s in reply.shards)
-        if ours or reply.HasField("committed"):
-            return reply
+        try:
+            reply = self._persist(call)
+        except ClientError as error:
+            if error.reason is not Reason.VERSION_CONFLICT or "push_id" not in error.metadata:
+                raise
+            other = error.metadata["push_id"]
+        else:
+            ours = sizes is None or all(sizes.get(s.shard) == s.size_bytes for s in reply.shards)
+            if ours or reply.HasField("committed"):
+                return reply
+            other = reply.push_id
         # Under the caller's key lies a try with other bytes: in full, or as a delta.
-        self._persist(calls.abort_push(reply.push_id, self._timeouts))
+        self._persist(calls.abort_push(other, self._timeouts))
         return self._persist(call)
 
     def get(self, push_id: str) -> pb.GetPushResponse:

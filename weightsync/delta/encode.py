@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "encode_shard"]
+__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "choose_coding", "encode_shard"]
 
 #: Density from which the next coding of positions is the smaller one.
 _GAP8_FROM, _BITMAP_FROM = 0.0025, 0.125
@@ -154,16 +154,31 @@ def _sampled_density(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int
     """Return the share of elements that differ, counted in runs spread over a large tensor."""
     elements = len(new) // width
     if elements <= _COUNTED:
-        return float(chosen().count(base, new, width, _RUN, _RUN)) / elements
+        return float(chosen().count(base, new, width, _RUN, _RUN)) / max(elements, 1)
     # The last run may be cut short, which is one part in a thousand.
     runs = -(-elements // (elements // _RUNS))
     return float(chosen().count(base, new, width, _RUN, elements // _RUNS)) / (runs * _RUN)
 
 
-def _choose(density: float) -> Positions:
+def choose_coding(
+    base: NDArray[np.uint8], new: NDArray[np.uint8], width: int, *, absolute: bool
+) -> Coding:
+    """Return the coding that is smallest at the density of the changes.
+
+    Args:
+        base: All bytes of the tensor before.
+        new: All bytes after.
+        width: Bytes per element.
+        absolute: Send values where differences are possible.
+    """
+    return _coding_at(_sampled_density(base, new, width), width, absolute=absolute)
+
+
+def _coding_at(density: float, width: int, *, absolute: bool) -> Coding:
+    values = Values.SM if width == 2 and not absolute else Values.ABS
     if density < _GAP8_FROM:
-        return Positions.GAP16
-    return Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP
+        return Coding(Positions.GAP16, values)
+    return Coding(Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP, values)
 
 
 def _stored(
@@ -249,15 +264,13 @@ class Encoder:
 
     def _compared(self, item: Item | Changes) -> tuple[Coding, Coded]:
         width = element_width(item.dtype)
-        values = Values.SM if width == 2 and not self._absolute else Values.ABS
         if isinstance(item, Changes):
             density = len(item.index) * width / item.size if item.size else 0.0
-            coding = Coding(_choose(density), values)
+            coding = _coding_at(density, width, absolute=self._absolute)
             if not len(item.index):
                 return coding, Coded(Counts(0), [], [])
             return coding, coded_changes(item, coding)
-        density = _sampled_density(item.base, item.new, width) if item.size else 0.0
-        coding = Coding(_choose(density), values)
+        coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
         return coding, chosen().encode(item.base, item.new, width, coding)
 
     def _encode(self, item: Item | Changes) -> _Tensor:

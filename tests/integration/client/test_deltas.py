@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.client.conftest import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync_client import Client, Fallback, PushKind
+from weightsync_client import Client, Fallback, PushKind, Retry, UnavailableError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -152,6 +152,25 @@ def test_two_clients_take_turns_on_one_model(server: WeightSyncServer) -> None:
                 assert result.kind is (PushKind.DELTA if number else PushKind.FULL)
                 check(client, result.version, tensors)
                 step(tensors, number)
+
+
+def test_a_key_outlives_the_trainer_that_sent_a_delta(
+    relay: Relay, server: WeightSyncServer
+) -> None:
+    tensors = model()
+    with Client(relay.address, model="default", retry=Retry(2, 0.01, 0.02)) as client:
+        client.push(tensors)
+        step(tensors, 1, 0.4)
+        relay.cut_after = [relay._passed + 300_000] + 5 * [0]
+        with pytest.raises(UnavailableError):
+            client.push(tensors, idempotency_key="step-1", chunk_bytes=1 << 16)
+    relay.cut_after = []
+    with Client(server.address, model="default", retry=RETRY) as restarted:
+        assert len(restarted.status().models[0].pushes) == 1
+        result = restarted.push(tensors, idempotency_key="step-1")
+        assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.FIRST)
+        check(restarted, result.version, tensors)
+        assert restarted.push(tensors, idempotency_key="step-1").version == result.version
 
 
 def test_a_checkpoint_that_the_server_holds_can_be_the_first_base(client: Client) -> None:
