@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,8 @@ class Asking:
                 FETCHER_FAILED, SHUTTING_DOWN.
         """
         facts = {"delta": astuple(shard), **_place(source)}
-        return unpack_changes(await self._compute("inspect", layout, layout.capacity, **facts))
+        blob = await self._compute("inspect", layout, layout.capacity, **facts)
+        return await asyncio.to_thread(unpack_changes, blob)
 
     async def patch(
         self,

@@ -54,6 +54,9 @@ class _Child:
             elif op == "tend":
                 for name in request["forget"]:
                     self._maps.forget(name)
+                if request["warm"]:
+                    # A thread of its own: to import alone takes longer than an answer may.
+                    threading.Thread(target=_warm, daemon=True).start()
                 self._send({"id": request["id"]})
             else:
                 stop = self._stops[request["id"]] = threading.Event()
@@ -161,6 +164,12 @@ class _Child:
             raise read_fault(error, "opening a stored shard") from error
         fds.append(fd)
         return fd
+
+
+def _warm() -> None:
+    from weightsync_server.fetchers import patching
+
+    patching.warm()
 
 
 def _on_shard(

@@ -134,6 +134,11 @@ class FetcherPool(Asking):
         """
         return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
 
+    def warm(self) -> None:
+        """Have every process get ready for deltas, so that the first one is not slow."""
+        for member in self._members.values():
+            member.warm()
+
     async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         return await self._work(self._digests, op, segment, size, **facts)
 

@@ -306,7 +306,9 @@ class Pushes:
         push.existing = existing
         push.based_on(base)
         if request.fallback_reason:
+            # The next push of this trainer will be a delta.
             self.meters.count_fallback(request.fallback_reason)
+            versions.fetchers.warm()
         self._open[push.id] = push
         if existing is None:
             record.missing = partial(missing, push)

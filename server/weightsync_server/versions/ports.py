@@ -53,6 +53,9 @@ class Fetchers(Protocol):
     ) -> None:
         """Change the canonical shard `index` as a delta shard tells; never tried twice."""
 
+    def warm(self) -> None:
+        """Get ready for deltas: the first one would be slow."""
+
     def forget(self, segment_id: str) -> Future[list[None]]:
         """Unmap a segment everywhere; the result tells when."""
 

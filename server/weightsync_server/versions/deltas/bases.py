@@ -26,16 +26,19 @@ def find_base(versions: Catalog, content_digest: str, run_id: str) -> VersionRec
     Raises:
         WeightSyncError: BASE_MISMATCH, telling what is held.
     """
-    base = versions.same_content(content_digest)
-    if base is None:
-        raise mismatch(versions, f"no version here has content {content_digest}")
-    damaged = next((record for record in base.chain if record.damaged), None)
-    if damaged is not None:
-        raise mismatch(versions, f"version {damaged.version} is damaged in the store")
-    other = base.metadata.get(_RUN, "")
-    if run_id and other and run_id != other:
-        raise mismatch(versions, f"version {base.version} is of run {other[:100]!a}")
-    return base
+    why = f"no version here has content {content_digest}"
+    for base in versions.list():
+        if base.commit is None or base.content_digest != content_digest:
+            continue
+        damaged = next((record for record in base.chain if record.damaged), None)
+        other = base.metadata.get(_RUN, "")
+        if damaged is not None:
+            why = f"version {damaged.version} is damaged in the store"
+        elif run_id and other and run_id != other:
+            why = f"version {base.version} is of run {other[:100]!a}"
+        else:
+            return base
+    raise mismatch(versions, why)
 
 
 def mismatch(versions: Catalog, why: str) -> WeightSyncError:

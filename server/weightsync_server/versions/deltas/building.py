@@ -150,6 +150,7 @@ class Builder:
         if "signature" not in vars(layout):
             await asyncio.to_thread(getattr, layout, "signature")
         told, changes = await self._versions.fetchers.inspect(document, entry, source)
+        touches = await asyncio.to_thread(touched, layout, changes)
         if told != DeltaTold(index, told.base_content_digest, layout.signature):
             raise WeightSyncError(
                 Reason.SHARD_INVALID,
@@ -157,8 +158,7 @@ class Builder:
                 f"{told.layout_digest}, the base has layout {layout.signature}; push the version "
                 "in full",
             )
-        shard = DeltaShard(entry, source, touched(layout, changes))
-        return told.base_content_digest, shard, changes
+        return told.base_content_digest, DeltaShard(entry, source, touches), changes
 
     def remember(self, record: VersionRecord, shards: Sequence[DeltaShard]) -> None:
         """Take note of delta shards that were just stored, so that they need no second proof."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weightsync.delta.coding import element_width, total_bytes
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.layout import DTYPE_BITS
 from weightsync_server.changes import CODINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from weightsync.manifest import Layout, Manifest, ShardEntry
     from weightsync.segments import Segment
@@ -57,61 +57,84 @@ class PushedDelta:
     Attributes:
         base: The version that it changes.
         manifest: Of its own shards.
-        layout: The canonical layout, that of the base.
-        changes: The changed tensors by place in the layout.
+        digests: Of all tensors of the new version, in the order of the base's layout.
+        changed: Elements that it told; of a tensor that came densely, all.
+        counts: What is counted of it.
         kept: The store keeps the delta; else it keeps the whole version, or nothing.
     """
 
     base: VersionRecord
     manifest: Manifest
-    layout: Layout
-    changes: Mapping[int, Change]
+    digests: tuple[bytes, ...]
+    changed: int
+    counts: DeltaCounts
     kept: bool
 
-    @property
-    def changed(self) -> int:
-        """Elements that it told; of a tensor that came densely, all."""
-        return sum(change.changed for change in self.changes.values())
+    @classmethod
+    def merged(
+        cls,
+        base: VersionRecord,
+        canonical: Manifest,
+        manifest: Manifest,
+        shards: Iterable[Iterable[Change]],
+        *,
+        kept: bool,
+    ) -> PushedDelta:
+        """Return what the shards of a delta tell together; takes time.
 
-    @property
-    def fraction(self) -> float:
-        """Their share of all elements."""
-        return self.changed / max(1, elements(self.layout))
+        Args:
+            base: The version that it changes.
+            canonical: Manifest of that version.
+            manifest: Of the delta's own shards.
+            shards: What each of them changes.
+            kept: The store keeps the delta.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, for a tensor that two shards change.
+        """
+        layout, digests = canonical.layout, list(canonical.digests)
+        codings = dict.fromkeys(("unchanged", *CODINGS), 0)
+        codings["unchanged"] = len(layout.tensors)
+        changed, seen = 0, set()
+        for change in (change for changes in shards for change in changes):
+            if change.tensor in seen:
+                raise _twice(layout, change.tensor)
+            seen.add(change.tensor)
+            digests[change.tensor] = change.digest
+            changed += change.changed
+            codings[CODINGS[change.coding]] += 1
+            codings["unchanged"] -= 1
+        share = changed / max(1, _elements(layout))
+        counts = DeltaCounts(manifest.layout.size, layout.size, share, codings)
+        return cls(base, manifest, tuple(digests), changed, counts, kept)
 
     @property
     def facts(self) -> dict[str, Any]:
         """What the commit record tells of it."""
         found: dict[str, Any] = {
             "changed_elements": self.changed,
-            "changed_fraction": self.fraction,
+            "changed_fraction": self.counts.fraction,
         }
         if self.kept:
             commit = self.base.commit
             found["base_version"] = self.base.version
             found["base_content_digest"] = commit.content_digest if commit else ""
-            found["delta_bytes"] = self.manifest.layout.size
+            found["delta_bytes"] = self.counts.delta_bytes
         return found
-
-    def digests(self, base: Sequence[bytes]) -> list[bytes]:
-        """Return the digests of all tensors of the new version, given those of the base."""
-        found = list(base)
-        for place, change in self.changes.items():
-            found[place] = change.digest
-        return found
-
-    def counts(self) -> DeltaCounts:
-        """Return what is counted."""
-        codings = Counter(CODINGS[change.coding] for change in self.changes.values())
-        codings["unchanged"] = len(self.layout.tensors) - len(self.changes)
-        size = self.manifest.layout.size
-        return DeltaCounts(size, self.layout.size, self.fraction, codings)
-
-
-def elements(layout: Layout) -> int:
-    """Return the elements of all tensors, as deltas count them."""
-    return sum(total_bytes(t.dtype, t.shape) // element_width(t.dtype) for t in layout.tensors)
 
 
 def touched(layout: Layout, changes: Iterable[Change]) -> frozenset[int]:
     """Return the canonical shards that hold changed tensors."""
     return frozenset(layout.tensors[change.tensor].shard for change in changes)
+
+
+def _elements(layout: Layout) -> int:
+    # As deltas count them: of a dtype below a byte, bytes.
+    return sum((t.end - t.begin) * 8 // max(8, DTYPE_BITS[t.dtype]) for t in layout.tensors)
+
+
+def _twice(layout: Layout, tensor: int) -> WeightSyncError:
+    name = layout.tensors[tensor].name[:100]
+    return WeightSyncError(
+        Reason.SHARD_INVALID, f"tensor {name!a} is changed by two shards; push the version again"
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.deltas import delta_of, every_dtype, layout_of, stepped
+from tests.unit.server.deltas.pushing import until
 from tests.unit.server.versions.world import content
 from weightsync import failpoints
 from weightsync.digest import tensor_digest
@@ -16,7 +19,6 @@ from weightsync.segments import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.unit.server.versions.world import Shard
 
@@ -35,6 +37,10 @@ def segment_of() -> Iterator[Callable[[bytes], Segment]]:
     yield make
     for segment in made:
         segment.close()
+
+
+def _maps(pid: int, what: str) -> bool:
+    return what in Path(f"/proc/{pid}/maps").read_text()
 
 
 def document(base: list[Shard]) -> bytes:
@@ -85,6 +91,16 @@ async def test_a_base_becomes_the_new_version(
     assert changed > 60
     for segment, shard in zip(segments, new, strict=True):
         assert bytes(segment.view[: len(shard.data)]) == shard.data
+
+
+async def test_fetchers_get_ready_before_the_first_delta(pool_of: Callable[..., Any]) -> None:
+    pool = await pool_of(2)
+    assert not any(_maps(pid, "numpy") for pid in pool.pids)
+    pool.warm()
+
+    assert len(pool.pids) == 2
+    for pid in pool.pids:
+        await until(partial(_maps, pid, "numpy"))
 
 
 async def test_bad_bytes_are_refused_and_the_fetcher_lives_on(

@@ -266,6 +266,7 @@ class Threads:
         self.full = False
         self.forgotten: list[str] = []
         self.persisted: list[str] = []
+        self.warmed = False
 
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:
@@ -330,6 +331,9 @@ class Threads:
         await in_thread(
             patching.patch, segment.view, index, known, _delta(shard, source), threading.Event()
         )
+
+    def warm(self) -> None:
+        self.warmed = True
 
     def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
         self.forgotten.append(segment_id)
