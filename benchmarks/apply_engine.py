@@ -28,7 +28,7 @@ from weightsync_client import (
     LiveCheck,
 )
 
-__all__ = ["Order", "measure"]
+__all__ = ["Order", "bridged", "measure", "serving"]
 
 _READY_S = 120.0
 #: Generation after each round in which nothing else goes on.
@@ -90,8 +90,9 @@ class _Measure:
     async def apply(self, client: Client, mask: int) -> None:
         """Push a version in which every value is another and apply it; note what it took."""
         order = self._order
-        await asyncio.to_thread(write_variant, Path(order.base), Path(order.other), mask)
-        pushed = await asyncio.to_thread(client.push, Path(order.other))
+        base, other = Path(order.base), Path(order.other)
+        await asyncio.to_thread(write_variant, base, other, mask)
+        pushed = await asyncio.to_thread(client.push, other, delta="never")
         begin = time.perf_counter()
         report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         self._note(report, ApplyStrategy.COPY, "", time.perf_counter() - begin)
@@ -188,8 +189,9 @@ class _Measure:
         try:
             # Adoption of the checkpoint comes first; it ends in serving, or in a fence.
             with contextlib.suppress(RuntimeError):
-                await _serving(client)
-            pushed = await asyncio.to_thread(client.push, Path(self._order.other))
+                await serving(client)
+            other = Path(self._order.other)
+            pushed = await asyncio.to_thread(client.push, other, delta="never")
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
             ours = ("pause_s", "reload_over_ours", "delta_pause_s", "delta_over_full_pause")
@@ -205,9 +207,9 @@ async def measure(order: Order) -> dict[str, Any]:
         measured = _Measure(order, llm)
         if not order.plain:
             await measured.repacked()
-        async with _bridged(order, llm) as client:
+        async with bridged(order, llm) as client:
             if order.plain:
-                await _serving(client)
+                await serving(client)
                 await measured.plain(client)
             else:
                 await measured.try_apply(client)
@@ -217,8 +219,8 @@ async def measure(order: Order) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
-    """Serve the bridge with a server beside it."""
+async def bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+    """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
     folder = Path(order.folder)
     address = f"unix:{folder}/push.sock"
     async with bridge(llm):
@@ -245,7 +247,12 @@ async def _checked(client: Client) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _serving(client: Client) -> None:
+async def serving(client: Client) -> None:
+    """Return once the engine serves.
+
+    Raises:
+        RuntimeError: It is fenced, or not ready in time.
+    """
     deadline = time.monotonic() + _READY_S
     while True:
         engine = (await asyncio.to_thread(client.status)).models[0].engine

@@ -163,7 +163,7 @@ def _ours(address: str, source: _Source) -> Iterator[Callable[[], float]]:
     with Client(address) as client:
 
         def push() -> None:
-            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes)
+            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
             version = client.get_version(pushed.version)
             assert version.residency == Residency.STAGED, version
             assert version.trainer_verified, version

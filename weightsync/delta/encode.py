@@ -19,9 +19,11 @@ from weightsync.delta.coding import (
 )
 from weightsync.delta.errors import DeltaError
 from weightsync.delta.kernels import chosen
+from weightsync.delta.kernels.shapes import Coded
 from weightsync.delta.packing import pack
 from weightsync.delta.records import Manifest, Record, write_manifest
 from weightsync.delta.shard import header_of
+from weightsync.delta.sparse import Changes, coded_changes
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
@@ -59,6 +61,23 @@ class Item(NamedTuple):
     base: NDArray[np.uint8]
     new: NDArray[np.uint8]
     base_digest: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return len(self.new)
+
+    def all_bytes(self) -> NDArray[np.uint8]:
+        """Return all bytes after."""
+        return self.new
+
+    def new_digest(self) -> bytes:
+        """Return xxh3-128 of them."""
+        return tensor_digest(self.new.data)
+
+    def same_digest(self) -> bytes:
+        """Return the same where nothing changed."""
+        return self.base_digest or self.new_digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +171,10 @@ def choose_coding(
         width: Bytes per element.
         absolute: Send values where differences are possible.
     """
-    density = _sampled_density(base, new, width)
+    return _coding_at(_sampled_density(base, new, width), width, absolute=absolute)
+
+
+def _coding_at(density: float, width: int, *, absolute: bool) -> Coding:
     values = Values.SM if width == 2 and not absolute else Values.ABS
     if density < _GAP8_FROM:
         return Coding(Positions.GAP16, values)
@@ -209,7 +231,7 @@ class Encoder:
     def encode_shard(
         self,
         items: Sequence[
-            Item | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+            Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
         ],
         *,
         base_content_digest: str,
@@ -227,42 +249,48 @@ class Encoder:
         Raises:
             DeltaError: REQUEST_INVALID or LAYOUT_INVALID, naming the tensor.
         """
-        given = [Item(*item) for item in items]
+        given = [item if isinstance(item, Changes) else Item(*item) for item in items]
         if len({item.name for item in given}) != len(given):
             raise DeltaError(Reason.LAYOUT_INVALID, "a tensor is given twice; give each once")
         _check_bindings((base_content_digest, layout_digest), index)
         for item in given:
-            _check(item)
-        order = sorted(given, key=lambda item: -len(item.new))
+            item.check() if isinstance(item, Changes) else _check(item)
+        order = sorted(given, key=lambda item: -item.size)
         tensors = self._pool.map(self._encode, order) if self._pool else map(self._encode, order)
         done = {tensor.stats.name: tensor for tensor in tensors}
         changed = [done[name] for name in sorted(done) if done[name].record]
         blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
 
-    def _encode(self, item: Item) -> _Tensor:
+    def _compared(self, item: Item | Changes) -> tuple[Coding, Coded]:
         width = element_width(item.dtype)
-        elements = len(item.new) // width
+        if isinstance(item, Changes):
+            density = len(item.index) * width / item.size if item.size else 0.0
+            coding = _coding_at(density, width, absolute=self._absolute)
+            if not len(item.index):
+                return coding, Coded(Counts(0), [], [])
+            return coding, coded_changes(item, coding)
         coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
-        coded = chosen().encode(item.base, item.new, width, coding)
-        if not coded.counts.changed:
-            digest = item.base_digest or tensor_digest(item.new.data)
-            stats = TensorStats(item.name, False, 0, "unchanged", 0, len(item.new), digest)
+        return coding, chosen().encode(item.base, item.new, width, coding)
+
+    def _encode(self, item: Item | Changes) -> _Tensor:
+        coding, (counts, positions, planes) = self._compared(item)
+        nnz = counts.changed
+        if not nnz:
+            stats = TensorStats(item.name, False, 0, "unchanged", 0, item.size, item.same_digest())
             return _Tensor(stats, None, [], [])
-        counts, positions, planes = coded
-        if sum(map(len, (*positions, *planes))) >= len(item.new):
+        if sum(map(len, (*positions, *planes))) >= item.size:
             coding, positions = Coding(Positions.NONE, Values.DENSE), ()
-            counts, planes = Counts(elements), (item.new,)
+            counts, planes = Counts(item.size // element_width(item.dtype)), (item.all_bytes(),)
         where = _stored(positions, zstd=self._zstd, signs=False)
         what = _stored(planes, zstd=self._zstd, signs=coding.values is Values.SM)
         stored = tuple(len(plane) for plane in where[0] + what[0])
-        digest = tensor_digest(item.new.data)
+        digest = item.new_digest()
         record = Record(
             item.name, item.dtype, item.shape, digest, coding, counts, stored,
             tuple(where[1] + what[1]), (where[2], what[2]),
         )  # fmt: skip
-        nnz = coded.counts.changed
-        stats = TensorStats(item.name, True, nnz, str(coding), sum(stored), len(item.new), digest)
+        stats = TensorStats(item.name, True, nnz, str(coding), sum(stored), item.size, digest)
         return _Tensor(stats, record, where[0], what[0])
 
 
@@ -291,7 +319,9 @@ def _assemble(
 
 
 def encode_shard(
-    items: Sequence[Item | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]],
+    items: Sequence[
+        Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+    ],
     *,
     zstd: bool,
     base_content_digest: str,

@@ -20,6 +20,7 @@ from tests.unit.server.versions.world import (
     simple,
     world,
 )
+from weightsync import memory
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentClient
 from weightsync.segments import Segment
@@ -264,16 +265,16 @@ def cgroup(folder: Path, limit: str, used: int, inactive: int) -> None:
 
 
 def test_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_own_cgroup", lambda: "a/b")
-    host = budgets.available_bytes(tmp_path)
+    monkeypatch.setattr(memory, "_own_cgroup", lambda: "a/b")
+    host = memory.available_bytes(tmp_path)
     assert host > 1 << 20
     cgroup(tmp_path / "a" / "b", "max", 0, 0)
-    assert budgets.available_bytes(tmp_path) > 1 << 20
+    assert memory.available_bytes(tmp_path) > 1 << 20
     cgroup_of = tmp_path / "a"
     (cgroup_of / "memory.max").write_text("5000000")
     (cgroup_of / "memory.current").write_text("4000000")
     (cgroup_of / "memory.stat").write_text("inactive_file 300000\nx 1")
-    assert budgets.available_bytes(tmp_path) == 1_300_000
+    assert memory.available_bytes(tmp_path) == 1_300_000
 
 
 def test_a_budget_looks_at_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
