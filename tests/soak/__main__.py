@@ -137,11 +137,13 @@ class Soak:
     def _round(self) -> None:
         before = self._site.starts
         self._goes_on.set()
-        self._injector.once(engine=self._reviving is None)
+        self._history.note(fault=self._injector.once(engine=self._reviving is None))
         self._faulty += 1
         restarted = self._heal() or self._site.starts != before
+        self._history.note(healed=restarted)
         if restarted or self._faulty % _CHECK_EVERY == 0:
             self._check(restarted=restarted)
+            self._history.note(checked=restarted)
 
     def _heal(self) -> bool:
         """Start again what is dead; return whether the server was."""

@@ -101,8 +101,8 @@ class Injector:
         """How often a fault waited and nobody came by."""
         return {card.name: card.missed for card in self._deck.cards if card.missed}
 
-    def once(self, *, engine: bool = True) -> None:
-        """Commit one fault and see it through; what died stays dead.
+    def once(self, *, engine: bool = True) -> str:
+        """Commit one fault and see it through; what died stays dead. Return its name.
 
         Args:
             engine: There is one that faults can wait for.
@@ -117,6 +117,7 @@ class Injector:
         self._deck.played(card, struck=struck)
         if self.tally.engine_kills > before:
             self._next_vllm_kill = time.monotonic() + _VLLM_KILL_S
+        return card.name
 
     def _play(self, card: Card) -> bool:
         if card.blow:

@@ -212,7 +212,7 @@ class Outside:
 
     def flood(self) -> bool:
         """Begin many pushes at once: as many as may be are open, the rest is refused."""
-        stub, starts = self._controller.stub, self._site.starts
+        stub, before = self._controller.stub, (self._site.starts, self._history.epoch)
         calls = []
         for _ in range(_FLOOD):
             request = pb.BeginPushRequest(model=MODEL, version=self._history.next_version())
@@ -221,7 +221,9 @@ class Outside:
         begun = [answer.push_id for answer, _ in answers if answer is not None]
         for push_id in begun:
             self._abort(push_id)
-        if len(begun) > _MAX_PUSHES and starts == self._site.starts:
+        # A new epoch ends those of the old one, and others may take their places.
+        same = before == (self._site.starts, self._history.epoch)
+        if len(begun) > _MAX_PUSHES and same:
             self._history.violate(f"{len(begun)} pushes were open at once")
         return any(outcome == Reason.LIMIT_EXCEEDED for _, outcome in answers)
 

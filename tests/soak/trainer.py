@@ -285,6 +285,8 @@ class Trainer(Caller):
             self._repeat(push)
 
     def _resume(self, push: _Push) -> tuple[pb.CommitPushResponse | None, str]:
+        # What was open before a restart may have been taken for decided since.
+        self.history.pushing(push.version, push.digest)
         request = pb.BeginPushRequest(
             model=MODEL,
             version=push.version,
