@@ -44,11 +44,6 @@ def _scratch() -> Scratch:
     return found
 
 
-def _flat(tensor: SourceTensor) -> torch.Tensor:
-    assert tensor.flat is not None, "only PyTorch's tensors are kept on devices"  # noqa: S101 - for mypy
-    return tensor.flat()
-
-
 def _digest(tensor: SourceTensor) -> bytes:
     state, read = TensorDigester(), tensor.reader(_scratch())
     for at in range(0, tensor.size, _BLOCK):
@@ -84,7 +79,7 @@ class DeviceTensor:
     def keep(self, offset: int, _: memoryview) -> None:
         """Take a copy of the whole tensor on its device when its first bytes are sent."""
         if offset == 0 and self._source is not None:
-            self._data.copy_(_flat(self._source))
+            self._data.copy_(self._flat(self._source))
 
     def seal(self, digest: bytes) -> None:
         """Note the digest of what was kept, which is whole now."""
@@ -92,7 +87,7 @@ class DeviceTensor:
 
     def fill(self, tensor: SourceTensor, _: Scratch) -> None:
         """Take a copy of a tensor as it is now."""
-        self._data.copy_(_flat(tensor))
+        self._data.copy_(self._flat(tensor))
         self.seal(_digest(tensor))
 
     def window(self, begin: int, end: int) -> NDArray[np.uint8]:
@@ -107,7 +102,7 @@ class DeviceTensor:
             Unfit: The device has no room for that.
         """
         try:
-            index, before, after = self._compare(_flat(tensor))
+            index, before, after = self._compare(self._flat(tensor))
         except torch.OutOfMemoryError as error:
             raise Unfit(Fallback.NO_ROOM, f"the device is too full to compare: {error}") from None
         elements = len(self._data) // self._width
@@ -122,6 +117,12 @@ class DeviceTensor:
             same_digest=lambda: self.digest,
             all_bytes=lambda: all_bytes(tensor, _scratch()),
         )
+
+    def _flat(self, tensor: SourceTensor) -> torch.Tensor:
+        """Return all bytes of a tensor on this device, wherever it lies by now."""
+        if tensor.flat is None:
+            return torch.from_numpy(all_bytes(tensor, _scratch()).copy()).to(self._data.device)
+        return tensor.flat().to(self._data.device)
 
     def _compare(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         new, old = flat.view(_WORDS[self._width]), self._data.view(_WORDS[self._width])

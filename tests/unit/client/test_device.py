@@ -84,6 +84,16 @@ def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert item.new_digest() == tensor_digest(raw(new))
 
 
+def test_a_tensor_that_has_left_the_device_is_compared_all_the_same() -> None:
+    old = torch.randn(500)
+    held = DeviceTensor(wrap("w", old))
+    held.fill(wrap("w", old), Scratch())
+    new = old.numpy().copy()
+    new[7] += 1
+    item = held.item(wrap("w", new), Scratch())
+    assert (item.index.tolist(), item.after.view(np.float32).tolist()) == ([7], [new[7]])
+
+
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the host for a device with room."""
