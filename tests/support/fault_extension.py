@@ -45,9 +45,11 @@ def _take(kind: str) -> Any:
 
 
 def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
-    del crew
     time.sleep(_take("stall") or 0)
     name = _take("skip")
+    if name is None:
+        _write(self, crew)
+        return
     for item, target, source in zip(
         self.plan.slices, self.targets.views(), self.sources, strict=True
     ):
