@@ -39,7 +39,7 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
-    results = Results(options.part, options.budget_s)
+    results = Results(options.part, options.budget_s, out)
     order = Order(
         shape=SMALL if options.small else FULL,
         device=options.device or _device(),
@@ -49,14 +49,10 @@ def main() -> None:
         small=options.small,
     )
     _describe(results, order)
-    with (
-        contextlib.redirect_stdout(out),
-        watchdog(results, options.budget_s + _OVERTIME_S, as_json=options.json),
-    ):
+    with watchdog(results, options.budget_s + _OVERTIME_S, as_json=options.json):
         _run(results, order, options.part)
         end_children()
         results.emit(as_json=options.json)
-    out.flush()
     # Threads of libraries that do not end must not keep this process.
     os._exit(1 if results.errors and not results.samples else 0)
 

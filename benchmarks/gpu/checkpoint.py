@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import mmap
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.gpu.shape import Shape
+from weightsync.layout import build_header
 
 __all__ = ["Files", "roomy", "write_checkpoint"]
 
@@ -84,15 +84,8 @@ def _cut(tensors: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
 
 
 def _header(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
-    ends = list(itertools.accumulate((2 * math.prod(s) for s in tensors.values()), initial=0))
-    entries = {
-        name: {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-        for (name, shape), (begin, end) in zip(
-            tensors.items(), itertools.pairwise(ends), strict=True
-        )
-    }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    # As the client makes them: a push then fits the segments, and the layout, of the checkpoint.
+    text, _ = build_header((name, "BF16", shape) for name, shape in tensors.items())
     return len(text).to_bytes(8, "little") + text
 
 

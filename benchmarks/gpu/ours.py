@@ -48,12 +48,12 @@ async def serving(site: Site, folder: Path, fetchers: int) -> AsyncIterator[Clie
     flags = (*_FLAGS, "--fetchers", str(fetchers))
     async with bridge(site.llm):
         server = weightsync_server(folder, [address], *flags, engine=str(folder / "engine.sock"))
+        begin = time.perf_counter()
         # Starting and stopping wait, and the bridge lives on this loop.
         await asyncio.to_thread(server.__enter__)
         try:
             with Client(address) as client:
                 site.results.say("the server adopts the checkpoint")
-                begin = time.perf_counter()
                 await _until_serving(client)
                 site.results.facts["adopt_s"] = round(time.perf_counter() - begin, 2)
                 yield client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -84,6 +85,10 @@ async def _pause(order: Order, results: Results) -> None:
 
 async def _peers(order: Order, results: Results) -> None:
     backend = "ipc" if order.device == "cuda" else ""
+    if backend and importlib.util.find_spec("ray") is None:
+        # vLLM 0.26 imports it with this backend, and would not start.
+        results.errors.append("vllm_ipc: vLLM's ipc backend imports ray, which is not installed")
+        backend = ""
     async with _room(order, results, backend=backend) as room, room.site.load.running():
         with results.attempt("pauses"):
             await measure_pauses(room.site, order.rounds, clear=False)
