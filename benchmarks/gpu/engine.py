@@ -24,6 +24,14 @@ _SMALL_LENGTH = 900
 _ROOM = 96
 _MEMORY_SHARE = 0.35
 _CALM_S = 1.0
+#: NVLink multicast stays off unless the user turns it on: on some hosts a program that is killed
+#: while it uses it, as a part that overruns is, leaves the GPUs unusable.
+_NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -194,6 +202,8 @@ def _prepare_environment(setup: Setup) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if setup.device == "cpu" and setup.tp > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(setup.tp)))
+    for name, value in _NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
     plugins_on_path(setup.folder)
 
 
