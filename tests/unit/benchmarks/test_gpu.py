@@ -120,13 +120,13 @@ def test_a_failed_figure_leaves_the_others() -> None:
     with results.attempt("one"):
         results.add(vllm_pause_floor_s=0.01)
     with results.attempt("two"):
-        raise ValueError("broken")
+        float("broken")
     assert list(Results("late", -1.0, out).rounds(5, "what")) == []
     results.emit(as_json=True)
     results.emit(as_json=True)
     line = json.loads(out.getvalue())
     assert line["vllm_pause_floor_s"] == 0.01
-    assert line["errors"] == ["two: ValueError: broken"]
+    assert line["errors"] == ["two: ValueError: could not convert string to float: 'broken'"]
 
 
 def test_lines_of_parts_become_one_table() -> None:
