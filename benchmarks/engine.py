@@ -83,12 +83,14 @@ class Load:
     Attributes:
         llm: vLLM's AsyncLLM.
         count: How many requests.
+        length: Tokens of each answer; then the request is made again.
         times: When the tokens of each request came, by `time.perf_counter`.
         tokens: Notified at each token.
     """
 
     llm: Any
     count: int
+    length: int = _MAX_MODEL_LEN - _PROMPT_TOKENS - 8
     times: list[list[float]] = field(default_factory=list)
     tokens: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -118,7 +120,7 @@ class Load:
             temperature=0,
             ignore_eos=True,
             detokenize=False,
-            max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS - 8,
+            max_tokens=self.length,
             output_kind=RequestOutputKind.DELTA,
         )
         for turn in itertools.count():
