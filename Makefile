@@ -24,7 +24,7 @@ STAMP := $(VENV)/.setup-$(shell { cat Makefile pyproject.toml constraints.txt sc
 	echo $(TORCH_VERSION) $(VLLM_VERSION); } | sha256sum | cut -c1-16)
 
 CHECKED := $(wildcard weightsync server client tests benchmarks examples scripts)
-BENCHMARKS := push staging apply control
+BENCHMARKS := push staging apply control delta train
 
 .PHONY: help
 help: ## List the targets
@@ -87,7 +87,7 @@ fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if gi
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 .PHONY: planted
-planted: setup ## Plant 36 bugs into a copy of the tree, one by one: do the tests notice?
+planted: setup ## Plant bugs into a copy of the tree, one by one: do the tests notice?
 	$(PY) -m tests.planted
 
 .PHONY: soak
@@ -104,6 +104,13 @@ $(BENCHMARKS:%=bench-%): bench-%: setup
 
 .PHONY: bench
 bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+
+# On a host whose environment is there already, so it sets nothing up: make gpu-bench PART=apply
+# PY=python3. `$(PY) -m benchmarks.gpu --help` tells the parts.
+.PHONY: gpu-bench
+gpu-bench: ## Measure PART on a host with GPUs, with FLAGS if given; one JSON line
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}" \
+		$(PY) -m benchmarks.gpu --json --part $(PART) $(FLAGS)
 
 .PHONY: constraints
 constraints: ## Pin in constraints.txt what .venv holds now

@@ -9,11 +9,19 @@ pause_s                 ours, from the request to pause until the engine runs, w
                         the live parameters are the version's; of it, stop_s waits for the step
                         that runs, commit_s writes, verify_s proves, resume_s starts again
 reload_over_ours        median of the ratios within each pair
-bitwise_equal           whether the last apply left the same live parameters, by a SHA-256 of all of
-                        them, as a reload of the same version
+bitwise_equal           whether the last applies, a patch and the way back among them, left the same
+                        live parameters, by a SHA-256 of all of them, as a reload of each version
 token_gap_p50_s         between two tokens of one request while nothing else goes on
 max_token_gap_s         longest gap around an apply; spread tells the longest of all rounds
 reload_max_token_gap_s  the same around a reload
+
+and in between, with 1 % of the values changed (delta_changed), each written by a patch:
+
+delta_pause_s           ours, for a version that differs from the live one in that; its parts as
+                        above, with delta_ before them
+delta_over_full_pause   median of the ratios to pause_s within each round
+rollback_pause_s        the way back from it
+delta_check_s           from the call until everything was compared, beside generation
 
 with CPU weight repacking off, so that the layout is that of a GPU, and tied embeddings. With suffix
 _repacked: a second engine with repacking on, in float32, and an untied model; where ours refuses to
@@ -82,7 +90,8 @@ def _run(folder: Path, rounds: int, requests: int, dtype: str, *, plain: bool) -
     """Measure one engine in a process of its own, because the layout is set when vLLM starts."""
     other = folder / "other"
     write_variant(folder / "base", other, 1)
-    order = Order(str(folder), str(folder / "base"), str(other), plain, rounds, requests, dtype)
+    paths = (str(folder), str(folder / "base"), str(other), str(folder / "near"))
+    order = Order(*paths, plain, rounds, requests, dtype)
     log = folder / "engine.log"
     command = [sys.executable, "-m", "benchmarks.apply_engine", order_json(order)]
     with log.open("wb") as errors:

@@ -7,31 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.checkpoints import write_variant
+from benchmarks.checkpoints import write_neighbour, write_variant
+from benchmarks.engine import Load, bridge, set_environment, start_engine
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, ClientError, EngineState
+from weightsync_client import (
+    ApplyReport,
+    ApplyStrategy,
+    Client,
+    ClientError,
+    EngineState,
+    LiveCheck,
+)
 
-__all__ = ["Order", "measure"]
+__all__ = ["Order", "bridged", "measure", "serving"]
 
 _READY_S = 120.0
-_MAX_MODEL_LEN = 1024
-_PROMPT_TOKENS = 16
 #: Generation after each round in which nothing else goes on.
 _CALM_S = 1.0
-_WARM_UP_S = 3.0
-_TOKEN_S = 120.0
+#: Share of the values that a small change changes.
+_CHANGED = 0.01
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Order:
     Attributes:
         folder: For sockets and logs.
         base: Checkpoint that vLLM starts with and that reload_weights goes back to, on tmpfs.
-        other: Where other versions of it are written, on tmpfs.
+        other: Where versions are written that differ from it in every value, on tmpfs.
+        near: Where versions are written that differ from those in few values, on tmpfs.
         plain: Whether CPU repacking is off.
         rounds: How many reloads, and how many applies of ours, in turn.
         requests: Requests that run all the time.
@@ -51,70 +55,11 @@ class Order:
     folder: str
     base: str
     other: str
+    near: str
     plain: bool
     rounds: int
     requests: int
     dtype: str = "bfloat16"
-
-
-@dataclass
-class _Load:
-    """Requests that run all the time, and when each of their tokens came."""
-
-    llm: Any
-    count: int
-    times: list[list[float]] = field(default_factory=list)
-    tokens: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Keep the requests running until the block ends."""
-        self.times = [[] for _ in range(self.count)]
-        tasks = [asyncio.create_task(self._generate(number)) for number in range(self.count)]
-        try:
-            # vLLM's first steps are slow.
-            await asyncio.sleep(_WARM_UP_S)
-            await self.spoken(time.perf_counter())
-            yield
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _generate(self, number: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS - 8,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        for turn in itertools.count():
-            prompt = {"prompt_token_ids": [(number * 31 + i) % 1000 for i in range(_PROMPT_TOKENS)]}
-            async for _ in self.llm.generate(prompt, parameters, f"bench-{number}-{turn}"):
-                self.times[number].append(time.perf_counter())
-                async with self.tokens:
-                    self.tokens.notify_all()
-
-    async def spoken(self, since: float) -> None:
-        """Return when every request has got a token after `since`: a gap is known at its end."""
-        async with asyncio.timeout(_TOKEN_S), self.tokens:
-            await self.tokens.wait_for(lambda: all(t and t[-1] > since for t in self.times))
-
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Return the times between two tokens of one request that touch begin..end."""
-        return [
-            after - before
-            for times in self.times
-            for before, after in itertools.pairwise(times)
-            if after >= begin and before <= end
-        ]
 
 
 class _Measure:
@@ -123,7 +68,7 @@ class _Measure:
     def __init__(self, order: Order, llm: Any) -> None:
         self._order = order
         self._llm = llm
-        self._load = _Load(llm, order.requests)
+        self._load = Load(llm, order.requests)
         self.samples: dict[str, list[float]] = {}
         self.facts: dict[str, Any] = {}
 
@@ -143,23 +88,53 @@ class _Measure:
         await self._note_gaps("reload_max_token_gap_s", begin)
 
     async def apply(self, client: Client, mask: int) -> None:
-        """Push another version and apply it, and note how long generation stood still."""
+        """Push a version in which every value is another and apply it; note what it took."""
         order = self._order
         base, other = Path(order.base), Path(order.other)
         await asyncio.to_thread(write_variant, base, other, mask)
-        pushed = await asyncio.to_thread(client.push, other)
+        pushed = await asyncio.to_thread(client.push, other, delta="never")
         begin = time.perf_counter()
-        report: ApplyReport = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
-        self._add(
-            apply_s=time.perf_counter() - begin,
-            pause_s=report.phases.paused_total_s,
-            stop_s=report.phases.pause_s,
-            resume_s=report.phases.resume_s,
-            prepare_s=report.phases.prepare_s,
-            commit_s=report.phases.commit_s,
-            verify_s=report.phases.verify_s,
-        )
+        report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        self._note(report, ApplyStrategy.COPY, "", time.perf_counter() - begin)
         await self._note_gaps("max_token_gap_s", begin)
+
+    async def patch(self, client: Client, seed: int) -> str:
+        """Do the same with a version in which few are, and go back; return what was live between.
+
+        Ends when the live parameters were compared as a whole, as nothing may write them before.
+        """
+        order = self._order
+        other, near = Path(order.other), Path(order.near)
+        share = await asyncio.to_thread(write_neighbour, other, near, _CHANGED, seed)
+        self._add(delta_changed=share)
+        pushed = await asyncio.to_thread(client.push, near)
+        begin = time.perf_counter()
+        report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
+        self._note(report, ApplyStrategy.PATCH, "delta_", time.perf_counter() - begin)
+        await _checked(client)
+        self._add(delta_check_s=time.perf_counter() - begin)
+        digest = await self._live_digest()
+        begin = time.perf_counter()
+        back = await asyncio.to_thread(client.rollback, cache="keep")
+        self._note(back.report, ApplyStrategy.PATCH, "rollback_", time.perf_counter() - begin)
+        await _checked(client)
+        return digest
+
+    def _note(
+        self, report: ApplyReport, strategy: ApplyStrategy, prefix: str, seconds: float
+    ) -> None:
+        assert report.strategy is strategy, f"written by {report.strategy}, not {strategy}"
+        phases = report.phases
+        values = {
+            "apply_s": seconds,
+            "pause_s": phases.paused_total_s,
+            "stop_s": phases.pause_s,
+            "resume_s": phases.resume_s,
+            "prepare_s": phases.prepare_s,
+            "commit_s": phases.commit_s,
+            "verify_s": phases.verify_s,
+        }
+        self._add(**{f"{prefix}{name}": value for name, value in values.items()})
 
     async def _note_gaps(self, name: str, begin: float) -> None:
         end = time.perf_counter()
@@ -179,21 +154,27 @@ class _Measure:
         async with self._load.running():
             for number in range(order.rounds):
                 await self.apply(client, mask=1 + number % 15)
-                digest = await self._live_digest()
+                copied = await self._live_digest()
+                patched = await self.patch(client, number)
+                back = await self._live_digest()
                 await self.reload(order.base)
-            base_digest = await self._live_digest()
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": order.other})
-            same = digest == await self._live_digest()
-            await self._llm.resume_generation()
-        # The two contents differ, so a digest that never changes would not pass.
-        self.facts["bitwise_equal"] = same and digest != base_digest
-        self.samples["reload_over_ours"] = [
-            reload / ours
-            for reload, ours in zip(
-                self.samples["reload_pause_s"], self.samples["pause_s"], strict=True
-            )
-        ]
+            reloaded = [await self._reloaded(path) for path in (order.other, order.near)]
+        # The contents differ, so a digest that never changes would not pass.
+        self.facts["bitwise_equal"] = [copied, patched] == reloaded and back == copied != patched
+        self._add_ratios("reload_over_ours", "reload_pause_s", "pause_s")
+        self._add_ratios("delta_over_full_pause", "delta_pause_s", "pause_s")
+
+    async def _reloaded(self, directory: str) -> str:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        digest = await self._live_digest()
+        await self._llm.resume_generation()
+        return digest
+
+    def _add_ratios(self, name: str, above: str, below: str) -> None:
+        """Add the ratio within each round: what disturbs a round disturbs both."""
+        pairs = zip(self.samples[above], self.samples[below], strict=True)
+        self.samples[name] = [one / other for one, other in pairs]
 
     async def repacked(self) -> None:
         """Reload only: what ours does about such an engine is asked afterwards."""
@@ -208,38 +189,27 @@ class _Measure:
         try:
             # Adoption of the checkpoint comes first; it ends in serving, or in a fence.
             with contextlib.suppress(RuntimeError):
-                await _serving(client)
-            pushed = await asyncio.to_thread(client.push, Path(self._order.other))
+                await serving(client)
+            other = Path(self._order.other)
+            pushed = await asyncio.to_thread(client.push, other, delta="never")
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
-            self.facts |= {"pause_s": None, "reload_over_ours": None, "refusal": str(error)}
+            ours = ("pause_s", "reload_over_ours", "delta_pause_s", "delta_over_full_pause")
+            self.facts |= dict.fromkeys(ours) | {"refusal": str(error)}
         else:
             self._add(pause_s=report.phases.paused_total_s)
 
 
 async def measure(order: Order) -> dict[str, Any]:
     """Start vLLM, measure and stop it."""
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=order.base,
-        dtype=order.dtype,
-        max_model_len=_MAX_MODEL_LEN,
-        max_num_seqs=max(4, order.requests),
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        worker_extension_cls="benchmarks.live.LiveParameters",
-    )
-    llm = AsyncLLM.from_engine_args(arguments)
+    llm = start_engine(order.base, order.dtype, order.requests, "benchmarks.live.LiveParameters")
     try:
         measured = _Measure(order, llm)
         if not order.plain:
             await measured.repacked()
-        async with _bridged(order, llm) as client:
+        async with bridged(order, llm) as client:
             if order.plain:
-                await _serving(client)
+                await serving(client)
                 await measured.plain(client)
             else:
                 await measured.try_apply(client)
@@ -249,15 +219,11 @@ async def measure(order: Order) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+async def bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
     """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
-    from weightsync.vllm.endpoint import Bridge
-
-    bridge = Bridge()
-    await bridge.init_state(llm, None, SimpleNamespace(api_server_count=1))
     folder = Path(order.folder)
     address = f"unix:{folder}/push.sock"
-    try:
+    async with bridge(llm):
         server = weightsync_server(folder, [address], engine=str(folder / "engine.sock"))
         # Starting and stopping wait, and the bridge lives on this loop.
         await asyncio.to_thread(server.__enter__)
@@ -266,11 +232,27 @@ async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
                 yield client
         finally:
             await asyncio.to_thread(server.__exit__, None, None, None)
-    finally:
-        await bridge.stop()
 
 
-async def _serving(client: Client) -> None:
+async def _checked(client: Client) -> None:
+    """Return when the live parameters were compared as a whole, and hold the version."""
+    deadline = time.monotonic() + _READY_S
+    while True:
+        check = (await asyncio.to_thread(client.get_version)).live_check
+        if check is LiveCheck.PASSED:
+            return
+        if check is LiveCheck.FAILED or time.monotonic() > deadline:
+            msg = f"the live parameters were compared with the outcome {check}"
+            raise RuntimeError(msg)
+        await asyncio.sleep(0.05)
+
+
+async def serving(client: Client) -> None:
+    """Return once the engine serves.
+
+    Raises:
+        RuntimeError: It is fenced, or not ready in time.
+    """
     deadline = time.monotonic() + _READY_S
     while True:
         engine = (await asyncio.to_thread(client.status)).models[0].engine
@@ -288,15 +270,7 @@ async def _serving(client: Client) -> None:
 def main() -> None:
     """Set the environment that vLLM's processes inherit, measure and print."""
     order = Order(**json.loads(sys.argv[1]))
-    os.environ |= {
-        "VLLM_PLUGINS": "weightsync",
-        "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{order.folder}/engine.sock",
-        "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": str(int(order.plain)),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    set_environment(order.folder, plain=order.plain)
     print(json.dumps(asyncio.run(measure(order))), flush=True)
 
 

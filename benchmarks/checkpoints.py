@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["SMALLER", "make_checkpoint", "write_variant"]
+__all__ = ["SMALLER", "make_checkpoint", "write_neighbour", "write_variant"]
 
 #: Overrides for a quick try that shows nothing but that the benchmark runs.
 SMALLER = {"num_hidden_layers": 2, "vocab_size": 4096}
@@ -59,6 +59,31 @@ def write_variant(source: Path, target: Path, mask: int) -> None:
             data ^= np.uint16(mask)
         target.mkdir(exist_ok=True)
         content.tofile(target / file.name)
+
+
+def write_neighbour(source: Path, target: Path, share: float, seed: int) -> float:
+    """Write the checkpoint with single values off by one ulp; returns the share that really is.
+
+    Args:
+        source: The checkpoint.
+        target: Where the other one goes.
+        share: Of the values, at random places all over every tensor.
+        seed: Of the places.
+    """
+    rng = np.random.default_rng(seed)
+    changed = count = 0
+    for file in sorted(source.iterdir()):
+        content = np.fromfile(file, dtype=np.uint8)
+        if file.suffix == ".safetensors":
+            (header,) = struct.unpack("<Q", content[:8].tobytes())
+            data = content[8 + header :].view(np.uint16)
+            places = np.cumsum(rng.geometric(share, int(len(data) * share * 1.1) + 100)) - 1
+            places = places[places < len(data)]
+            data[places] ^= 1
+            changed, count = changed + len(places), count + len(data)
+        target.mkdir(exist_ok=True)
+        content.tofile(target / file.name)
+    return changed / count
 
 
 def _check_dtypes(header: bytes) -> None:

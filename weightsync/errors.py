@@ -39,6 +39,7 @@ class Reason(enum.StrEnum):
     VERSION_NOT_DURABLE = enum.auto()
     NO_ROLLBACK = enum.auto()
     EPOCH_STALE = enum.auto()
+    BASE_MISMATCH = enum.auto()
     PUSH_INCOMPLETE = enum.auto()
     OFFSET_MISMATCH = enum.auto()
     SHARD_BUSY = enum.auto()
@@ -86,6 +87,8 @@ STATUS: Mapping[Reason, str] = MappingProxyType(
         Reason.VERSION_NOT_DURABLE: "FAILED_PRECONDITION",
         Reason.NO_ROLLBACK: "FAILED_PRECONDITION",
         Reason.EPOCH_STALE: "FAILED_PRECONDITION",
+        # A delta whose base is not what the server has: its ErrorInfo tells what is held.
+        Reason.BASE_MISMATCH: "FAILED_PRECONDITION",
         Reason.PUSH_INCOMPLETE: "FAILED_PRECONDITION",
         Reason.OFFSET_MISMATCH: "ABORTED",
         Reason.SHARD_BUSY: "ABORTED",

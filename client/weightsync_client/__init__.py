@@ -25,6 +25,7 @@ from weightsync_client.errors import (
     RefusedError,
     UnavailableError,
 )
+from weightsync_client.fallback import Fallback
 from weightsync_client.handle import PushHandle
 from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
 from weightsync_client.pull import PulledTensor
@@ -33,15 +34,18 @@ from weightsync_client.types import (
     ApplyOutcome,
     ApplyPlan,
     ApplyReport,
+    ApplyStrategy,
     CacheMode,
     Durability,
     EngineState,
     EngineStatus,
+    LiveCheck,
     ModelStatus,
     PauseMode,
     PauseUsed,
     Phases,
     PullResult,
+    PushKind,
     PushResult,
     PushStatus,
     RankResult,
@@ -63,6 +67,7 @@ __all__ = [
     "ApplyOutcome",
     "ApplyPlan",
     "ApplyReport",
+    "ApplyStrategy",
     "AsyncClient",
     "AsyncPushHandle",
     "CacheMode",
@@ -75,7 +80,9 @@ __all__ = [
     "EngineState",
     "EngineStatus",
     "ExhaustedError",
+    "Fallback",
     "InvalidError",
+    "LiveCheck",
     "ModelStatus",
     "NotFoundError",
     "PauseChoices",
@@ -85,6 +92,7 @@ __all__ = [
     "PullResult",
     "PulledTensor",
     "PushHandle",
+    "PushKind",
     "PushOptions",
     "PushResult",
     "PushSource",

@@ -47,6 +47,9 @@ _PAUSE = _names(pb.PauseMode.DESCRIPTOR)
 _CACHE = _names(pb.CacheMode.DESCRIPTOR)
 _OUTCOME = _names(pb.ApplyOutcome.DESCRIPTOR)
 _ENGINE = _names(pb.EngineState.DESCRIPTOR)
+_STRATEGY = _names(pb.ApplyStrategy.DESCRIPTOR)
+_LIVE_CHECK = _names(pb.LiveCheck.DESCRIPTOR)
+_KIND = _names(pb.PushKind.DESCRIPTOR)
 
 
 def _seconds(duration: Duration) -> float:
@@ -77,6 +80,13 @@ def to_version(m: pb.VersionInfo) -> types.Version:
         metadata=dict(m.metadata),
         pinned=m.pinned,
         trainer_verified=m.trainer_verified,
+        kind=_enum(types.PushKind, m.kind, _KIND),
+        base_version=m.base_version,
+        stored_bytes=m.stored_bytes,
+        chain_length=m.chain_length,
+        changed_fraction=m.changed_fraction,
+        live_check=_enum(types.LiveCheck, m.live_check, _LIVE_CHECK),
+        live_check_time=_time(m.live_check_time) if m.HasField("live_check_time") else None,
     )
 
 
@@ -132,7 +142,7 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         _seconds(m.plan.predicted_pause),
         m.plan.memory_bytes,
         m.plan.read_from_store,
-        m.plan.strategy,
+        _enum(types.ApplyStrategy, m.plan.strategy, _STRATEGY),
     )
     return types.ApplyReport(
         apply_id=m.apply_id,
@@ -146,6 +156,7 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         pause=_pause(m.pause),
         plan=plan if m.HasField("plan") else None,
         durability=_enum(types.Durability, m.durability, _DURABILITY),
+        strategy=_enum(types.ApplyStrategy, m.strategy, _STRATEGY),
     )
 
 

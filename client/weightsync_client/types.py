@@ -6,19 +6,24 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from weightsync_client.fallback import Fallback
+
 __all__ = [
     "ApplyOutcome",
     "ApplyPlan",
     "ApplyReport",
+    "ApplyStrategy",
     "CacheMode",
     "Durability",
     "EngineState",
     "EngineStatus",
+    "LiveCheck",
     "ModelStatus",
     "PauseMode",
     "PauseUsed",
     "Phases",
     "PullResult",
+    "PushKind",
     "PushResult",
     "PushStatus",
     "RankResult",
@@ -87,6 +92,31 @@ class ApplyOutcome(enum.StrEnum):
     PLANNED = enum.auto()
 
 
+class ApplyStrategy(enum.StrEnum):
+    """How an apply writes parameters: all of them, or what differs from the live version."""
+
+    UNSPECIFIED = enum.auto()
+    COPY = enum.auto()
+    PATCH = enum.auto()
+
+
+class LiveCheck(enum.StrEnum):
+    """Whether the live parameters were compared with the version as a whole."""
+
+    UNSPECIFIED = enum.auto()
+    PENDING = enum.auto()
+    PASSED = enum.auto()
+    FAILED = enum.auto()
+
+
+class PushKind(enum.StrEnum):
+    """Whether every tensor is sent or kept in full, or what changed since a base version."""
+
+    UNSPECIFIED = enum.auto()
+    FULL = enum.auto()
+    DELTA = enum.auto()
+
+
 class EngineState(enum.StrEnum):
     """What the server is doing with the engine."""
 
@@ -107,6 +137,11 @@ class PushResult:
         already: True when an earlier push had committed the same content.
         sent_bytes: Bytes that this push sent, bytes sent again after a cut included.
         seconds: From the call until the commit was acknowledged.
+        kind: Whether all was sent, or what changed since `base_version`.
+        fallback_reason: Why all was sent in place of a delta; empty: nobody asked for one.
+        base_version: Of a delta; 0: a push in full.
+        changed_fraction: Share of the elements that changed; None: not known in a push in full.
+        dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
     """
 
     version: int
@@ -118,6 +153,11 @@ class PushResult:
     tensor_count: int
     sent_bytes: int
     seconds: float
+    kind: PushKind = PushKind.FULL
+    fallback_reason: Fallback | str = ""
+    base_version: int = 0
+    changed_fraction: float | None = None
+    dense_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +214,7 @@ class ApplyPlan:
     predicted_pause_s: float
     memory_bytes: int
     read_from_store: bool
-    strategy: str
+    strategy: ApplyStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +236,7 @@ class ApplyReport:
     pause: PauseUsed
     plan: ApplyPlan | None = None
     durability: Durability = Durability.UNSPECIFIED
+    strategy: ApplyStrategy = ApplyStrategy.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +256,13 @@ class Version:
         content_digest: Its identity; empty while it is being received, as are the other digests.
         epoch: Of its writer; 0: adopted from the engine.
         trainer_verified: True when the trainer's own digests were compared at the push.
+        kind: How the store keeps it; a delta is folded into a full version in time.
+        base_version: For a delta: the version that it is based on.
+        stored_bytes: Bytes that the store keeps of it.
+        chain_length: Deltas from the nearest full version to this one; 0: it is full.
+        changed_fraction: Share of the elements that a delta changed.
+        live_check: Whether its live parameters were compared as a whole.
+        live_check_time: When they were.
     """
 
     model: str
@@ -234,6 +282,13 @@ class Version:
     metadata: dict[str, str]
     pinned: bool
     trainer_verified: bool
+    kind: PushKind = PushKind.UNSPECIFIED
+    base_version: int = 0
+    stored_bytes: int = 0
+    chain_length: int = 0
+    changed_fraction: float = 0.0
+    live_check: LiveCheck = LiveCheck.UNSPECIFIED
+    live_check_time: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.battery)], ids="tp{}".format
+    scope="module",
+    params=[
+        pytest.param((1, False), id="tp1"),
+        pytest.param((1, True), marks=pytest.mark.battery, id="tp1-patch"),
+        pytest.param((2, False), marks=pytest.mark.battery, id="tp2"),
+        pytest.param((2, True), marks=pytest.mark.battery, id="tp2-patch"),
+    ],
 )
 def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
-    with running_site(request.param) as site:
+    tp, alike = request.param
+    with running_site(tp, alike=alike) as site:
         yield site
 
 
@@ -42,11 +49,11 @@ def whole(site: FaultySite) -> Iterator[None]:
 
 
 def _apply(
-    site: FaultySite, plan: str, *, fenced: bool = False
+    site: FaultySite, plan: str, *, fenced: bool = False, name: str = ""
 ) -> tuple[str, str, WeightSyncError | None]:
     """Apply under faults; return the content before, the content asked for, and the refusal."""
     old = site.ask()
-    version = site.push()
+    version = site.push(name)
     new = site.content[version]
     with site.watched():
         site.arm(plan)
@@ -67,6 +74,84 @@ def test_a_rank_that_fails_in_its_commit_is_restored(site: FaultySite, point: st
     assert "Cannot allocate memory" in refusal.message
     assert site.ask() == old
     assert "503" not in site.served
+
+
+def _beside(site: FaultySite, name: str) -> str:
+    """Make `b` or `c` live; return the other one, whose apply is then a patch."""
+    if site.ask() != name:
+        site.apply(site.push(name))
+    return "c" if name == "b" else "b"
+
+
+@pytest.mark.parametrize("point", ["worker.patch", "worker.half", "worker.written"])
+def test_a_rank_that_fails_in_a_patch_is_restored(site: FaultySite, point: str) -> None:
+    other = _beside(site, "b")
+    old, _, refusal = _apply(site, f"{point}=1*error(ENOMEM)", name=other)
+    assert refusal is not None
+    assert refusal.reason is Reason.APPLY_RESTORED
+    assert site.ask() == old
+    assert "503" not in site.served
+
+
+def test_a_rank_that_lies_about_a_patch_is_not_believed(site: FaultySite) -> None:
+    other = _beside(site, "c")
+    old, _, refusal = _apply(site, "worker.reply=1*lie(content_digest)", name=other)
+    assert refusal is not None
+    assert refusal.reason is Reason.APPLY_RESTORED
+    assert site.ask() == old
+
+
+def test_a_patch_that_misses_a_parameter_is_restored(site: FaultySite) -> None:
+    version = site.push(_beside(site, "b"))
+    with site.watched():
+        site.fault(skip="model.layers.0.mlp.down_proj.weight")
+        refusal = site.try_apply(version)
+    assert refusal is not None
+    assert refusal.reason is Reason.APPLY_RESTORED
+    assert "down_proj" in refusal.message
+    assert site.ask() == "b"
+
+
+def test_a_patch_and_its_rollback_are_small_and_compared_as_a_whole(site: FaultySite) -> None:
+    version = site.push(_beside(site, "b"))
+    with site.watched():
+        report = site.apply(version)
+        assert report.strategy == pb.APPLY_STRATEGY_PATCH
+        assert _checked(site, version) == pb.LIVE_CHECK_PASSED
+        back = site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60).report
+        assert back.strategy == pb.APPLY_STRATEGY_PATCH
+        assert 0 < back.written_bytes == report.written_bytes < 200_000
+    assert site.ask() == "b"
+    assert set(site.served) <= {"b", "c"}
+
+
+def _checked(site: FaultySite, version: int, timeout_s: float = 60) -> int:
+    """Wait until the live parameters were compared as a whole; return the outcome."""
+    request = pb.GetVersionRequest(model="default", version=version)
+    end = time.monotonic() + timeout_s
+    while True:
+        info = site.server.stub.GetVersion(request, timeout=5).version
+        if info.live_check != pb.LIVE_CHECK_PENDING:
+            return info.live_check
+        assert time.monotonic() < end, "it was not compared within a minute"
+        time.sleep(0.02)
+
+
+def test_a_bit_outside_a_patch_is_found_within_a_minute_and_healed(site: FaultySite) -> None:
+    # That of a tensor which no nudge changes.
+    version = site.push(_beside(site, "b"))
+    site.fault(flip="model.layers.1.mlp.gate_up_proj.weight")
+    assert site.apply(version).strategy == pb.APPLY_STRATEGY_PATCH
+    end = time.monotonic() + 60
+    while not site.violations():
+        assert time.monotonic() < end, "it was not found"
+        time.sleep(0.02)
+    site.recover()
+    assert _checked(site, version) == pb.LIVE_CHECK_PASSED
+    assert site.ask() == "c"
+    assert site.violations() == 1
+    # A new one has counted nothing.
+    site.restart_server()
 
 
 @pytest.mark.parametrize(

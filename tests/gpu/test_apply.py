@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
-from tests.support.models import make_checkpoint
+from tests.support.models import make_checkpoint, nudge_checkpoint
 from tests.support.stock import push_folder
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
@@ -50,12 +51,14 @@ def root() -> Iterator[Path]:
 
 
 class Site:
-    """A CUDA vLLM that may sleep, a server beside it, and two checkpoints of one layout."""
+    """A CUDA vLLM that may sleep, a server beside it, and checkpoints of one layout."""
 
     def __init__(self, root: Path) -> None:
         self.first, self.second = (
             make_checkpoint(root / name, seed=seed, **_SIZES) for seed, name in enumerate("ab")
         )
+        #: Differs from the second one in few values.
+        self.near = nudge_checkpoint(self.second, root / "near")
         self.vllm = VllmServer(
             self.first,
             root / "run",
@@ -111,6 +114,37 @@ def test_apply_and_rollback_answer_like_fresh_engines(site: Site, wanted: list[A
     assert site.server.stub.VerifyVersion(verify, timeout=60).verified
     site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
     assert _answers(site.vllm) == before
+
+
+def _checked(site: Site) -> int:
+    """Wait until the live parameters were compared as a whole; return the outcome."""
+    request = pb.GetVersionRequest(model="default")
+    end = time.monotonic() + 60
+    while True:
+        check = site.server.stub.GetVersion(request, timeout=10).version.live_check
+        if check != pb.LIVE_CHECK_PENDING:
+            return check
+        assert time.monotonic() < end, "it was not compared within a minute"
+        time.sleep(0.05)
+
+
+def test_a_patch_and_its_rollback_answer_like_fresh_engines(site: Site, wanted: list[Any]) -> None:
+    push_folder(site.server.stub, site.near)
+    assert site.apply().strategy == pb.APPLY_STRATEGY_COPY
+    near = _answers(site.vllm)
+    assert near != wanted
+    push_folder(site.server.stub, site.second)
+    report = site.apply()
+    print(report)  # noqa: T201 - the phases are worth reading
+    assert report.strategy == pb.APPLY_STRATEGY_PATCH
+    assert _answers(site.vllm) == wanted
+    assert _checked(site) == pb.LIVE_CHECK_PASSED
+    back = site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60).report
+    assert (back.strategy, back.written_bytes) == (pb.APPLY_STRATEGY_PATCH, report.written_bytes)
+    assert _answers(site.vllm) == near
+    assert _checked(site) == pb.LIVE_CHECK_PASSED
+    status = site.server.stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+    assert not any(status.invariant_violations.values())
 
 
 def test_sleeping_engine_refuses_an_apply_and_takes_it_once_awake(

@@ -3,7 +3,7 @@
 Given by --worker-extension-cls, which our own methods leave free. The file named by
 WEIGHTSYNC_TEST_FAULT holds one JSON object and is removed when the fault has been committed:
 {"flip": PARAMETER}: flips one bit of the live parameter before it is verified;
-{"skip": PARAMETER}: does not write that parameter's slices;
+{"skip": PARAMETER}: does not write that parameter's slices, or what changes of it;
 {"stall": SECONDS}: the commit takes that much longer.
 """
 
@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightsync.vllm import prepared
+from weightsync.vllm import patch, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.vllm.crew import Crew
+    from weightsync.vllm.live import Targets
 
 __all__ = ["FaultExtension"]
 
 _write = prepared.Prepared.write
 _mismatched = prepared.Prepared.mismatched
+_patch_write = patch.Patch.write
+_patch_mismatched = patch.Patch.mismatched
 
 
 def _take(kind: str) -> Any:
@@ -42,9 +45,11 @@ def _take(kind: str) -> Any:
 
 
 def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
-    del crew
     time.sleep(_take("stall") or 0)
     name = _take("skip")
+    if name is None:
+        _write(self, crew)
+        return
     for item, target, source in zip(
         self.plan.slices, self.targets.views(), self.sources, strict=True
     ):
@@ -55,17 +60,34 @@ def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
 def _faulty_mismatched(
     self: prepared.Prepared, crew: Crew, stop: Callable[[], bool] = bool
 ) -> list[str]:
-    name = _take("flip")
-    for item, target in zip(self.plan.slices, self.targets.views(), strict=True):
-        if item.param == name:
-            words = target.reshape(-1).view(torch.uint8)
-            words[len(words) // 2] ^= 1
-            break
+    _flip(self.targets)
     return _mismatched(self, crew, stop)
+
+
+def _faulty_patch_write(self: patch.Patch, crew: Crew) -> None:
+    time.sleep(_take("stall") or 0)
+    name = _take("skip")
+    changes = [change for change in self.changes if change.param != name]
+    _patch_write(patch.Patch(self.base, self.targets, changes, self.copies), crew)
+
+
+def _faulty_patch_mismatched(self: patch.Patch, crew: Crew) -> list[str]:
+    _flip(self.targets)
+    return _patch_mismatched(self, crew)
+
+
+def _flip(targets: Targets) -> None:
+    name = _take("flip")
+    if name is not None:
+        targets.views()
+        words = targets.memory(name).view(torch.uint8)
+        words[len(words) // 2] ^= 1
 
 
 prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]
 prepared.Prepared.mismatched = _faulty_mismatched  # type: ignore[method-assign]
+patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
+patch.Patch.mismatched = _faulty_patch_mismatched  # type: ignore[method-assign]
 
 
 class FaultExtension:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from tests.support.models import make_checkpoint
+from tests.support.models import make_checkpoint, nudge_checkpoint
 from tests.support.processes import state
 from tests.support.stock import push_folder
 from tests.support.vllm_server import VllmServer
@@ -35,16 +36,18 @@ LEASE_S, COMMIT_S = 2.0, 2.5
 
 
 class FaultySite:
-    """Versions alternate between two checkpoints, `a` and `b`, whose first tokens differ.
+    """Versions alternate between two checkpoints whose first tokens differ.
 
     Args:
         tp: Tensor parallel size of vLLM.
+        alike: Whether they alternate between `b` and `c`, which differ in few values, so that every
+            apply is a patch; else between `a` and `b`, which differ in all.
 
     Attributes:
-        served: Every answer seen while `watched`: `a`, `b` or an HTTP status.
+        served: Every answer seen while `watched`: a checkpoint's name or an HTTP status.
     """
 
-    def __init__(self, tp: int = 1) -> None:
+    def __init__(self, tp: int = 1, *, alike: bool = False) -> None:
         # Unix sockets allow 107 bytes, which pytest's own folders exceed.
         self.root = Path(tempfile.mkdtemp(prefix="wf-"))
         self.plan = self.root / "plan"
@@ -52,16 +55,24 @@ class FaultySite:
             name: make_checkpoint(self.root / name, dtype="bfloat16", seed=seed)
             for seed, name in enumerate("ab")
         }
+        self.folders["c"] = nudge_checkpoint(self.folders["b"], self.root / "c")
+        self.pair = ("b", "c") if alike else ("a", "b")
+        self._fault = self.root / "fault.json"
         variables = {VARIABLE: f"@{self.plan}"}
         self.vllm = VllmServer(
-            self.folders["a"], self.root / "run", tp=tp, dtype="bfloat16", variables=variables
+            self.folders[self.pair[0]],
+            self.root / "run",
+            tp=tp,
+            dtype="bfloat16",
+            flags=["--worker-extension-cls", "tests.support.fault_extension.FaultExtension"],
+            variables={**variables, "WEIGHTSYNC_TEST_FAULT": str(self._fault)},
         )
         flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
         self.server = WeightSyncServer(
             self.root / "run", self.root / "state", flags=flags, variables=variables
         )
         self.expected: dict[str, Any] = {}
-        self.content: dict[int, str] = {1: "a"}
+        self.content: dict[int, str] = {1: self.pair[0]}
         self.served: list[str] = []
 
     def start(self) -> None:
@@ -69,13 +80,14 @@ class FaultySite:
         self.server.start()
         self.vllm.start()
         self.server.wait_serving()
-        self.expected["a"] = self._answer()
-        self.apply(self.push())
-        assert self.server.stub.VerifyVersion(
-            pb.VerifyVersionRequest(model="default"), timeout=60
-        ).verified
-        self.expected["b"] = self._answer()
-        assert self.expected["a"] != self.expected["b"]
+        self.expected[self.pair[0]] = self._answer()
+        for name in ("c", "b") if self.pair == ("a", "b") else ("c",):
+            self.apply(self.push(name))
+            assert self.server.stub.VerifyVersion(
+                pb.VerifyVersionRequest(model="default"), timeout=60
+            ).verified
+            self.expected[name] = self._answer()
+        assert len({str(answer) for answer in self.expected.values()}) == len(self.expected)
 
     def stop(self) -> None:
         """Stop both and remove everything."""
@@ -93,6 +105,10 @@ class FaultySite:
         """Let everything fail as planned from now on."""
         self._hits.unlink(missing_ok=True)
         self.plan.write_text(plan)
+
+    def fault(self, **order: Any) -> None:
+        """Let the next commit in a worker go wrong; see `fault_extension`."""
+        self._fault.write_text(json.dumps(order))
 
     def disarm(self) -> None:
         """Let nothing fail any more."""
@@ -118,10 +134,10 @@ class FaultySite:
 
     # What is done
 
-    def push(self) -> int:
-        """Push the checkpoint that is not live as a new version."""
+    def push(self, name: str = "") -> int:
+        """Push a checkpoint as a new version; by default the one of the pair that is not live."""
         live = self.server.wait_serving().live_version
-        other = "b" if self.content[live] == "a" else "a"
+        other = name or self.pair[self.content[live] == self.pair[0]]
         version = push_folder(self.server.stub, self.folders[other]).version
         self.content[version] = other
         return version
@@ -178,7 +194,7 @@ class FaultySite:
         """Return which content answers, or the HTTP status of a refusal.
 
         Raises:
-            AssertionError: The answer is neither of the two versions': a mixture is served.
+            AssertionError: The answer is no version's: a mixture is served.
         """
         status, answer = self._request()
         if status != 200:
@@ -240,9 +256,9 @@ class FaultySite:
 
 
 @contextlib.contextmanager
-def running_site(tp: int = 1) -> Iterator[FaultySite]:
+def running_site(tp: int = 1, *, alike: bool = False) -> Iterator[FaultySite]:
     """Start a site; everything is stopped at the end."""
-    site = FaultySite(tp)
+    site = FaultySite(tp, alike=alike)
     try:
         site.start()
         yield site

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ARCHITECTURES", "make_checkpoint", "perturb_checkpoint"]
+__all__ = ["ARCHITECTURES", "make_checkpoint", "nudge_checkpoint", "perturb_checkpoint"]
 
 #: Model families that `make_checkpoint` knows.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
@@ -123,6 +123,33 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
     _tokenizer(directory)
     return directory
+
+
+def nudge_checkpoint(source: Path, target: Path, share: float = 0.03) -> Path:
+    """Copy a checkpoint with some values of every tensor but one halved or doubled.
+
+    Answers differ from the first token on, and a patch from one to the other is small.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+        share: Of the values that change.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(7)
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in sorted(target.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if not name.endswith("layers.1.mlp.up_proj.weight"):
+                chosen = torch.rand(tensor.shape, generator=generator) < share
+                tensor[chosen] *= 2.0 ** (1 - 2 * (tensor[chosen] > 0))
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
 
 
 def perturb_checkpoint(source: Path, target: Path, names: set[str], scale: float = 1.5) -> Path:

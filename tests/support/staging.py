@@ -182,11 +182,11 @@ class BridgeClient:
         raise AssertionError(msg)
 
     def prepare(
-        self, version: Version, *, compare_live: bool = False, apply_id: str = ""
+        self, version: Version, *, compare_live: bool = False, apply_id: str = "", base: str = ""
     ) -> tuple[str, list[Any]]:
         """Prepare a version; captures the load plan when asked to, under a pause if it serves."""
         apply_id = apply_id or secrets.token_hex(4)
-        reports = self.job("prepare", apply_id, version, compare_live=compare_live)
+        reports = self.job("prepare", apply_id, version, compare_live=compare_live, base=base)
         if any(report["phase"] == "needs_capture" for report in reports):
             replies = self.capture(version)
             if not all(reply["ok"] for reply in replies):

@@ -73,7 +73,7 @@ class WeightSyncServer:
             "--store": self.store,
             "--metrics": "127.0.0.1:0",
         }
-        given = {flag for flag in self.flags if flag.startswith("--")}
+        given = {flag.partition("=")[0] for flag in self.flags}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
         server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
         return [*self.wrapper, *server]

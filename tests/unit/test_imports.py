@@ -183,3 +183,12 @@ def test_importing_it_loads_neither_torch_nor_vllm(module: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr
+
+
+def test_the_codec_loads_neither_engines_nor_grpc_nor_a_compiler() -> None:
+    heavy = {"grpc", "llvmlite", "numba", "torch", "vllm"}
+    program = f"import sys, weightsync.delta; print(*sorted({heavy} & set(sys.modules)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, ""), ran.stderr

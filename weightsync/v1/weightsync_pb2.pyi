@@ -47,7 +47,9 @@ class _PushKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PushKind.Val
     PUSH_KIND_FULL: _PushKind.ValueType  # 1
     """Every tensor in full."""
     PUSH_KIND_DELTA: _PushKind.ValueType  # 2
-    """What changed since a base version. Not served yet: UNIMPLEMENTED."""
+    """What changed since a base version, in shards of the format WSD1 (docs/delta-format.md). Tensors
+    that are in no shard are those of the base.
+    """
 
 class PushKind(_PushKind, metaclass=_PushKindEnumTypeWrapper):
     """How the bytes of a push are encoded."""
@@ -57,7 +59,9 @@ PUSH_KIND_UNSPECIFIED: PushKind.ValueType  # 0
 PUSH_KIND_FULL: PushKind.ValueType  # 1
 """Every tensor in full."""
 PUSH_KIND_DELTA: PushKind.ValueType  # 2
-"""What changed since a base version. Not served yet: UNIMPLEMENTED."""
+"""What changed since a base version, in shards of the format WSD1 (docs/delta-format.md). Tensors
+that are in no shard are those of the base.
+"""
 Global___PushKind: _TypeAlias = PushKind  # noqa: Y015
 
 class _Durability:
@@ -228,6 +232,61 @@ APPLY_OUTCOME_PLANNED: ApplyOutcome.ValueType  # 3
 """Dry run: nothing was done, the plan says what would be."""
 Global___ApplyOutcome: _TypeAlias = ApplyOutcome  # noqa: Y015
 
+class _LiveCheck:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LiveCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LiveCheck.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LIVE_CHECK_UNSPECIFIED: _LiveCheck.ValueType  # 0
+    """The version is not live."""
+    LIVE_CHECK_PENDING: _LiveCheck.ValueType  # 1
+    """What changed was compared, the rest is still to come."""
+    LIVE_CHECK_PASSED: _LiveCheck.ValueType  # 2
+    """Every parameter of every rank holds the version."""
+    LIVE_CHECK_FAILED: _LiveCheck.ValueType  # 3
+    """Some parameter did not; the version is placed again in full."""
+
+class LiveCheck(_LiveCheck, metaclass=_LiveCheckEnumTypeWrapper):
+    """Whether the live parameters were compared with the version as a whole. An apply that writes all of
+    them compares all of them in the pause; one that writes only what changed compares that, and
+    everything within a minute after it.
+    """
+
+LIVE_CHECK_UNSPECIFIED: LiveCheck.ValueType  # 0
+"""The version is not live."""
+LIVE_CHECK_PENDING: LiveCheck.ValueType  # 1
+"""What changed was compared, the rest is still to come."""
+LIVE_CHECK_PASSED: LiveCheck.ValueType  # 2
+"""Every parameter of every rank holds the version."""
+LIVE_CHECK_FAILED: LiveCheck.ValueType  # 3
+"""Some parameter did not; the version is placed again in full."""
+Global___LiveCheck: _TypeAlias = LiveCheck  # noqa: Y015
+
+class _ApplyStrategy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ApplyStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplyStrategy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    APPLY_STRATEGY_UNSPECIFIED: _ApplyStrategy.ValueType  # 0
+    """Not known."""
+    APPLY_STRATEGY_COPY: _ApplyStrategy.ValueType  # 1
+    """Every parameter in full."""
+    APPLY_STRATEGY_PATCH: _ApplyStrategy.ValueType  # 2
+    """Only the elements that differ from the live version, where that is less work."""
+
+class ApplyStrategy(_ApplyStrategy, metaclass=_ApplyStrategyEnumTypeWrapper):
+    """How an apply writes parameters."""
+
+APPLY_STRATEGY_UNSPECIFIED: ApplyStrategy.ValueType  # 0
+"""Not known."""
+APPLY_STRATEGY_COPY: ApplyStrategy.ValueType  # 1
+"""Every parameter in full."""
+APPLY_STRATEGY_PATCH: ApplyStrategy.ValueType  # 2
+"""Only the elements that differ from the live version, where that is less work."""
+Global___ApplyStrategy: _TypeAlias = ApplyStrategy  # noqa: Y015
+
 class _EngineState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -366,6 +425,7 @@ class BeginPushRequest(_message.Message):
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    FALLBACK_REASON_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name. Unknown: NOT_FOUND listing the configured ones."""
     version: _builtins.int
@@ -375,7 +435,11 @@ class BeginPushRequest(_message.Message):
     kind: Global___PushKind.ValueType
     """How the bytes are encoded."""
     base_content_digest: _builtins.str
-    """For a delta: content digest of the base, 32 hexadecimal digits. Empty otherwise."""
+    """For a delta: content digest of the base, 32 hexadecimal digits. Empty otherwise. The base must
+    be a version that the server can read, of the same run where the metadata of both has a run_id;
+    else FAILED_PRECONDITION, whose ErrorInfo tells in held_version and held_content_digest what the
+    newest version is.
+    """
     idempotency_key: _builtins.str
     """A repeated call with the same key joins the same push, also after a restart of the server unless
     the store is memory://; once it is committed, for as long as the version exists. At most 128
@@ -391,6 +455,11 @@ class BeginPushRequest(_message.Message):
     """
     shard_count: _builtins.int
     """Number of shards; 0: not known until commit."""
+    fallback_reason: _builtins.str
+    """For a full push by a trainer that would have sent a delta: why it did not, for the counter of
+    fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense. Others count as
+    other; empty: not counted. At most 64 bytes.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free text kept with the version, such as step and run_id. At most 64 entries and 16 KiB."""
@@ -413,10 +482,11 @@ class BeginPushRequest(_message.Message):
         shard_count: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         stream: Global___StreamSource | None = ...,
+        fallback_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -702,7 +772,7 @@ class CommitPushRequest(_message.Message):
     push_id: _builtins.str
     """From BeginPush. May be empty on the stream that began or joined the push."""
     content_digest: _builtins.str
-    """The trainer's content digest, 32 hexadecimal digits; empty: not compared."""
+    """The trainer's content digest, 32 hexadecimal digits; empty: not compared. A delta needs one."""
     shard_count: _builtins.int
     """Number of shards in the version; 0: as declared at begin, or all that were sent."""
     def __init__(
@@ -851,6 +921,7 @@ class CommitPushResponse(_message.Message):
     ALREADY_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """The committed version."""
     content_digest: _builtins.str
@@ -862,9 +933,11 @@ class CommitPushResponse(_message.Message):
     already: _builtins.bool
     """True when an earlier call had committed it."""
     size_bytes: _builtins.int
-    """Sum of the shard sizes in bytes."""
+    """Sum of the sizes of the version's shards in bytes; for a delta those of the whole version."""
     tensor_count: _builtins.int
     """Number of tensors."""
+    stored_bytes: _builtins.int
+    """Bytes that were pushed and that the store keeps: less than size_bytes for a delta."""
     def __init__(
         self,
         *,
@@ -875,10 +948,11 @@ class CommitPushResponse(_message.Message):
         already: _builtins.bool = ...,
         size_bytes: _builtins.int = ...,
         tensor_count: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already", b"already", "content_digest", b"content_digest", "durable", b"durable", "manifest_digest", b"manifest_digest", "size_bytes", b"size_bytes", "tensor_count", b"tensor_count", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already", b"already", "content_digest", b"content_digest", "durable", b"durable", "manifest_digest", b"manifest_digest", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1040,7 +1114,10 @@ class ApplyVersionRequest(_message.Message):
     version: _builtins.int
     """The version; 0: the newest committed one that is not rejected."""
     idempotency_key: _builtins.str
-    """A repeated call with the same key joins the same apply and gets its answer. At most 128 bytes."""
+    """A repeated call with the same key joins the same apply and gets its answer. The last 256 answers
+    of calls that changed what is live outlive a restart of the server, also those that nobody got.
+    At most 128 bytes; empty: none.
+    """
     dry_run: _builtins.bool
     """True: check and plan everything, change nothing."""
     require_durable: _builtins.bool
@@ -1200,8 +1277,8 @@ class ApplyPlan(_message.Message):
     """Host memory that prepare would add, in bytes."""
     read_from_store: _builtins.bool
     """True when the version must first be read from the store."""
-    strategy: _builtins.str
-    """How parameters would be written, such as "copy"."""
+    strategy: Global___ApplyStrategy.ValueType
+    """How parameters would be written."""
     @_builtins.property
     def predicted_pause(self) -> _duration_pb2.Duration:
         """Predicted time without generation, from the bytes and the last apply. Zero: never measured."""
@@ -1213,7 +1290,7 @@ class ApplyPlan(_message.Message):
         predicted_pause: _duration_pb2.Duration | None = ...,
         memory_bytes: _builtins.int = ...,
         read_from_store: _builtins.bool = ...,
-        strategy: _builtins.str = ...,
+        strategy: Global___ApplyStrategy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_pause", b"predicted_pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1240,6 +1317,7 @@ class ApplyReport(_message.Message):
     PAUSE_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
     apply_id: _builtins.str
     """Names the attempt."""
     outcome: Global___ApplyOutcome.ValueType
@@ -1254,6 +1332,8 @@ class ApplyReport(_message.Message):
     """Bytes written, summed over ranks."""
     durability: Global___Durability.ValueType
     """Whether the version survives a crash; DURABILITY_RECEIVING: not yet, as the call allowed."""
+    strategy: Global___ApplyStrategy.ValueType
+    """How parameters were written."""
     @_builtins.property
     def phases(self) -> Global___PhaseDurations:
         """How long each phase took."""
@@ -1284,10 +1364,11 @@ class ApplyReport(_message.Message):
         pause: Global___PauseOptions | None = ...,
         plan: Global___ApplyPlan | None = ...,
         durability: Global___Durability.ValueType = ...,
+        strategy: Global___ApplyStrategy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pause", b"pause", "phases", b"phases", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "durability", b"durability", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "content_digest", b"content_digest", "durability", b"durability", "outcome", b"outcome", "pause", b"pause", "phases", b"phases", "plan", b"plan", "previous_version", b"previous_version", "ranks", b"ranks", "strategy", b"strategy", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1424,6 +1505,13 @@ class VersionInfo(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     PINNED_FIELD_NUMBER: _builtins.int
     TRAINER_VERIFIED_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    CHAIN_LENGTH_FIELD_NUMBER: _builtins.int
+    CHANGED_FRACTION_FIELD_NUMBER: _builtins.int
+    LIVE_CHECK_FIELD_NUMBER: _builtins.int
+    LIVE_CHECK_TIME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -1454,6 +1542,18 @@ class VersionInfo(_message.Message):
     """True when pinned."""
     trainer_verified: _builtins.bool
     """True when the trainer's own digests were compared at the push."""
+    kind: Global___PushKind.ValueType
+    """How it is kept in the store: a delta is folded into a full version in time."""
+    base_version: _builtins.int
+    """For a delta: the version that it is based on."""
+    stored_bytes: _builtins.int
+    """Bytes that the store keeps of it."""
+    chain_length: _builtins.int
+    """Deltas from the nearest full version to this one; 0: it is full."""
+    changed_fraction: _builtins.float
+    """For a version that was pushed as a delta: share of the elements that differ from the base."""
+    live_check: Global___LiveCheck.ValueType
+    """Whether its live parameters were compared as a whole."""
     @_builtins.property
     def commit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was committed, wall clock of the server."""
@@ -1461,6 +1561,10 @@ class VersionInfo(_message.Message):
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """From BeginPush."""
+
+    @_builtins.property
+    def live_check_time(self) -> _timestamp_pb2.Timestamp:
+        """When they were, wall clock of the server."""
 
     def __init__(
         self,
@@ -1482,10 +1586,17 @@ class VersionInfo(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pinned: _builtins.bool = ...,
         trainer_verified: _builtins.bool = ...,
+        kind: Global___PushKind.ValueType = ...,
+        base_version: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+        chain_length: _builtins.int = ...,
+        changed_fraction: _builtins.float = ...,
+        live_check: Global___LiveCheck.ValueType = ...,
+        live_check_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "live_check_time", b"live_check_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "layout_digest", b"layout_digest", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "tensor_count", b"tensor_count", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Crew", "crew_size", "leave_core"]
+__all__ = ["Crew", "aside_size", "crew_size", "leave_core", "stand_aside"]
 
 #: More than this many threads do not copy faster: memory is the limit.
 _MOST = 8
@@ -31,6 +31,18 @@ def crew_size(device: torch.device, ranks: int) -> int:
     return max(1, min(_MOST, (os.cpu_count() or 1) // ranks))
 
 
+def aside_size(device: torch.device, ranks: int) -> int:
+    """Return how many threads a rank may use beside generation: where that needs the cores, one.
+
+    Args:
+        device: Where the parameters are; beside a GPU half of the cores are free.
+        ranks: Workers on this host.
+    """
+    if device.type == "cpu":
+        return 1
+    return max(1, min(_MOST, (os.cpu_count() or 1) // 2 // ranks))
+
+
 def leave_core() -> None:
     """Let the calling thread run on every core, as far as the system allows.
 
@@ -40,15 +52,28 @@ def leave_core() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
+def stand_aside() -> None:
+    """Let the calling thread run where and when the threads that generate leave room.
+
+    On the core of the worker's main thread it would halve the decode speed. Both calls are per
+    thread on Linux, and best effort.
+    """
+    leave_core()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+
+
 class Crew:
     """Does one thing to each of many slices, the largest first, the caller helping.
 
     Args:
         size: Threads, the caller's among them.
+        begin: What each of the others does first.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, begin: Callable[[], None] = leave_core) -> None:
         self._helpers = size - 1
+        self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -89,6 +114,6 @@ class Crew:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(
-                    self._helpers, thread_name_prefix="weightsync", initializer=leave_core
+                    self._helpers, thread_name_prefix="weightsync", initializer=self._begin
                 )
             return self._pool

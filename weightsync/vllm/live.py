@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from weightsync.digest import tensor_digest
+from weightsync.vllm.words import memory_of, tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
+
     from weightsync.vllm.plan import Slice, Strides
 
-__all__ = ["LiveParameters", "ParameterChangedError", "Targets", "bytes_digest", "view_of"]
+__all__ = ["LiveParameters", "ParameterChangedError", "Targets", "view_of"]
 
 
 class ParameterChangedError(Exception):
@@ -23,19 +23,6 @@ class ParameterChangedError(Exception):
 def view_of(tensor: torch.Tensor, part: Strides) -> torch.Tensor:
     """Return a part of a tensor without a copy."""
     return tensor.as_strided(part.shape, part.stride, tensor.storage_offset() + part.offset)
-
-
-def bytes_digest(tensor: torch.Tensor) -> bytes:
-    """Return the xxh3-128 of a tensor's elements in row-major order, wherever it lies.
-
-    The GIL is released for large tensors.
-    """
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    flat = tensor.contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return tensor_digest(b"")
-    return tensor_digest(flat.view(torch.uint8).numpy().data)
 
 
 class LiveParameters:
@@ -86,7 +73,7 @@ class LiveParameters:
 
     def digests(self) -> dict[str, bytes]:
         """Return the digest of every parameter and buffer."""
-        return {name: bytes_digest(self.tensor(name)) for name in self._places}
+        return {name: tensor_digest_of(self.tensor(name)) for name in self._places}
 
 
 class Targets:
@@ -124,3 +111,10 @@ class Targets:
             self._views = [view_of(now[item.param], item.target) for item in self._slices]
             self._addresses = addresses
         return self._views
+
+    def memory(self, name: str) -> torch.Tensor:
+        """Return the integers in a parameter's memory, from its first element on, as one row.
+
+        Call `views` first, which checks that it is still the parameter of the plan.
+        """
+        return memory_of(self._live.tensor(name))

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weightsync import failpoints
 from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
-from weightsync.vllm.live import Targets, bytes_digest
+from weightsync.vllm.changes import find_differences
+from weightsync.vllm.live import Targets
+from weightsync.vllm.patch import Copy, Patch, split, stage
 from weightsync.vllm.plan import LoadPlan, check_against_base
-from weightsync.vllm.sources import Sources, expected_digest
+from weightsync.vllm.sources import Sources
+from weightsync.vllm.words import tensor_digest_of
+from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
+    from weightsync.vllm.changes import Change
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.live import LiveParameters
 
 __all__ = [
-    "CancelledPrepareError",
     "NeedsCaptureError",
     "Plans",
     "Prepared",
@@ -34,10 +36,6 @@ __all__ = [
 
 class NeedsCaptureError(Exception):
     """There is no load plan for this layout yet."""
-
-
-class CancelledPrepareError(Exception):
-    """The server let go of this apply."""
 
 
 @dataclass
@@ -67,52 +65,123 @@ class Prepared:
         apply_id: The server's name for it.
         content_digest: Identity of the version, computed here from the document.
         segments: Segment ids of the shards.
+        digests: Digest of each tensor by its name.
         plan: The copies.
         sources: A view of shared memory per slice.
-        expected: Digest that each slice must have once it is live.
+        expected: Digest that each slice must have once it is live; None: not computed yet.
         targets: The live destinations.
-        nbytes: Bytes that a commit writes.
+        patch: What changes since the version that was live at the prepare, if that is little.
     """
 
     apply_id: str
     content_digest: str
     segments: tuple[str, ...]
+    digests: Mapping[str, bytes]
     plan: LoadPlan
     sources: list[torch.Tensor]
-    expected: list[bytes]
+    expected: list[bytes | None]
     targets: Targets
-    nbytes: int
+    patch: Patch | None = None
+
+    def work(self, held: str) -> Prepared | Patch:
+        """Return what writes this version, proved by what it writes.
+
+        Args:
+            held: Content digest of what the live parameters are proved to hold; "": unknown.
+        """
+        return self.patch if self.patch is not None and self.patch.base == held else self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a commit of everything writes."""
+        return sum(place.nbytes for place in self.targets.views())
 
     def write(self, crew: Crew) -> None:
         """Copy every slice into the live parameters."""
         targets, sources = self.targets.views(), self.sources
-        turns, half = itertools.count(), len(sources) // 2
 
         def copy(index: int) -> None:
-            if next(turns) == half:
-                failpoints.hit("worker.half")
             targets[index].copy_(sources[index])
 
-        crew.each(copy, [source.nbytes for source in sources])
+        write_each(crew, copy, [source.nbytes for source in sources])
 
     def mismatched(self, crew: Crew, stop: Callable[[], bool] = bool) -> list[str]:
         """Digest the live slices; return the parameters whose bytes are not those expected.
 
         Args:
             crew: Does the work.
-            stop: Asked before every slice; True raises `CancelledPrepareError`.
+            stop: Asked before every piece; True raises `StoppedError`.
         """
-        targets, expected = self.targets.views(), self.expected
+        targets = self.targets.views()
         wrong: set[int] = set()
 
         def compare(index: int) -> None:
-            if stop():
-                raise CancelledPrepareError
-            if bytes_digest(targets[index]) != expected[index]:
+            wanted = self._expect(index, stop)
+            if tensor_digest_of(targets[index], stop=stop) != wanted:
                 wrong.add(index)
 
         crew.each(compare, [target.nbytes for target in targets])
         return list(dict.fromkeys(self.plan.slices[index].param for index in sorted(wrong)))
+
+    def expect_all(self, crew: Crew, stop: Callable[[], bool]) -> None:
+        """Compute every digest that is not known yet; reads this rank's part of the version once.
+
+        Raises:
+            StoppedError: `stop` returned True.
+        """
+
+        def expect(index: int) -> None:
+            self._expect(index, stop)
+
+        crew.each(expect, [source.nbytes for source in self.sources])
+
+    def _expect(self, index: int, stop: Callable[[], bool]) -> bytes:
+        digest = self.expected[index]
+        if digest is None:
+            dtype = self.targets.views()[index].dtype
+            digest = tensor_digest_of(self.sources[index], dtype, stop)
+            self.expected[index] = digest
+        return digest
+
+    def find_patch(self, base: Prepared, crew: Crew, stop: Callable[[], bool]) -> None:
+        """Make the patch from a version of the same plan, where less changes than a copy writes.
+
+        Raises:
+            StoppedError: `stop` returned True.
+        """
+        places, slices = self.targets.views(), self.plan.slices
+        same = {name for name, digest in self.digests.items() if digest == base.digests[name]}
+        old = [
+            None if item.tensor in same else source
+            for item, source in zip(slices, base.sources, strict=True)
+        ]
+        found = find_differences(slices, old, self.sources, places, crew, stop)
+        if found is None:
+            return
+        for index in range(len(slices)):
+            if index not in found.changes and index not in found.dense:
+                self.expected[index] = base.expected[index]
+        copies = [
+            Copy(i, slices[i].param, self.sources[i], self._expect(i, stop))
+            for i in sorted(found.dense)
+        ]
+        changes = _placed(found.changes, places)
+        if changes is not None:
+            self.patch = Patch(base.content_digest, self.targets, changes, copies)
+
+
+def _placed(changes: Mapping[int, Change], places: Sequence[torch.Tensor]) -> list[Change] | None:
+    """Return changes where they will be written from; None: a device has not got the memory."""
+    by_device: dict[torch.device, list[Change]] = {}
+    for index in sorted(changes):
+        by_device.setdefault(places[index].device, []).append(changes[index])
+    placed: list[Change] = []
+    for device, group in by_device.items():
+        staged = split(group) if device.type == "cpu" else stage(group, device)
+        if staged is None:
+            return None
+        placed += staged
+    return placed
 
 
 def read_document(socket: str, document: str) -> StagedVersion:
@@ -158,24 +227,22 @@ def prepare(
     plan: LoadPlan,
     views: list[memoryview],
     live: LiveParameters,
-    stop: Callable[[], bool],
 ) -> Prepared:
-    """Digest what every slice must become. Reads all bytes of this rank's part once.
+    """Find where every slice comes from and goes to. Reads no bytes.
 
     Raises:
-        CancelledPrepareError: `stop` returned True.
         ParameterChangedError: The live parameters are no longer those of the plan.
     """
-    targets = Targets(live, plan.slices)
-    places = targets.views()
-    source_tensors = Sources(staged.manifest.layout, views)
-    sources, expected = [], []
-    for item, place in zip(plan.slices, places, strict=True):
-        if stop():
-            raise CancelledPrepareError
-        source = source_tensors.slice(item)
-        sources.append(source)
-        expected.append(expected_digest(source, place.dtype))
-    nbytes = sum(place.numel() * place.element_size() for place in places)
-    digest = staged.manifest.content_digest
-    return Prepared(apply_id, digest, staged.segments, plan, sources, expected, targets, nbytes)
+    manifest = staged.manifest
+    names = (tensor.name for tensor in manifest.layout.tensors)
+    reader = Sources(manifest.layout, views)
+    return Prepared(
+        apply_id,
+        manifest.content_digest,
+        staged.segments,
+        digests=dict(zip(names, manifest.digests, strict=True)),
+        plan=plan,
+        sources=[reader.slice(item) for item in plan.slices],
+        expected=[None] * len(plan.slices),
+        targets=Targets(live, plan.slices),
+    )

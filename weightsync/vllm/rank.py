@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -13,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
+from weightsync.delta.elements import warm_up
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
-from weightsync.vllm.crew import Crew, crew_size, leave_core
+from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage
 from weightsync.vllm.prepared import (
-    CancelledPrepareError,
     NeedsCaptureError,
     Plans,
     Prepared,
@@ -30,9 +29,12 @@ from weightsync.vllm.prepared import (
     read_document,
 )
 from weightsync.vllm.sources import Mappings
+from weightsync.vllm.words import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from weightsync.vllm.plan import LoadPlan
 
 __all__ = ["Rank", "RefusedCallError"]
 
@@ -56,12 +58,23 @@ class _Holding:
     #: Rises before and after every write, so that a comparison notices one that ran meanwhile.
     writes: int = 0
 
+    @property
+    def proved(self) -> str:
+        """Content digest of what they hold whole; "" if unknown or half written."""
+        return "" if self.dirty else self.content_digest
+
 
 @dataclass
 class _Job:
-    """The one background thread."""
+    """The one background thread.
+
+    Attributes:
+        apply_id: What it works on.
+        gives_way: Whether the next job may end it, and what it works on then stays.
+    """
 
     apply_id: str
+    gives_way: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -89,6 +102,9 @@ class Rank:
         self._segment_socket = segment_socket
         self._live = LiveParameters(model)
         self._crew = Crew(crew_size(device, ranks))
+        # What runs beside generation: some threads, and on a GPU a stream of their own.
+        self._aside = Crew(aside_size(device, ranks), self._stand_aside)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
         self._plans = Plans()
         self._prepared: dict[str, Prepared] = {}
         self._mappings = Mappings()
@@ -112,7 +128,7 @@ class Rank:
         held = self._holding
         return {
             "apply_id": held.apply_id,
-            "content_digest": "" if held.dirty else held.content_digest,
+            "content_digest": held.proved,
             "dirty": held.dirty,
             "prepared": sorted(self._prepared),
             "busy": self._job.apply_id if self._job.running() else "",
@@ -126,6 +142,8 @@ class Rank:
             PlanRefusedError: The model cannot take this layout.
         """
         failpoints.hit("worker.capture")
+        # While the engine stands: the first time on a machine it takes seconds.
+        warm_up()
         self._refuse_repacked()
         staged = read_document(self._socket(args), str(args["document"]))
         plan, seconds = capture_plan(self._model, self._live, staged.manifest.layout)
@@ -140,22 +158,27 @@ class Rank:
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a prepared version, then prove that the live parameters hold it."""
+        """Write a prepared version, then prove that the live parameters hold what was written.
+
+        Where they are proved to hold the version that its patch is based on, that is the patch; in
+        every other case all of it.
+        """
         apply_id = str(args["apply_id"])
         ready = self._known(apply_id)
         failpoints.hit("worker.commit")
         held = self._holding
+        work = ready.work(held.proved)
         held.apply_id, held.content_digest, held.dirty = apply_id, "", True
         begin = time.perf_counter()
         held.writes += 1
         try:
             with torch.inference_mode():
-                ready.write(self._crew)
+                work.write(self._crew)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 written = time.perf_counter()
                 failpoints.hit("worker.written")
-                wrong = ready.mismatched(self._crew)
+                wrong = work.mismatched(self._crew)
         finally:
             held.writes += 1
         done = time.perf_counter()
@@ -164,18 +187,24 @@ class Rank:
         reply = {
             "apply_id": apply_id,
             "content_digest": held.content_digest,
-            "written_bytes": ready.nbytes,
+            "written_bytes": work.nbytes,
+            "patched": work is not ready,
             "commit_s": written - begin,
             "verify_s": done - written,
             "mismatched": wrong[:_NAMES],
         }
+        # Its base is gone, or soon will be.
+        ready.patch = None
         if wrong:
             text = f"{len(wrong)} parameters do not hold what was written, first {wrong[0]}"
             return {**reply, "ok": False, "error": text}
         return reply
 
     def verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Start digesting the live parameters again; the outcome comes on the status page."""
+        """Start digesting the live parameters again; the outcome comes on the status page.
+
+        With `gives_way`, the next job ends it.
+        """
         self._known(str(args["apply_id"]))
         self._start(args, self._verify)
         return {}
@@ -225,10 +254,12 @@ class Rank:
 
     def _start(self, args: Mapping[str, Any], work: Callable[..., dict[str, Any]]) -> None:
         before = self._job
+        if before.gives_way:
+            before.cancelled.set()
         if before.running() and not before.cancelled.is_set():
             msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
             raise RefusedCallError(msg)
-        job = _Job(str(args["apply_id"]))
+        job = _Job(str(args["apply_id"]), gives_way=bool(args.get("gives_way")))
         job.thread = threading.Thread(
             target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
         )
@@ -240,7 +271,7 @@ class Rank:
     ) -> None:
         if before.thread is not None:
             before.thread.join()
-        _stand_back()
+        self._stand_aside()
         begin = time.perf_counter()
         try:
             page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
@@ -251,13 +282,18 @@ class Rank:
             return
         report = _caught(lambda: work(job, args))
         report |= {**known, "seconds": time.perf_counter() - begin}
-        if job.cancelled.is_set():
+        if job.cancelled.is_set() and not job.gives_way:
             self._prepared.pop(job.apply_id, None)
             self._sweep()
         try:
             page.write(report)
         except Exception:
             logger.exception("weightsync: no report for apply %s", job.apply_id)
+
+    def _stand_aside(self) -> None:
+        stand_aside()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def _open_page(self, socket: str, page: str) -> PageWriter:
         if self._page is None or self._page[0] != page:
@@ -277,11 +313,23 @@ class Rank:
         with self._memory:
             views = self._mappings.map(self._socket(args), staged.segments)
         stop = job.cancelled.is_set
-        ready = prepare(job.apply_id, staged, plan, views, self._live, stop)
+        ready = prepare(job.apply_id, staged, plan, views, self._live)
+        if base := self._base(str(args.get("base", "")), plan):
+            ready.find_patch(base, self._aside, stop)
+        if ready.patch is None:
+            ready.expect_all(self._aside, stop)
         proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
         self._prepared[job.apply_id] = ready
-        size = {"slices": len(plan.slices), "bytes": ready.nbytes}
+        work = ready.patch or ready
+        size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work is not ready}
         return {"phase": "ready", **size, **proved}
+
+    def _base(self, apply_id: str, plan: LoadPlan) -> Prepared | None:
+        """Return what a patch may be based on: what the live parameters are proved to hold."""
+        base = self._prepared.get(apply_id)
+        if base is None or base.plan is not plan or base.content_digest != self._holding.proved:
+            return None
+        return base
 
     def _verify(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
         del args
@@ -291,8 +339,7 @@ class Rank:
     def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
-        # Alone: generation runs beside it.
-        wrong = ready.mismatched(Crew(1), stop)
+        wrong = ready.mismatched(self._aside, stop)
         held = self._holding
         if held.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
@@ -315,16 +362,8 @@ def _caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except PlanRefusedError as error:
         refused = {"phase": "failed", "error": str(error), "refused": True}
         return blank | refused | {"names": error.names[:_NAMES]}
-    except CancelledPrepareError:
+    except StoppedError:
         return blank | {"phase": "failed", "error": "released by the server"}
     except Exception as error:
         logger.exception("weightsync: a background job failed")
         return blank | {"phase": "failed", "error": f"{type(error).__name__}: {error}"}
-
-
-def _stand_back() -> None:
-    # A job on the core of the worker's main thread would halve the decode speed. Both calls are per
-    # thread on Linux, and best effort.
-    leave_core()
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from weightsync.digest import tensor_digest
 from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.vllm.dtypes import torch_dtype
-from weightsync.vllm.live import bytes_digest, view_of
+from weightsync.vllm.live import view_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Layout, TensorEntry
     from weightsync.vllm.plan import Slice
 
-__all__ = ["Mappings", "Sources", "expected_digest"]
+__all__ = ["Mappings", "Sources"]
 
 
 class Mappings:
@@ -103,22 +102,3 @@ class Sources:
     def slice(self, item: Slice) -> torch.Tensor:
         """Return the source of one copy."""
         return view_of(self.tensor(item.tensor), item.source)
-
-
-def expected_digest(source: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Return the digest that a slice must have once it is live: in `dtype`, row-major."""
-    if source.dtype != dtype:
-        return bytes_digest(source.to(dtype))
-    if source.is_contiguous() or source.dim() == 0 or source.element_size() not in _WORDS:
-        return bytes_digest(source)
-    # numpy gathers a strided source in this thread alone; torch would wake the threads that decode.
-    word, number = _WORDS[source.element_size()]
-    return tensor_digest(np.ascontiguousarray(source.view(word).numpy().view(number)).data)
-
-
-_WORDS = {
-    1: (torch.uint8, np.uint8),
-    2: (torch.int16, np.int16),
-    4: (torch.int32, np.int32),
-    8: (torch.int64, np.int64),
-}

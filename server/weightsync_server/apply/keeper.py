@@ -11,6 +11,7 @@ from weightsync.engine import EngineInfo, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
+from weightsync_server.apply.checks import LiveChecks
 from weightsync_server.apply.reconcile import Reconciler
 from weightsync_server.apply.session import Session
 from weightsync_server.apply.switch import Switch
@@ -49,6 +50,9 @@ class Keeper:
         metrics: Where its state is shown.
         settings: Timeouts.
         on_change: Called with whether the engine serves one verified version.
+
+    Attributes:
+        checks: Compares the live parameters as a whole.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Keeper:
         self._metrics = metrics
         self._settings = settings
         self._on_change = on_change
+        self.checks = LiveChecks(versions, metrics, self.suspect)
         self._lock = asyncio.Lock()
         self._session: Session | None = None
         self._info: EngineInfo | None = None
@@ -115,9 +120,13 @@ class Keeper:
         self._set(pb.ENGINE_STATE_FENCED, reason)
         self._wake.set()
 
-    def show(self, held: Prepared) -> None:
-        """Show in metrics what every rank serves."""
+    def show(self, held: Prepared, *, whole: bool) -> None:
+        """Show what every rank serves, and whether all of it was compared."""
         self._metrics.set_served({r.rank: held.record.version for r in held.reports})
+        if whole:
+            self.checks.passed(held)
+        else:
+            self.checks.owe(held)
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[Session]:
@@ -130,6 +139,7 @@ class Keeper:
         if not self.serving:
             raise self._unavailable()
         async with self._lock:
+            await self.checks.step_aside()
             session = await self._usable()
             self._set(pb.ENGINE_STATE_APPLYING, "")
             try:
@@ -145,6 +155,8 @@ class Keeper:
             finally:
                 if self._state == pb.ENGINE_STATE_APPLYING:
                     self._set(pb.ENGINE_STATE_SERVING, "")
+                    if self.checks.owed:
+                        self._wake.set()
 
     async def _usable(self) -> Session:
         session = self._session
@@ -210,16 +222,21 @@ class Keeper:
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
-            await self._unmap_retired()
+            await self._attend(sleeping=health.sleeping)
             await self._write_down()
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
 
-    async def _unmap_retired(self) -> None:
+    async def _attend(self, *, sleeping: bool) -> None:
+        # Beside a comparison a rank unmaps nothing.
+        if self._session is None or self.checks.running:
+            return
+        if not sleeping:
+            await self.checks.begin(self._session)
         # Retired segments count in the budget until every rank has let go of them.
         retired = self._versions.keeper.retired
-        if retired and self._session is not None:
+        if retired and not self.checks.running:
             await self._session.unmap(self._versions.keeper.exposed - retired)
             self._versions.let_go(retired)
 
@@ -231,7 +248,10 @@ class Keeper:
             return
         if not self._journal.tells(live.record.version):
             self._write_at = now + _RETRY_S
-            await self._switch(self._session).record(live)
+            switch = self._switch(self._session)
+            intent = switch.intended(live)
+            left = self._versions.find(intent.cause.rejects) if intent is not None else None
+            await switch.record(live, rejected=bool(left and left.rejected_reason))
 
     def _switch(self, session: Session) -> Switch:
         return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
@@ -253,6 +273,7 @@ class Keeper:
     async def _reconcile(self) -> None:
         if self._session is None:
             return
+        self.checks.forget()
         self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
         reconciler = Reconciler(
             self._session,
@@ -260,11 +281,11 @@ class Keeper:
             self._journal,
             self._switch(self._session),
             self._settings.prepare_timeout_s,
-            lambda: self._metrics.violate("never_mixed"),
+            self._metrics.violate,
         )
         with refusing("reconciling the engine"):
             held = await reconciler.run()
-        self.show(held)
+        self.show(held, whole=True)
         self._set(pb.ENGINE_STATE_SERVING, "")
 
     def _failed(self, error: WeightSyncError) -> float:
@@ -280,6 +301,7 @@ class Keeper:
         return _HEALTH_S if away or permanent else _RETRY_S
 
     def _forget(self) -> None:
+        self.checks.forget()
         if self._session is not None:
             self._session.close()
         self._session = self._info = None

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine
     from weightsync.handover import SegmentServer
 
-__all__ = ["RankCommit", "RankState", "Ranks", "Report", "refusal"]
+__all__ = ["QUICK_S", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
 
+#: Time for a worker RPC that only starts a thread or reads a field, seconds.
+QUICK_S = 30.0
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
 
@@ -39,6 +41,7 @@ class Report:
         error: One sentence when it failed.
         refused: Whether the model cannot take these tensors, now or ever.
         bytes: Bytes that a commit would write.
+        patched: Whether those are only what changes.
         proved: Whether the live parameters hold the version; None: not compared.
         mismatched: Names of tensors that differ, at most 10.
         seconds: How long it took.
@@ -49,6 +52,7 @@ class Report:
     error: str
     refused: bool
     bytes: int
+    patched: bool
     proved: bool | None
     mismatched: tuple[str, ...]
     seconds: float
@@ -56,11 +60,15 @@ class Report:
 
 @dataclass(frozen=True)
 class RankCommit:
-    """What a rank answered to a commit; `content_digest` is empty unless proved."""
+    """What a rank answered to a commit; `content_digest` is empty unless proved.
+
+    It is `patched` when only what changes was written, and compared.
+    """
 
     rank: str
     content_digest: str
     written_bytes: int
+    patched: bool
     commit_s: float
     verify_s: float
     error: str
@@ -126,14 +134,29 @@ class Ranks:
             _check(rank, reply)
 
     async def prepare(
-        self, apply_id: str, document: str, *, compare_live: bool, timeout_s: float
+        self,
+        apply_id: str,
+        document: str,
+        *,
+        compare_live: bool,
+        timeout_s: float,
+        base: str = "",
     ) -> list[Report]:
-        """Map, match and digest a staged version on every rank while generation runs."""
+        """Map, match and digest a staged version on every rank while generation runs.
+
+        Args:
+            apply_id: Its name in later calls.
+            document: Segment that tells where it lies.
+            compare_live: Whether the live parameters are compared with it.
+            timeout_s: Longest wait, seconds.
+            base: Apply id of what is live: where little differs from it, only that is prepared.
+        """
         args = {
             "apply_id": apply_id,
             "document": document,
             "page": self._page,
             "compare_live": compare_live,
+            "base": base,
         }
         return await self._report("weightsync_prepare", args, timeout_s)
 
@@ -141,6 +164,14 @@ class Ranks:
         """Compare live parameters with a prepared version while generation runs."""
         args = {"apply_id": apply_id, "page": self._page}
         return await self._report("weightsync_verify", args, timeout_s)
+
+    async def start_check(self, apply_id: str) -> str:
+        """Let every rank begin to compare as `verify` does; whatever they are asked next ends it.
+
+        Returns the ticket for `reports`.
+        """
+        args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
+        return await self._start("weightsync_verify", args, QUICK_S)
 
     async def commit(self, apply_id: str, timeout_s: float) -> list[RankCommit]:
         """Write and prove the parameters; the engine must be paused."""
@@ -163,18 +194,33 @@ class Ranks:
         await self._call("weightsync_release", args, timeout_s)
 
     async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
+        deadline = clock.monotonic() + timeout_s
+        ticket = await self._start(method, args, timeout_s)
+        return await self.reports(method, ticket, deadline - clock.monotonic())
+
+    async def _start(self, method: str, args: dict[str, Any], timeout_s: float) -> str:
         # A ticket tells this answer from the one that lay on the page before.
         ticket = secrets.token_hex(8)
-        deadline = time.monotonic() + timeout_s
         replies = await self._call(method, {**args, "ticket": ticket}, timeout_s)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
+        return ticket
+
+    async def reports(self, what: str, ticket: str, timeout_s: float) -> list[Report]:
+        """Return what every rank writes on its page about the work of a ticket.
+
+        Args:
+            what: The work, for people.
+            ticket: From its start.
+            timeout_s: Longest wait, seconds.
+        """
+        deadline = clock.monotonic() + timeout_s
         reports: list[Report | None] = [None] * len(self.names)
         while any(report is None for report in reports):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise WeightSyncError(
                     Reason.DEADLINE_EXCEEDED,
-                    f"the ranks did not finish {method} within {timeout_s:g} s; raise "
+                    f"the ranks did not finish {what} within {timeout_s:.3g} s; raise "
                     "prepare_timeout or look at vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
@@ -253,6 +299,7 @@ def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | Non
         error=str(page.get("error", "")),
         refused=bool(page.get("refused")),
         bytes=int(page.get("bytes", 0)),
+        patched=bool(page.get("patched")),
         proved=page.get("proved"),
         mismatched=tuple(page.get("mismatched", ())),
         seconds=float(page.get("seconds", 0.0)),
@@ -270,6 +317,7 @@ def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         rank=rank,
         content_digest="" if error else str(reply.get("content_digest", "")),
         written_bytes=int(reply.get("written_bytes", 0)),
+        patched=bool(reply.get("patched")),
         commit_s=float(reply.get("commit_s", 0.0)),
         verify_s=float(reply.get("verify_s", 0.0)),
         error=error,

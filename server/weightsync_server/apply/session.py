@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply.ranks import Ranks, refusal
+from weightsync_server.apply.ranks import QUICK_S, Ranks, refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterable
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-#: Time for a worker RPC that only starts a thread or reads a field, seconds.
-QUICK_S = 30.0
 #: A pause or resume that outlives its lease by this long has got lost, seconds.
 _GRACE_S = 8.0
 
@@ -61,6 +59,11 @@ class Prepared:
     def bytes(self) -> int:
         """Bytes a commit writes, over all ranks."""
         return sum(report.bytes for report in self.reports)
+
+    @property
+    def patched(self) -> bool:
+        """Whether every rank would write only what changes."""
+        return all(report.patched for report in self.reports)
 
 
 @dataclass
@@ -104,9 +107,22 @@ class Session:
             self.live = None
 
     async def prepare(
-        self, record: VersionRecord, lease: SlotLease, *, compare_live: bool, timeout_s: float
+        self,
+        record: VersionRecord,
+        lease: SlotLease,
+        *,
+        compare_live: bool,
+        timeout_s: float,
+        patch: bool = False,
     ) -> Prepared:
         """Have every rank prepare a version; captures its load plan first where it is new.
+
+        Args:
+            record: The version.
+            lease: Keeps its segments.
+            compare_live: Whether the live parameters are compared with it.
+            timeout_s: Longest wait, seconds.
+            patch: Whether the ranks may prepare to write only what differs from what is live.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
@@ -114,7 +130,12 @@ class Session:
         apply_id = secrets.token_hex(8)
         try:
             return await self._prepare(
-                apply_id, record, lease, compare_live=compare_live, timeout_s=timeout_s
+                apply_id,
+                record,
+                lease,
+                compare_live=compare_live,
+                timeout_s=timeout_s,
+                base=self.live.apply_id if patch and self.live else "",
             )
         except BaseException:
             # A rank may still be at work on it, and would refuse the next prepare.
@@ -129,11 +150,16 @@ class Session:
         *,
         compare_live: bool,
         timeout_s: float,
+        base: str,
     ) -> Prepared:
-        start = time.monotonic()
+        start = time.perf_counter()
         for attempt in range(2):
             reports = await self.ranks.prepare(
-                apply_id, lease.staged_id, compare_live=compare_live, timeout_s=timeout_s
+                apply_id,
+                lease.staged_id,
+                compare_live=compare_live,
+                timeout_s=timeout_s,
+                base=base,
             )
             if attempt or not any(report.phase == "needs_capture" for report in reports):
                 break
@@ -141,7 +167,7 @@ class Session:
         for report in reports:
             if report.phase != "ready":
                 raise refusal(report.rank, report.error, lasting=report.refused)
-        return Prepared(apply_id, record, lease, tuple(reports), time.monotonic() - start)
+        return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:
         health = await self.engine.health()
@@ -160,15 +186,18 @@ class Session:
     @contextlib.asynccontextmanager
     async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
         """Pause generation and keep the lease; the body resumes or fences before it ends."""
-        began = time.monotonic()
-        longest = self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
+        began, longest = time.perf_counter(), self.longest_pause_s(spec)
         lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
-        pause = Pause(lease.lease_id, lease.mode, time.monotonic() - began, began)
+        pause = Pause(lease.lease_id, lease.mode, time.perf_counter() - began, began)
         renewal = asyncio.create_task(self._renew(pause))
         try:
             yield pause
         finally:
             renewal.cancel()
+
+    def longest_pause_s(self, spec: PauseSpec) -> float:
+        """Return how long vLLM may take to stand still, in seconds."""
+        return self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
 
     async def _renew(self, pause: Pause) -> None:
         while True:

@@ -6,15 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.room import promise_room
 from weightsync_server.store import PushRecord
+from weightsync_server.versions import find_base
 
 if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
-    from weightsync_server.versions import Slot
+    from weightsync_server.versions import ModelVersions, Slot, VersionRecord
 
-__all__ = ["equip", "start"]
+__all__ = ["base_of", "equip", "start"]
 
 
 async def start(push: Push, deadline_s: float | None) -> None:
@@ -39,6 +41,17 @@ async def start(push: Push, deadline_s: float | None) -> None:
     push.opened.set_result(None)
 
 
+def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRecord | None:
+    """Return the base of a delta, None of a full push.
+
+    Raises:
+        WeightSyncError: BASE_MISMATCH.
+    """
+    if request.kind != pb.PUSH_KIND_DELTA:
+        return None
+    return find_base(versions, request.base_content_digest, request.metadata.get("run_id", ""))
+
+
 async def equip(push: Push, deadline_s: float | None) -> None:
     """Give a push its slot, the memory that it asked for and the layout that it named.
 
@@ -50,11 +63,14 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     if push.request.layout_digest:
         known = await push.versions.layout(push.request.layout_digest)
         push.check_open()
+    if push.delta is not None:
+        await push.delta.equip()
+        push.check_open()
     total = push.request.total_bytes or (known.layout.size if known else 0)
     await promise_room(push, total)
     push.check_open()
     if known is not None:
-        push.describe_known(known)
+        push.layout.take_known(known)
 
 
 async def _record(push: Push) -> None:
@@ -63,8 +79,9 @@ async def _record(push: Push) -> None:
         # What it repeats is committed already; what the store does not keep cannot survive.
         return
     record, request = push.record, push.request.SerializeToString().hex()
+    delta = push.delta is not None
     await versions.store.record_push(
-        PushRecord(push.id, versions.name, record.version, record.epoch, request)
+        PushRecord(push.id, versions.name, record.version, record.epoch, request, delta)
     )
     push.check_open()
     push.recorded = True

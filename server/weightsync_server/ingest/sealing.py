@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
+from weightsync.errors import Reason
 from weightsync.layout import check_version
+from weightsync.manifest import Manifest
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
-    from weightsync.manifest import Manifest
     from weightsync_server.ingest.push import Push
 
 __all__ = ["proceed", "seal"]
@@ -48,10 +49,17 @@ async def _seal(push: Push) -> Manifest:
                 [upload.entry for upload in ordered],
                 [upload.tensors or () for upload in ordered],
             )
-        manifest = await push.versions.seal(layout, found)
+        if push.delta is not None:
+            manifest = await push.delta.build(Manifest(layout, tuple(found)))
+        else:
+            manifest = await push.versions.seal(layout, found)
     except Exception as error:
         told = refusal(error, f"sealing version {push.record.version}")
-        push.fail(told)
+        if told.reason in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
+            # The next commit tries again.
+            push.sealing = None
+        else:
+            push.fail(told)
         if told is error:
             raise
         raise told from error

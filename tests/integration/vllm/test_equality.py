@@ -1,7 +1,8 @@
 """After an apply, a running vLLM answers exactly as one that was started from the new checkpoint.
 
 Tokens and log probabilities are compared, over families, dtypes, tied heads and tensor parallelism,
-with CPU repacking off. With it on, prepare refuses.
+with CPU repacking off: after applies that write everything, after patches, and after the way back.
+With repacking on, prepare refuses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.vllm.conftest import running_bench
+from tests.support.models import nudge_checkpoint
 from tests.support.vllm_server import VllmServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tests.integration.vllm.conftest import Bench
     from tests.support.staging import BridgeClient, Version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -96,24 +99,46 @@ def _refusal(client: BridgeClient, version: Version) -> dict[str, Any]:
     return first
 
 
+def _patch(bench: Bench, version: Version, number: int, base: str) -> str:
+    """Apply a version over one that differs in little; return its apply id."""
+    apply_id, reports = bench.client.prepare(version, base=base)
+    whole = sum(len(segment.view) for segment in version.segments)
+    for report in reports:
+        assert report["patched"], report
+        assert 0 < report["bytes"] < whole / 10
+    for reply in bench.client.apply(version, number, apply_id=apply_id):
+        assert reply["patched"]
+    return apply_id
+
+
 def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
     first, second = (checkpoint(cell.arch, seed=seed, **cell.options) for seed in (1, 2))
+    near = nudge_checkpoint(second, run_dir / f"near-{cell}")
     place = run_dir / str(cell)
     with (
         _fresh(cell, second, run_dir) as fresh_answers,
         running_bench(first, place, tp=cell.tp, dtype=cell.dtype) as bench,
     ):
         expected = fresh_answers()
-        a, b = bench.staging.stage(first), bench.staging.stage(second)
+        a, b, c = (bench.staging.stage(folder) for folder in (first, second, near))
         adopted = bench.client.adopt(a)
         before = _answers(bench.vllm)
-        replies = bench.client.apply(b, 2)
-        assert [reply["rank"] for reply in replies] == bench.client.ranks
+        copied, _ = bench.client.prepare(c)
+        replies = bench.client.apply(c, 2, apply_id=copied)
+        assert [(reply["rank"], reply["patched"]) for reply in replies] == [
+            (rank, False) for rank in bench.client.ranks
+        ]
         assert len(replies) == cell.tp
+        beside = _answers(bench.vllm)
+        patched = _patch(bench, b, 3, copied)
         after = _answers(bench.vllm)
-        bench.client.apply(a, 3, apply_id=adopted)
+        checked = bench.client.job("verify", patched, None, gives_way=True)
+        assert [report["proved"] for report in checked] == [True] * cell.tp
+        _patch(bench, c, 4, patched)
+        assert _answers(bench.vllm) == beside
+        bench.client.apply(a, 5, apply_id=adopted)
         assert _answers(bench.vllm) == before
-    assert after != before
+    assert len({str(answers) for answers in (before, beside, after)}) == 3
     assert after == expected
 
 

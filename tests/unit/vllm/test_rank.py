@@ -14,7 +14,7 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from weightsync.vllm import prepared, worker
 from weightsync.vllm.plan import PlanRefusedError
-from weightsync.vllm.sources import expected_digest
+from weightsync.vllm.words import tensor_digest_of
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
@@ -270,9 +270,9 @@ def test_one_job_at_a_time_and_release_ends_it(
 ) -> None:
     def slow(*args: Any) -> bytes:
         time.sleep(0.2)
-        return expected_digest(*args)
+        return tensor_digest_of(*args)
 
-    monkeypatch.setattr(prepared, "expected_digest", slow)
+    monkeypatch.setattr(prepared, "tensor_digest_of", slow)
     second = staging.stage_files([save(toy_tensors(2))])
     page, (reader,) = staging.pages(["0/0/0"])
     args = {"document": second.document.id, "page": page}

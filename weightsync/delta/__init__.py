@@ -1,0 +1,32 @@
+"""The lossless delta codec: what differs between two versions, in about a byte per changed value.
+
+Needs the base's bytes and nothing else of it: `docs/delta-format.md` specifies the format. Encoding
+and decoding release the GIL in their heavy parts.
+"""
+
+from __future__ import annotations
+
+from weightsync.delta.decode import Patch, apply_change, decode_tensor, patch
+from weightsync.delta.encode import EncodedShard, Encoder, Item, TensorStats, encode_shard
+from weightsync.delta.errors import DeltaError
+from weightsync.delta.kernels import warm_up
+from weightsync.delta.shard import ShardDelta, TensorChange, parse_shard
+from weightsync.delta.sparse import Changes
+
+__all__ = [
+    "Changes",
+    "DeltaError",
+    "EncodedShard",
+    "Encoder",
+    "Item",
+    "Patch",
+    "ShardDelta",
+    "TensorChange",
+    "TensorStats",
+    "apply_change",
+    "decode_tensor",
+    "encode_shard",
+    "parse_shard",
+    "patch",
+    "warm_up",
+]

@@ -1,0 +1,253 @@
+"""The compiled loops that read streams and patch tensors. Addresses in, 0 or what is wrong out.
+
+Streams are hostile until they are read: each loop proves what it needs before it writes, or as it
+writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.delta.kernels.intrinsics import (
+    count_ones,
+    first_one,
+    load8,
+    load16,
+    load32,
+    load64,
+    prefetch,
+    spread_signs,
+    store8,
+    store16,
+    store32,
+    store64,
+)
+from weightsync.delta.kernels.jit import inner, kernel
+
+__all__ = [
+    "add_changes",
+    "join_planes",
+    "read_bitmap",
+    "read_gaps",
+    "read_signed",
+    "scatter_values",
+    "shift_values",
+]
+
+_GROUP = 64
+#: Changes between the one that is written and the one whose line is fetched.
+_AHEAD = 24
+
+
+@inner
+def _put(index: Any, at: Any, size: Any, value: Any) -> Any:
+    if size == 4:
+        store32(index + 4 * at, value)
+    else:
+        store64(index + 8 * at, value)
+
+
+@inner
+def _get(index: Any, at: Any, size: Any) -> Any:
+    return load32(index + 4 * at) if size == 4 else load64(index + 8 * at)
+
+
+@inner
+def _load(address: Any, width: Any) -> Any:
+    if width == 2:
+        return load16(address)
+    if width == 4:
+        return load32(address)
+    return load8(address) if width == 1 else load64(address)
+
+
+@inner
+def _store(address: Any, width: Any, value: Any) -> Any:
+    if width == 2:
+        store16(address, value)
+    elif width == 4:
+        store32(address, value)
+    elif width == 1:
+        store8(address, value)
+    else:
+        store64(address, value)
+
+
+@kernel
+def read_gaps(
+    low: Any, high: Any, entries: Any, elements: Any, index: Any, size: Any, changed: Any
+) -> Any:
+    """Write the positions that entries mark.
+
+    Args:
+        low: Address of the entries, or of their low bytes.
+        high: Address of their high bytes; 0 where entries are bytes.
+        entries: How many there are.
+        elements: Elements of the tensor.
+        index: Address of room for `changed` positions.
+        size: Bytes of a position, 4 or 8.
+        changed: Positions that must be marked.
+    """
+    position, filled, marks = -1, 0, 0
+    skip = 65535 if high else 255
+    for at in range(entries):
+        # A skip writes too, and what it wrote is overwritten, so that there is no guess: behind
+        # the last mark there may be none.
+        if filled == changed:
+            return 1
+        entry = load8(low + at)
+        if high:
+            entry |= load8(high + at) << 8
+        marks = 1 if entry != skip else 0
+        position += entry + marks
+        _put(index, filled, size, position)
+        filled += marks
+    return 0 if filled == changed and marks and position < elements else 1
+
+
+@kernel
+def read_bitmap(plane: Any, elements: Any, index: Any, size: Any, changed: Any) -> Any:
+    """Write the positions of bits that are set; see `read_gaps`."""
+    words, left = (elements + 7) // 8 // 8, (elements + 7) // 8 % 8
+    rest = 0
+    for at in range(left):
+        rest |= load8(plane + 8 * words + at) << (8 * at)
+    count = count_ones(rest)
+    for at in range(words):
+        count += count_ones(load64(plane + 8 * at))
+    if count != changed:
+        return 1
+    filled = 0
+    for at in range(words + 1):
+        mask = load64(plane + 8 * at) if at < words else rest
+        while mask:
+            _put(index, filled, size, _GROUP * at + first_one(mask))
+            filled += 1
+            mask &= mask - 1
+    return 0 if _get(index, changed - 1, size) < elements else 1
+
+
+@inner
+def _bits(plane: Any, at: Any, count: Any) -> Any:
+    """Return the bits of up to 64 changes, with no look behind the last byte."""
+    if count >= _GROUP:
+        return load64(plane + at // 8)
+    mask = 0
+    for byte in range((count + 7) // 8):
+        mask |= load8(plane + at // 8 + byte) << (8 * byte)
+    return mask
+
+
+@inner
+def _counted(larges: Any, changed: Any, magnitudes: Any, large: Any, wide: Any) -> Any:
+    """Return whether there are as many magnitudes as bits, and as many wide ones as marks."""
+    bits, marks = 0, 0
+    for at in range(0, changed, _GROUP):
+        bits += count_ones(_bits(larges, at, changed - at))
+    for at in range(large):
+        marks += 1 if load8(magnitudes + at) == 255 else 0
+    return bits == large and marks == wide
+
+
+@kernel
+def read_signed(
+    signs: Any,
+    larges: Any,
+    magnitudes: Any,
+    low: Any,
+    high: Any,
+    changed: Any,
+    large: Any,
+    wide: Any,
+    out: Any,
+) -> Any:
+    """Write `changed` differences from the planes of SM."""
+    tail = changed % 8
+    if tail and (load8(signs + changed // 8) | load8(larges + changed // 8)) >> tail:
+        return 1
+    if not _counted(larges, changed, magnitudes, large, wide):
+        return 1
+    for at in range(0, changed, _GROUP):
+        left = changed - at
+        sign, mask = _bits(signs, at, left), _bits(larges, at, left)
+        if left >= _GROUP:
+            spread_signs(sign, out + 2 * at)
+        else:
+            for each in range(left):
+                store16(out + 2 * (at + each), -1 if sign >> each & 1 else 1)
+        while mask:
+            each = first_one(mask)
+            value = load8(magnitudes) + 2
+            magnitudes += 1
+            if value == 257:
+                value = load8(low) | load8(high) << 8
+                low += 1
+                high += 1
+                if value < 257 or value > 32768:
+                    return 1
+            store16(out + 2 * (at + each), -value if sign >> each & 1 else value)
+            mask &= mask - 1
+    return 0
+
+
+@kernel
+def join_planes(planes: Any, width: Any, changed: Any, out: Any) -> Any:
+    """Write words of which each plane holds one byte; `planes` is the address of addresses."""
+    for plane in range(width):
+        source = load64(planes + 8 * plane)
+        for at in range(changed):
+            store8(out + width * at + plane, load8(source + at))
+    return 0
+
+
+@kernel
+def add_changes(base: Any, index: Any, size: Any, changed: Any, delta: Any) -> Any:
+    """Turn differences of two bytes into values; every position was proved to be in the base."""
+    for at in range(changed):
+        # Any address is harmless to prefetch, so that behind the end the last one serves.
+        prefetch(base + 2 * _get(index, min(at + _AHEAD, changed - 1), size))
+        value = load16(base + 2 * _get(index, at, size)) + load16(delta + 2 * at)
+        store16(delta + 2 * at, value)
+    return 0
+
+
+@kernel
+def shift_values(target: Any, index: Any, size: Any, changed: Any, delta: Any, old: Any) -> Any:
+    """Add differences of two bytes to a tensor; `delta` becomes the values, `old` those before."""
+    for at in range(changed):
+        prefetch(target + 2 * _get(index, min(at + _AHEAD, changed - 1), size))
+        place = target + 2 * _get(index, at, size)
+        before = load16(place)
+        store16(old + 2 * at, before)
+        value = before + load16(delta + 2 * at)
+        store16(delta + 2 * at, value)
+        store16(place, value)
+    return 0
+
+
+@kernel
+def scatter_values(
+    target: Any,
+    elements: Any,
+    index: Any,
+    size: Any,
+    changed: Any,
+    width: Any,
+    value: Any,
+    old: Any,
+) -> Any:
+    """Write values to a tensor, and what was there into `old`; nothing if one lies outside."""
+    wrong = 0
+    # A negative position of four bytes reads as one beyond 2^31.
+    limit = min(elements, 1 << 31) if size == 4 else elements
+    for at in range(changed):
+        place = _get(index, at, size)
+        wrong |= 1 if place < 0 or place >= limit else 0
+    if wrong:
+        return 1
+    for at in range(changed):
+        prefetch(target + width * _get(index, min(at + _AHEAD, changed - 1), size))
+        place = target + width * _get(index, at, size)
+        _store(old + width * at, width, _load(place, width))
+        _store(place, width, _load(value + width * at, width))
+    return 0

@@ -1,0 +1,185 @@
+"""The compiled loops over single elements: which ones differ, writing some, and looking at them.
+
+The loops take addresses and give counts; whatever lies outside is told and never touched. They are
+a module of their own because a rank needs no others, and compiling those takes long.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightsync.delta.errors import Broken
+from weightsync.delta.kernels.intrinsics import (
+    differ8,
+    differ16,
+    differ32,
+    differ64,
+    first_one,
+    load8,
+    load16,
+    load32,
+    load64,
+    prefetch,
+    store8,
+    store16,
+    store32,
+    store64,
+)
+from weightsync.delta.kernels.jit import inner, kernel
+from weightsync.delta.kernels.shapes import WRONG_PLACES
+
+if TYPE_CHECKING:
+    from weightsync.delta.kernels.shapes import Indices, Words
+
+__all__ = ["find", "holds", "put"]
+
+_GROUP = 64
+#: Elements of one block: two blocks of the widest stay in the cache until their values are taken.
+_BLOCK = 1 << 14
+_MASKS = _BLOCK // 8
+#: Elements between the one that is touched and the one whose line is fetched.
+_AHEAD = 24
+
+
+@inner
+def _differ(base: Any, new: Any, groups: Any, width: Any, masks: Any) -> Any:
+    """Write a mask for each 64 elements. A loop of nothing else reads as fast as memory gives."""
+    if width == 1:
+        for at in range(groups):
+            store64(masks + 8 * at, differ8(base + 64 * at, new + 64 * at))
+    elif width == 2:
+        for at in range(groups):
+            store64(masks + 8 * at, differ16(base + 128 * at, new + 128 * at))
+    elif width == 4:
+        for at in range(groups):
+            store64(masks + 8 * at, differ32(base + 256 * at, new + 256 * at))
+    else:
+        for at in range(groups):
+            store64(masks + 8 * at, differ64(base + 512 * at, new + 512 * at))
+
+
+@inner
+def _load(address: Any, width: Any) -> Any:
+    if width == 2:
+        return load16(address)
+    if width == 4:
+        return load32(address)
+    return load8(address) if width == 1 else load64(address)
+
+
+@inner
+def _store(address: Any, width: Any, value: Any) -> Any:
+    if width == 2:
+        store16(address, value)
+    elif width == 4:
+        store32(address, value)
+    elif width == 1:
+        store8(address, value)
+    else:
+        store64(address, value)
+
+
+@inner
+def _place(index: Any, at: Any, size: Any) -> Any:
+    # A negative position of four bytes reads as one beyond 2^31.
+    return load32(index + 4 * at) if size == 4 else load64(index + 8 * at)
+
+
+@kernel
+def _find_elements(
+    base: Any, new: Any, elements: Any, width: Any, masks: Any, index: Any, value: Any
+) -> Any:
+    """Write positions and new values of what differs, room for all; return how many do.
+
+    Positions are of four bytes, so there are fewer than 2^31 elements. `masks` has `_MASKS` bytes.
+    """
+    count = 0
+    whole = elements - elements % _GROUP
+    for begin in range(0, whole, _BLOCK):
+        groups = min(_BLOCK, whole - begin) // _GROUP
+        _differ(base + width * begin, new + width * begin, groups, width, masks)
+        for at in range(groups):
+            mask = load64(masks + 8 * at)
+            while mask != 0:
+                place = begin + _GROUP * at + first_one(mask)
+                mask &= mask - 1
+                store32(index + 4 * count, place)
+                _store(value + width * count, width, _load(new + width * place, width))
+                count += 1
+    for place in range(whole, elements):
+        after = _load(new + width * place, width)
+        if _load(base + width * place, width) != after:
+            store32(index + 4 * count, place)
+            _store(value + width * count, width, after)
+            count += 1
+    return count
+
+
+@kernel
+def _put_elements(
+    target: Any, elements: Any, index: Any, size: Any, changed: Any, width: Any, value: Any
+) -> Any:
+    """Write values to a tensor; return how many positions lie outside."""
+    limit = min(elements, 1 << 31) if size == 4 else elements
+    wrong = 0
+    for at in range(changed):
+        # Any address is harmless to prefetch, so that behind the end the last one serves.
+        prefetch(target + width * _place(index, min(at + _AHEAD, changed - 1), size))
+        place = _place(index, at, size)
+        if 0 <= place < limit:
+            _store(target + width * place, width, _load(value + width * at, width))
+        else:
+            wrong += 1
+    return wrong
+
+
+@kernel
+def _compare_elements(
+    target: Any, elements: Any, index: Any, size: Any, changed: Any, width: Any, value: Any
+) -> Any:
+    """Return how many elements of a tensor are other than the values, or outside."""
+    limit = min(elements, 1 << 31) if size == 4 else elements
+    wrong = 0
+    for at in range(changed):
+        prefetch(target + width * _place(index, min(at + _AHEAD, changed - 1), size))
+        place = _place(index, at, size)
+        if 0 <= place < limit:
+            there = _load(target + width * place, width)
+            wrong += 1 if there != _load(value + width * at, width) else 0
+        else:
+            wrong += 1
+    return wrong
+
+
+def _address(data: Words) -> int:
+    found: int = data.__array_interface__["data"][0]
+    return found
+
+
+def find(base: Words, new: Words) -> tuple[Indices, Words]:
+    """Return positions and new values of the elements that differ, of fewer than 2^31."""
+    index, value = np.empty(len(new), np.int32), np.empty(len(new), new.dtype)
+    masks = np.empty(_MASKS, np.uint8)
+    both = _address(base), _address(new), len(new), new.itemsize, _address(masks)
+    count = _find_elements(*both, _address(index), _address(value))
+    # Copies: the room was for all.
+    return index[:count].copy(), value[:count].copy()
+
+
+def put(target: Words, index: Indices, value: Words) -> None:
+    """Write values to elements of `target`.
+
+    Raises:
+        Broken: A position is beyond the target; the others were written.
+    """
+    place = _address(target), len(target), _address(index), index.itemsize, len(index)
+    if _put_elements(*place, value.itemsize, _address(value)):
+        raise Broken(WRONG_PLACES)
+
+
+def holds(target: Words, index: Indices, value: Words) -> bool:
+    """Return whether elements of `target` are these values; False where one is beyond it."""
+    place = _address(target), len(target), _address(index), index.itemsize, len(index)
+    return not _compare_elements(*place, value.itemsize, _address(value))

@@ -1,0 +1,67 @@
+"""How kernels are compiled, and where compiled ones are kept from one process to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+import xxhash
+
+from weightsync.delta.kernels.processor import vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["inner", "kernel"]
+
+#: Bounds are checked where counts are; a division by zero does not occur.
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
+
+
+@cache
+def _folder() -> Path | None:
+    """Return a folder for machine code that nobody else can write, or None.
+
+    Its name depends on all sources of the kernels: numba itself looks at one file only.
+    """
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    name = f"{xxhash.xxh3_128_hexdigest(sources)}-{vectors()}"
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(base) if base else Path.home() / ".cache") / "weightsync-kernels" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+    except (OSError, RuntimeError):
+        return None
+    ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    # What lies there is loaded as code.
+    return folder if ours and not facts.st_mode & 0o022 else None
+
+
+@contextlib.contextmanager
+def _keeping(folder: Path | None) -> Iterator[bool]:
+    """Make numba choose `folder` for what is declared now, and nothing else of the process."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder or "")
+    try:
+        yield folder is not None
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """Return a function that kernels call."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Return the function compiled for int64 in and out; releases the GIL while it runs."""
+    parameters = ",".join(["int64"] * len(signature(function).parameters))
+    with _keeping(_folder()) as kept:
+        return numba.njit(f"int64({parameters})", cache=kept, **_OPTIONS)(function)
