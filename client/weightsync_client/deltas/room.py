@@ -19,6 +19,8 @@ __all__ = ["room_for", "roomy"]
 
 #: Left to everything else: an eighth of what is asked for, and this much at least.
 _MARGIN = 256 << 20
+#: One in so many of a device's bytes stays free: the next step may need more than this one did.
+_DEVICE_SHARE = 4
 
 
 def _with_margin(size: int) -> int:
@@ -34,10 +36,10 @@ def _device_room_for(device: torch.device, size: int) -> bool:
     module: Any = getattr(sys.modules["torch"], device.type, None)
     if not hasattr(module, "mem_get_info"):
         return False
+    free, total = module.mem_get_info(device)
     # What PyTorch holds and does not use counts as free.
-    free = module.mem_get_info(device)[0]
     free += module.memory_reserved(device) - module.memory_allocated(device)
-    return _with_margin(size) <= int(free)
+    return size <= int(free) - int(total) // _DEVICE_SHARE
 
 
 def roomy(tensors: Iterable[SourceTensor]) -> tuple[frozenset[torch.device | None], bool]:

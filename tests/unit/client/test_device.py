@@ -155,7 +155,7 @@ class _Memory:
         self.free, self.reserved = free, reserved
 
     def mem_get_info(self, _: Any) -> tuple[int, int]:
-        return self.free, 1 << 40
+        return self.free, 1 << 30
 
     def memory_reserved(self, _: Any) -> int:
         return self.reserved
