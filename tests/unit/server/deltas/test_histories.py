@@ -129,8 +129,8 @@ def test_every_version_stays_what_it_was(
                 history = _History(here, contents)
                 if not number:
                     await here.push(contents[1], 1)
-                for step, which in life:
-                    await history.do(step, which)
+                for act, which in life:
+                    await history.do(act, which)
                 await history.check()
                 await here.versions.keeper.unmapped()
                 assert here.budget.reserved == here.versions.pool.reserved_bytes
