@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "encode_shard"]
+__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "choose_coding", "encode_shard"]
 
 #: Density from which the next coding of positions is the smaller one.
 _GAP8_FROM, _BITMAP_FROM = 0.0025, 0.125
-#: Elements of one sample, and samples at least; smaller tensors are counted in full.
-_SAMPLE, _SAMPLES = 1 << 12, 64
+#: Tensors up to so many elements are counted in full, others in so many runs of so many elements.
+_COUNTED, _RUNS, _RUN = 1 << 18, 32, 1 << 10
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -132,19 +132,31 @@ def _check_bindings(digests: Sequence[str], index: int) -> None:
 
 
 def _sampled_density(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> float:
-    """Return the share of elements that differ, counted in samples spread over a large tensor."""
-    count, piece = chosen().count, _SAMPLE * width
-    if len(base) <= piece * _SAMPLES:
-        return float(count(base, new, width)) * width / len(base)
-    starts = range(0, len(base) - piece, len(base) // piece // _SAMPLES * piece)
-    differ = sum(count(base[at : at + piece], new[at : at + piece], width) for at in starts)
-    return float(differ) / (len(starts) * _SAMPLE)
+    """Return the share of elements that differ, counted in runs spread over a large tensor."""
+    elements = len(new) // width
+    if elements <= _COUNTED:
+        return float(chosen().count(base, new, width, _RUN, _RUN)) / max(elements, 1)
+    # The last run may be cut short, which is one part in a thousand.
+    runs = -(-elements // (elements // _RUNS))
+    return float(chosen().count(base, new, width, _RUN, elements // _RUNS)) / (runs * _RUN)
 
 
-def _choose(density: float) -> Positions:
+def choose_coding(
+    base: NDArray[np.uint8], new: NDArray[np.uint8], width: int, *, absolute: bool
+) -> Coding:
+    """Return the coding that is smallest at the density of the changes.
+
+    Args:
+        base: All bytes of the tensor before.
+        new: All bytes after.
+        width: Bytes per element.
+        absolute: Send values where differences are possible.
+    """
+    density = _sampled_density(base, new, width)
+    values = Values.SM if width == 2 and not absolute else Values.ABS
     if density < _GAP8_FROM:
-        return Positions.GAP16
-    return Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP
+        return Coding(Positions.GAP16, values)
+    return Coding(Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP, values)
 
 
 def _stored(
@@ -225,15 +237,13 @@ class Encoder:
         tensors = self._pool.map(self._encode, order) if self._pool else map(self._encode, order)
         done = {tensor.stats.name: tensor for tensor in tensors}
         changed = [done[name] for name in sorted(done) if done[name].record]
-        blob = _assemble(changed, base_content_digest, layout_digest, index)
+        blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
 
     def _encode(self, item: Item) -> _Tensor:
         width = element_width(item.dtype)
         elements = len(item.new) // width
-        density = _sampled_density(item.base, item.new, width) if elements else 0.0
-        values = Values.SM if width == 2 and not self._absolute else Values.ABS
-        coding = Coding(_choose(density), values)
+        coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
         coded = chosen().encode(item.base, item.new, width, coding)
         if not coded.counts.changed:
             digest = item.base_digest or tensor_digest(item.new.data)
@@ -257,10 +267,16 @@ class Encoder:
 
 
 def _assemble(
-    tensors: Sequence[_Tensor], base_content_digest: str, layout_digest: str, index: int
+    tensors: Sequence[_Tensor],
+    base_content_digest: str,
+    layout_digest: str,
+    index: int,
+    *,
+    zstd: bool,
 ) -> NDArray[np.uint8]:
     records = tuple(tensor.record for tensor in tensors if tensor.record)
-    manifest = write_manifest(Manifest(index, base_content_digest, layout_digest, records))
+    told = Manifest(index, base_content_digest, layout_digest, records)
+    manifest = write_manifest(told, zstd=zstd)
     positions = [plane for tensor in tensors for plane in tensor.positions]
     values = [plane for tensor in tensors for plane in tensor.values]
     sizes = [len(manifest), sum(map(len, positions)), sum(map(len, values))]

@@ -13,7 +13,7 @@ from weightsync.delta.errors import Broken
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "pack_text", "unpack"]
 
 #: Frames need no larger window, so that a receiver's memory is bounded besides the plane itself.
 _WINDOW_LOG = 17
@@ -28,6 +28,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     search_log=1,
     target_length=0,
 )
+#: For names, which do match: the ordinary level, with the window that receivers allow.
+_TEXT = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG)
 #: A frame around fewer bytes is larger than they are.
 _LEAST = 32
 # A context is not for two threads at once.
@@ -54,6 +56,13 @@ def pack(plane: NDArray[np.uint8]) -> bytes | None:
         return None
     frame = _compressor().compress(plane.data)
     return frame if len(frame) < len(plane) else None
+
+
+def pack_text(text: bytes) -> bytes:
+    """Return the text as one zstd frame, or as it is where that is no smaller."""
+    frame = zstandard.ZstdCompressor(compression_params=_TEXT).compress(text)
+    # Equal sizes would read as text.
+    return frame if len(frame) < len(text) else text
 
 
 def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
