@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import xxhash
 
-from weightsync.delta.kernels.processor import packs_vectors
+from weightsync.delta.kernels.processor import vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def _folder() -> Path | None:
     Its name depends on all sources of the kernels: numba itself looks at one file only.
     """
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    name = f"{xxhash.xxh3_128_hexdigest(sources)}-{'packs' if packs_vectors() else 'counts'}"
+    name = f"{xxhash.xxh3_128_hexdigest(sources)}-{vectors()}"
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "weightsync-kernels" / name
