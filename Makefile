@@ -87,7 +87,7 @@ fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if gi
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 .PHONY: planted
-planted: setup ## Plant 36 bugs into a copy of the tree, one by one: do the tests notice?
+planted: setup ## Plant 39 bugs into a copy of the tree, one by one: do the tests notice?
 	$(PY) -m tests.planted
 
 .PHONY: soak

@@ -1,4 +1,4 @@
-"""The planted bugs themselves: each fits the tree, and every invariant has three."""
+"""The planted bugs themselves: each fits the tree, and every invariant has three or more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def test_every_invariant_has_three() -> None:
-    assert Counter(plant.invariant for plant in plants()) == dict.fromkeys(INVARIANTS, 3)
+    counts = Counter(plant.invariant for plant in plants())
+    assert counts.keys() == set(INVARIANTS)
+    assert min(counts.values()) >= 3
     assert all(plant.name.startswith(f"{plant.invariant}/") for plant in plants())
 
 
