@@ -271,6 +271,24 @@ def test_no_shared_memory_left() -> None:
         push(stub, 16 * MIB, 1)
 
 
+def test_a_pull_that_finds_no_slot_is_told_why_before_its_deadline() -> None:
+    with serving("--slots", "2", store="") as server:
+        stub = server.stub
+        versions = [push(stub, 1000, seed).version for seed in range(3)]
+        held = pulled(stub, versions[0])
+        for version in versions[1:]:
+            pulled(stub, version)
+            stub.PinVersion(
+                pb.PinVersionRequest(model=MODEL, version=version, pinned=True), timeout=5
+            )
+        request = pb.PullWeightsRequest(model=MODEL, version=versions[0])
+        error = exhausted(lambda: list(stub.PullWeights(request, timeout=1.5)))
+        assert error.reason is Reason.NO_SLOT
+        assert "pinned" in error.message
+        stub.PinVersion(pb.PinVersionRequest(model=MODEL, version=version), timeout=5)
+        assert pulled(stub, versions[0]) == held
+
+
 @mounts
 def test_a_full_dev_shm_hinders_nobody() -> None:
     # Segments are memfds: they neither need nor fill the mount that vLLM's queues live in.

@@ -131,6 +131,7 @@ class Checker:
         if told is not None:
             checkpoint = self._controller.contents.digest(0)
             self._history.check_versions(told, checkpoint, restarted=restarted)
+            self._controller.check_pins(told)
 
     def _list(self) -> list[pb.VersionInfo]:
         request = pb.ListVersionsRequest(model=MODEL)

@@ -13,7 +13,7 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 __all__ = ["Controller"]
 
@@ -34,6 +34,11 @@ class Controller(Caller):
         "incomplete": 2, "clash": 2, "crawl": 2,
     }  # fmt: skip
     compared = proved = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        #: Whether a version is pinned, as acknowledged; None: nobody knows.
+        self._pins: dict[int, bool | None] = {}
 
     def apply(self) -> None:
         """Make a version live, sometimes twice with one key; where none is above, go back."""
@@ -142,13 +147,24 @@ class Controller(Caller):
             self.history.not_deleted(version)
 
     def pin(self) -> None:
-        """Pin a version, then let it go."""
+        """Pin a version, then mostly let it go."""
         committed, _ = self.history.snapshot()
         if committed:
             version = self.rng.choice(list(committed))
-            for pinned in (True, False):
-                request = pb.PinVersionRequest(model=MODEL, version=version, pinned=pinned)
-                self.call("pin", lambda r=request: self.stub.PinVersion(r, timeout=TIMEOUT_S))  # type: ignore[misc]
+            self._pin(version, pinned=True)
+            if self.rng.random() < 0.8:
+                self._pin(version, pinned=False)
+
+    def check_pins(self, told: Iterable[pb.VersionInfo]) -> None:
+        """Compare what is pinned with what was acknowledged, then let all go: pins hold slots."""
+        for info in told:
+            known = self._pins.get(info.version, False)
+            if known is not None and known != info.pinned:
+                self.history.violate(f"version {info.version} has pinned={info.pinned}")
+            if info.pinned:
+                self._pin(info.version, pinned=False)
+            else:
+                self._pins.pop(info.version, None)
 
     def compare(self) -> None:
         """Pull a version and compare every byte."""
@@ -190,6 +206,19 @@ class Controller(Caller):
                 self.history.violate(f"the ranks do not hold version {answer.version}")
 
     # Inside
+
+    def _pin(self, version: int, *, pinned: bool) -> None:
+        request = pb.PinVersionRequest(model=MODEL, version=version, pinned=pinned)
+        before = self._pins.get(version, False)
+        # From now on either may be, until it is told.
+        self._pins[version] = None
+        answer, outcome = self.call(
+            "pin", lambda: self.stub.PinVersion(request, timeout=TIMEOUT_S), version=version
+        )
+        if answer is not None:
+            self._pins[version] = pinned
+        elif outcome != NO_ANSWER:
+            self._pins[version] = before
 
     def _request(self, version: int) -> pb.ApplyVersionRequest:
         return pb.ApplyVersionRequest(
