@@ -54,6 +54,10 @@ PUSH = {
     "fetcher.keep": 0,
     "fetcher.kept": 0,
 }
+#: In a push of a delta.
+DELTA = ("fetcher.inspect", "fetcher.copy", "delta.patch", "delta.patched")
+#: In the background, so that nobody is told.
+FOLD = ("delta.fold", "delta.folded")
 #: Where nothing is refused: the version is there, or another fetcher does the task.
 UNHINDERED = ("commit.reply", "store.recorded", "fetcher.reply")
 #: Before anything stands still.
@@ -123,6 +127,39 @@ def test_in_a_push(site: ErringSite, point: str, code: str) -> None:
     # Whether it is still open or has failed: the same call brings it.
     assert site.push(version).durable
     assert site.pull(version) == one_shard(SIZE, version % 251).data
+
+
+@each(DELTA)
+def test_in_a_delta(site: ErringSite, point: str, code: str) -> None:
+    version = site.next_version()
+    site.arm(fails(point, code))
+    error = site.outcome(lambda: site.push_delta(version))
+    site.disarm(point)
+    told(error, code)
+    assert version not in site.versions()
+    assert site.push_delta(version).durable
+    assert site.pull(version) == one_shard(SIZE, version % 251).data
+
+
+@each(FOLD)
+def test_when_deltas_are_folded(site: ErringSite, point: str, code: str) -> None:
+    site.push(site.next_version())
+    site.arm(fails(point, code))
+    for _ in range(6):
+        site.push_delta(site.next_version())
+        # In the background, unless the next push wants the slot.
+        time.sleep(0.1)
+    within(10, site.met)
+    site.disarm(point)
+    site.push_delta(site.next_version())
+
+    def folded() -> bool:
+        newest = site.versions()[max(site.pushed)]
+        return newest.chain_length <= 3
+
+    within(10, folded)
+    for version in sorted(site.pushed)[-8:]:
+        assert site.pull(version) == one_shard(SIZE, site.pushed[version]).data
 
 
 @each(["stage.allocate"])
@@ -376,6 +413,8 @@ def test_when_a_checkpoint_is_adopted(point: str, code: str) -> None:
 def test_every_failpoint_of_the_server_is_here() -> None:
     here = {
         *PUSH,
+        *DELTA,
+        *FOLD,
         *UNHINDERED,
         *APPLY_REFUSED,
         *APPLY_UNSURE,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #: Short enough that what is too slow is met, too.
 _FLAGS = (
     "--slots", "3", "--retain-versions", "100000", "--pause-lease-s", "5", "--commit-timeout-s",
-    "2.5", "--drain-timeout-s", "5", "--push-idle-timeout-s", "3",
+    "2.5", "--drain-timeout-s", "5", "--push-idle-timeout-s", "3", "--delta-chain-length", "2",
 )  # fmt: skip
 #: Everything is looked at after so many faults even where nothing had to be started again.
 _CHECK_EVERY = 10
@@ -82,6 +82,11 @@ class Soak:
     def compared(self) -> int:
         """Versions that were read back and compared byte by byte."""
         return self._controller.compared
+
+    @property
+    def deltas(self) -> int:
+        """Versions that were pushed as a delta."""
+        return self._trainer.deltas
 
     @property
     def missed(self) -> dict[str, int]:
@@ -239,6 +244,7 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
         "rank_kills": tally.rank_kills,
         "operations": history.operations,
         "versions": len(history.committed),
+        "deltas": soak.deltas,
         "compared": soak.compared,
         "checks": soak.checker.looks,
         "looks": soak.seen,
@@ -283,9 +289,8 @@ def main() -> int:
         left = site.stop()
         shutil.copy(folder / "run" / "server.log", options.work / f"server-{seed}.log")
         history.close()
-    result = _report(soak, history, seed, time.monotonic() - start, left)
-    shutil.rmtree(folder)
-    return result
+        shutil.rmtree(folder)
+    return _report(soak, history, seed, time.monotonic() - start, left)
 
 
 if __name__ == "__main__":

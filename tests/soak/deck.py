@@ -166,7 +166,7 @@ class Deck:
 def _at_points(placed: Collection[str], rng: random.Random) -> list[Card]:
     cards = []
     for point in placed:
-        fetcher, engine = (point.startswith(p) for p in (points.IN_FETCHER, points.IN_ENGINE))
+        fetcher, engine = points.in_fetcher(point), point.startswith(points.IN_ENGINE)
         row = "6" if fetcher else "9" if engine else "1"
         # What is dear is spent on ranks.
         weight = 0.2 if point.startswith("bridge.") else 0.5 if fetcher or engine else _DEATH

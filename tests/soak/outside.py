@@ -298,11 +298,14 @@ class Outside:
         told, _ = self._controller.call(
             "list", lambda: self._controller.stub.ListVersions(request, timeout=20)
         )
+        infos = told.versions if told is not None else []
+        # What others are made of would take them along.
+        bases = {info.base_version for info in infos}
         absent = {
             info.version
-            for info in (told.versions if told is not None else ())
-            if info.residency == pb.RESIDENCY_ABSENT and not info.pinned
-        }
+            for info in infos
+            if info.residency == pb.RESIDENCY_ABSENT and not info.chain_length
+        } - bases
         old = sorted((absent & committed.keys()) - live)[:-6]
         return self._rng.choice(old) if old else 0
 

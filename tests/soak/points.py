@@ -8,9 +8,9 @@ from pathlib import Path
 __all__ = [
     "COMPANIONS",
     "IN_ENGINE",
-    "IN_FETCHER",
     "STARTING",
     "SURVIVING",
+    "in_fetcher",
     "needs_engine",
     "placed",
     "wish",
@@ -22,7 +22,6 @@ _CALL = re.compile(r"failpoints\.(?:hit|reach|lie)\(\s*\"([a-z0-9_.]+)\"")
 _BESIDE_MEMORY = ("weightsync/vllm/service.py", "tests/soak/engine.py")
 
 IN_ENGINE = ("worker.", "bridge.")
-IN_FETCHER = ("fetcher.",)
 #: Met when a server starts, or by what it does first.
 STARTING = (
     "store.recover",
@@ -38,8 +37,6 @@ STARTING = (
 )
 #: Met when a push goes on that was half done when the server died.
 SURVIVING = ("receive.resume", "fetcher.restore")
-#: Met by no server that has once started: an engine's checkpoint is adopted once.
-_ONCE = ("fetcher.persist",)
 #: Not faults but lies, or met only when the server is dead for longer than a pause lasts.
 _LEFT_OUT = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
 
@@ -60,6 +57,7 @@ _WISHES = {
     "store.marks": "pin",
     "store.delete": "delete",
     "stage.verify": "apply",
+    "worker.verify": "verify",
     "apply.": "apply",
     "journal.": "apply",
     "worker.": "apply",
@@ -68,14 +66,24 @@ _WISHES = {
     "commit.": "push",
     "store.": "push",
     "file.": "push",
+    # Full versions are kept as they come; when a chain of deltas is folded, by this.
+    "fetcher.persist": "delta",
+    "fetcher.copy": "delta",
+    "fetcher.inspect": "delta",
     "fetcher.": "push",
+    "delta.": "delta",
 }
+
+
+def in_fetcher(point: str) -> bool:
+    """Return whether a failpoint is met in a fetcher."""
+    return point.startswith("fetcher.") or point == "delta.patch"
 
 
 def needs_engine(point: str) -> bool:
     """Return whether nobody comes by a failpoint while there is no engine."""
     ours = ("apply.", "stage.", "fetcher.load", *IN_ENGINE)
-    return wish(point) == "apply" or point.startswith(ours)
+    return wish(point) in ("apply", "verify") or point.startswith(ours)
 
 
 def placed(*, vllm: bool) -> list[str]:
@@ -86,7 +94,7 @@ def placed(*, vllm: bool) -> list[str]:
     paths += [] if vllm else [_ROOT / path for path in _BESIDE_MEMORY]
     for path in paths:
         found.update(_CALL.findall(path.read_text()))
-    return sorted(found - {*_ONCE, *_LEFT_OUT})
+    return sorted(found.difference(_LEFT_OUT))
 
 
 def wish(point: str) -> str:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "MemoryEngineProcess", "Site", "VllmEngineProcess"]
 
-_START_S = 40.0
+#: However busy the machine is.
+_START_S = 120.0
 _PROMPT = "the quick brown fox"
 
 
@@ -194,7 +195,7 @@ class Site:
         self.plan = folder / "plan"
         self.engine = engine
         self.state = folder / "state"
-        self.server = WeightSyncServer(folder / "run", self.state, flags=flags)
+        self.server = WeightSyncServer(folder / "run", self.state, flags=flags, start_s=_START_S)
         self.starts = 0
         self.mark = Mark()
         os.environ.update(self.mark.variables)

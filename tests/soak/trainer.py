@@ -6,29 +6,26 @@ import contextlib
 import signal
 import threading
 import time
-from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from tests.soak.callers import MODEL, TIMEOUT_S, Caller
+from tests.soak.callers import FIRST, MODEL, TIMEOUT_S, Caller
 from tests.soak.half import half_a_push
 from tests.soak.history import NO_ANSWER
+from tests.soak.pushing import CHUNK, Push, delta_push
 from tests.support.proxy import FaultProxy, Faults
-from tests.support.stock import layout_part, push_messages
+from tests.support.stock import push_messages
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from tests.soak.contents import Contents, Shards
+    from tests.soak.contents import Contents
     from tests.soak.history import History
     from tests.soak.site import Site
 
 __all__ = ["Trainer"]
 
-#: Several chunks per shard.
-CHUNK = 32 << 10
 #: A stream on which nothing comes any more is noticed within this time, seconds.
 _NOTICED_S = 10.0
 #: What the system refuses before anybody looks at the epoch.
@@ -36,34 +33,25 @@ _SYSTEM = (Reason.DISK_EXHAUSTED, Reason.MEMORY_EXHAUSTED)
 _FINAL = (Reason.EPOCH_STALE, Reason.VERSION_NOT_ABOVE, Reason.VERSION_CONFLICT)
 
 
-@dataclass
-class _Push:
-    """One push, over all its attempts."""
-
-    version: int
-    number: int
-    digest: str
-    shards: Shards
-    key: str
-
-
 class Trainer(Caller):
     """Pushes. Each act is one fault of a trainer or of its link, or none.
 
     Attributes:
+        deltas: Versions that were committed as a delta, at the first attempt.
         half: A push of which the first shard is durable and the rest is not sent.
         link: What lies between it and the server.
     """
 
     acts: ClassVar[Mapping[str, int]] = {
-        "push": 65, "race": 8, "stale": 8, "acquire": 9,
+        "push": 45, "delta": 25, "race": 8, "stale": 8, "acquire": 9,
         "muddle": 3, "flip": 2, "cut": 3, "unheard": 2,
     }  # fmt: skip
 
     def __init__(self, site: Site, contents: Contents, history: History, seed: int) -> None:
         self.link = FaultProxy(site.server.address)
         super().__init__(site, contents, history, seed, self.link.address)
-        self.half: _Push | None = None
+        self.deltas = 0
+        self.half: Push | None = None
 
     def close(self) -> None:
         """Close the connection and the link."""
@@ -83,13 +71,37 @@ class Trainer(Caller):
             number: Its content; None: any, and perhaps in two parts.
         """
         push = self._new(number)
-        messages: Iterable[pb.PushWeightsRequest] = self._messages(push)
+        messages = push.messages(self.history.epoch)
         if number is None and self.rng.random() < 0.2:
             # Never the commit: the rest comes on another stream.
-            messages = islice(messages, self.rng.randint(1, 6 * len(push.shards)))
-        answer, outcome = self._once(push, messages)
-        self._see_through(push, answer, outcome)
+            del messages[self.rng.randint(1, len(messages) - 1) :]
+        self._see_through(push, *self._once(push, messages))
         return push.version
+
+    def delta(self) -> None:
+        """Push what changed since a version that is there; with none, push in full."""
+        committed, _ = self.history.snapshot()
+        bases = [
+            (version, self.contents.known[digest])
+            for version, digest in committed.items()
+            if version != FIRST and digest in self.contents.known
+        ]
+        if not bases:
+            self.push()
+            return
+        # Chains of deltas become long enough to be folded.
+        newest = self.wish == "delta" or self.rng.random() < 0.7
+        _, base = max(bases) if newest else self.rng.choice(bases)
+        version, number = self.history.next_version(), self.contents.sibling(base, self.rng)
+        key = f"{version}-{self.rng.randrange(1 << 30)}"
+        push = delta_push(version, key, self.contents, base, number)
+        self.history.pushing(version, push.digest)
+        messages = push.messages(self.history.epoch)
+        if self.rng.random() < 0.2:
+            del messages[self.rng.randint(1, len(messages) - 1) :]
+        commit, outcome = self._once(push, messages)
+        self._see_through(push, commit, outcome)
+        self.deltas += commit is not None
 
     def race(self) -> None:
         """Let two trainers push one version with other contents: at most one is committed."""
@@ -134,7 +146,7 @@ class Trainer(Caller):
     def muddle(self) -> None:
         """Send a chunk twice, two that overlap, a gap or two in the wrong order."""
         push = self._new()
-        messages = list(self._messages(push))
+        messages = push.messages(self.history.epoch)
         places = [i for i, m in enumerate(messages) if m.HasField("chunk") and m.chunk.offset]
         place, kind = self.rng.choice(places), self.rng.choice(("twice", "overlap", "gap", "order"))
         if kind == "twice":
@@ -187,7 +199,7 @@ class Trainer(Caller):
         place = self.rng.choice((place, place // CHUNK * CHUNK))
         before = self.link.cuts
         self.link.faults = Faults(cut_after=self.link.passed + place + 1)
-        answer, outcome = self._once(push, self._messages(push))
+        answer, outcome = self._once(push, push.messages(self.history.epoch))
         self.link.faults = Faults()
         self.done["cut"] += self.link.cuts > before
         self._see_through(push, answer, outcome)
@@ -198,7 +210,8 @@ class Trainer(Caller):
         before = self.link.passed
         self.link.faults = Faults(lose_replies=True)
         try:
-            call = self.stub.PushWeights.future(self._messages(push), timeout=TIMEOUT_S)
+            messages = iter(push.messages(self.history.epoch))
+            call = self.stub.PushWeights.future(messages, timeout=TIMEOUT_S)
             size = sum(len(data) for _, data in push.shards)
             end = time.monotonic() + 3
             while self.link.passed - before < size and time.monotonic() < end:
@@ -226,7 +239,7 @@ class Trainer(Caller):
             push = self._new()
             # Begin, all layouts, the chunks and digests of the first shard.
             first = len(push.shards) + 2 - (-len(push.shards[0][1]) // CHUNK)
-            self._once(push, islice(self._messages(push, layouts_first=True), first))
+            self._once(push, push.messages(self.history.epoch)[:first])
             if self._durable(push):
                 self.half = push
 
@@ -238,33 +251,16 @@ class Trainer(Caller):
 
     # Inside
 
-    def _new(self, number: int | None = None) -> _Push:
+    def _new(self, number: int | None = None) -> Push:
         version = self.history.next_version()
         number = self.rng.randrange(self.contents.count) if number is None else number
         digest = self.contents.digest(number)
         self.history.pushing(version, digest)
         key = f"{version}-{self.rng.randrange(1 << 30)}"
-        return _Push(version, number, digest, self.contents.shards(number), key)
-
-    def _messages(
-        self, push: _Push, *, layouts_first: bool = False
-    ) -> Iterator[pb.PushWeightsRequest]:
-        messages = push_messages(
-            push.shards,
-            push.version,
-            chunk_bytes=CHUNK,
-            epoch=self.history.epoch,
-            idempotency_key=push.key,
-            model=MODEL,
-        )
-        if not layouts_first:
-            return messages
-        begin, *rest = messages
-        rest.sort(key=lambda message: not message.HasField("layout"))
-        return iter([begin, *rest])
+        return Push(version, digest, self.contents.shards(number), key)
 
     def _once(
-        self, push: _Push, messages: Iterable[pb.PushWeightsRequest]
+        self, push: Push, messages: Iterable[pb.PushWeightsRequest]
     ) -> tuple[pb.CommitPushResponse | None, str]:
         answer, outcome = self.call(
             "push",
@@ -275,7 +271,7 @@ class Trainer(Caller):
             return answer.commit, outcome
         return None, outcome
 
-    def _see_through(self, push: _Push, commit: pb.CommitPushResponse | None, outcome: str) -> None:
+    def _see_through(self, push: Push, commit: pb.CommitPushResponse | None, outcome: str) -> None:
         for _ in range(4):
             if commit is not None or outcome not in ("ok", NO_ANSWER):
                 break
@@ -284,16 +280,10 @@ class Trainer(Caller):
         if commit is not None and self.rng.random() < 0.3:
             self._repeat(push)
 
-    def _resume(self, push: _Push) -> tuple[pb.CommitPushResponse | None, str]:
+    def _resume(self, push: Push) -> tuple[pb.CommitPushResponse | None, str]:
         # What was open before a restart may have been taken for decided since.
         self.history.pushing(push.version, push.digest)
-        request = pb.BeginPushRequest(
-            model=MODEL,
-            version=push.version,
-            idempotency_key=push.key,
-            epoch=self.history.epoch,
-            shard_count=len(push.shards),
-        )
+        request = push.begin(self.history.epoch)
         begun, outcome = self.call(
             "begin", lambda: self.stub.BeginPush(request, timeout=TIMEOUT_S), version=push.version
         )
@@ -303,7 +293,7 @@ class Trainer(Caller):
             return begun.committed, "ok"
         sent, outcome = self.call(
             "resume",
-            lambda: self.stub.PushWeights(_rest(push.shards, begun), timeout=TIMEOUT_S),
+            lambda: self.stub.PushWeights(push.rest(begun), timeout=TIMEOUT_S),
             version=push.version,
         )
         if sent is None:
@@ -311,7 +301,8 @@ class Trainer(Caller):
         return self.call(
             "commit",
             lambda: self.stub.CommitPush(
-                pb.CommitPushRequest(push_id=begun.push_id), timeout=TIMEOUT_S
+                pb.CommitPushRequest(push_id=begun.push_id, content_digest=push.commit),
+                timeout=TIMEOUT_S,
             ),
             version=push.version,
         )
@@ -324,8 +315,8 @@ class Trainer(Caller):
         elif outcome in _FINAL:
             self.history.not_pushed(version, digest)
 
-    def _repeat(self, push: _Push) -> None:
-        request = pb.BeginPushRequest(model=MODEL, version=push.version, idempotency_key=push.key)
+    def _repeat(self, push: Push) -> None:
+        request = push.begin(0)
         begun, _ = self.call("repeat", lambda: self.stub.BeginPush(request, timeout=TIMEOUT_S))
         if begun is None:
             return
@@ -357,7 +348,7 @@ class Trainer(Caller):
                 self.done["killed" if blow is signal.SIGKILL else "frozen"] += 1
         self._see_through(push, None, NO_ANSWER)
 
-    def _noticed(self, push: _Push, starts: int) -> None:
+    def _noticed(self, push: Push, starts: int) -> None:
         begun = time.monotonic()
         while starts == self.site.starts and self.site.pid:
             if self._streams(push.version) == 0:
@@ -373,7 +364,7 @@ class Trainer(Caller):
             return sum(p.streams for p in status.models[0].pushes if p.version == version)
         return None
 
-    def _durable(self, push: _Push) -> bool:
+    def _durable(self, push: Push) -> bool:
         end = time.monotonic() + 3
         while time.monotonic() < end:
             with contextlib.suppress(Exception):
@@ -384,15 +375,3 @@ class Trainer(Caller):
                     return True
             time.sleep(0.05)
         return False
-
-
-def _rest(shards: Shards, begun: pb.BeginPushResponse) -> Iterator[pb.PushWeightsRequest]:
-    """Yield what a push still lacks, on a stream that joins it."""
-    here: dict[int, Any] = {p.shard: p.received_bytes for p in begun.shards}
-    yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))
-    for index, (name, data) in enumerate(shards):
-        if index not in here:
-            yield pb.PushWeightsRequest(layout=layout_part(index, name, data))
-        for offset in range(here.get(index, 0), len(data), CHUNK):
-            part = pb.Chunk(shard=index, offset=offset, data=data[offset : offset + CHUNK])
-            yield pb.PushWeightsRequest(chunk=part)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from tests.support.bounds import MODEL, Message, begin, one_shard, within
+from tests.support.deltas import delta_begin, delta_of, push_version
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
+from tests.unit.server.versions.world import content
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.rpc_status import from_call
@@ -52,7 +54,16 @@ class ErringSite:
         self.server = WeightSyncServer(
             folder / "run",
             folder / "state",
-            flags=("--slots", "3", "--retain-versions", "1000"),
+            flags=(
+                "--slots",
+                "3",
+                "--retain-versions",
+                "1000",
+                "--delta-chain-length",
+                "2",
+                "--delta-chain-share",
+                "100",
+            ),
             variables={failpoints.VARIABLE: f"@{self._plan}"},
         )
         self.pushed: dict[int, int] = {}
@@ -121,6 +132,21 @@ class ErringSite:
         self.pushed[version] = seed
         return answer
 
+    def push_delta(self, version: int) -> pb.CommitPushResponse:
+        """Push a version as what changed since the newest one."""
+        base = max(self.pushed)
+        before, after = ([one_shard(SIZE, seed)] for seed in (self.pushed[base], version % 251))
+        answer = push_version(
+            self.stub,
+            delta_of(before, after),
+            content(after),
+            version=version,
+            idempotency_key=f"push-{version}",
+            **delta_begin(before),
+        )
+        self.pushed[version] = version % 251
+        return answer
+
     def apply(self, version: int) -> pb.ApplyReport:
         """Make a version live."""
         request = pb.ApplyVersionRequest(model=MODEL, version=version, clear_rejected=True)
@@ -158,21 +184,21 @@ class ErringSite:
         """Check that it serves one whole version, and that only what is there is held."""
         live = self.server.wait_serving(20)
         assert self.engine.live["weight"] == weight(self.pushed.get(live.live_version, 0))
-        # What is retired is unmapped in a thread.
-        within(5, self._settled)
+        # What is retired is unmapped in a thread, and deltas are folded in the background.
+        within(10, self._settled)
         status = self.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
         assert not sum(status.invariant_violations.values()), status.invariant_violations
         (model,) = status.models
         assert not model.pushes
-        leases = {slot.version: slot.leases for slot in model.slots if slot.leases}
-        assert leases == {live.live_version: 1}
         assert self.versions().keys() == {1, *self.pushed}
         assert not list((self.server.state_dir / "store").rglob("*.tmp"))
 
     def _settled(self) -> bool:
         status = self.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
-        slots = sum(slot.reserved_bytes for slot in status.models[0].slots)
-        return status.memory_reserved_bytes == slots
+        (model,) = status.models
+        leases = {slot.version: slot.leases for slot in model.slots if slot.leases}
+        slots = sum(slot.reserved_bytes for slot in model.slots)
+        return status.memory_reserved_bytes == slots and leases == {model.live_version: 1}
 
 
 @contextlib.contextmanager
