@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Outside"]
 
-#: More than any record, less than any shard.
-_SMALL_FILE = 16 << 10
+#: Less than any shard; and less than any segment, but more than a server writes when it starts.
+_SMALL_FILE, _SMALL_SEGMENT = 16 << 10, 128 << 10
 _WAIT_S = 6.0
 #: A call that does nothing but tell is answered within this time, however busy the machine is.
 _TELL_S = 5.0
@@ -152,11 +152,13 @@ class Outside:
     def no_memory(self) -> bool:
         """Start the server where no segment can be made: it says so, and goes on when it can."""
         self._site.kill_server()
-        limit = f'ulimit -S -f {_SMALL_FILE // 512}; exec "$@"'
+        limit = f'ulimit -S -f {_SMALL_SEGMENT // 512}; exec "$@"'
         self._site.server.wrapper = ["sh", "-c", limit, "sh"]
         try:
-            self._site.start_server()
-            return self._told_of_memory()
+            # It may have to write more, and then says so and does not start.
+            with contextlib.suppress(RuntimeError):
+                self._site.start_server()
+            return bool(self._site.pid) and self._told_of_memory()
         finally:
             self._site.server.wrapper = ()
             for pid in [self._site.pid, *self._site.fetchers()]:
