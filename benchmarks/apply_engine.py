@@ -142,7 +142,9 @@ class _Measure:
         self._add(**{name: max(self._load.gaps(begin, end))})
         calm = time.perf_counter()
         await asyncio.sleep(_CALM_S)
-        self._add(token_gap_p50_s=statistics.median(self._load.gaps(calm, time.perf_counter())))
+        # On a loaded machine a step may take longer than that.
+        if gaps := self._load.gaps(calm, time.perf_counter()):
+            self._add(token_gap_p50_s=statistics.median(gaps))
 
     async def _live_digest(self) -> str:
         (digest,) = await self._llm.collective_rpc("bench_live_digest")

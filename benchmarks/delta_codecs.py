@@ -20,8 +20,8 @@ from weightsync.digest import tensor_digest
 
 __all__ = ["Ours", "Pairs", "Xor"]
 
-#: Dense bytes from which the next tensor begins a new shard.
-_SHARD_BYTES = 128 << 20
+#: Dense bytes from which the next tensor begins a new shard: 60 MiB of delta at most.
+_SHARD_BYTES = 512 << 20
 _DIGEST = "0" * 32
 
 

@@ -39,7 +39,7 @@ class Trainer:
         self._torch = torch
         self._device = torch.device(device)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._device.index or 0)
         with Files(Path(folder)) as files:
             self.tensors = {
                 name: tensor.to(self._device, copy=True) for name, tensor in files.tensors.items()

@@ -1,4 +1,4 @@
-"""The training benchmark in small: deltas of real steps, and a live vLLM that holds the last."""
+"""The training benchmark in small: a live vLLM holds the last of real steps to the bit."""
 
 from __future__ import annotations
 

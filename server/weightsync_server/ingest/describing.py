@@ -93,9 +93,7 @@ class PushLayout:
                 self._push.check_open()
             else:
                 tensors = check_shard(upload.entry, parts)
-            if self._push.delta is not None:
-                self._push.delta.check_layout(tensors)
-            self._check_names(tensors)
+            self._check(tensors)
             self._accept(upload, tensors)
             upload.owner = None
 
@@ -110,7 +108,9 @@ class PushLayout:
         upload = self._push.shards[part.shard] = ShardUpload(part.shard, entry)
         return upload
 
-    def _check_names(self, tensors: tuple[TensorEntry, ...]) -> None:
+    def _check(self, tensors: tuple[TensorEntry, ...]) -> None:
+        if self._push.delta is not None:
+            self._push.delta.check_layout(tensors)
         for tensor in tensors:
             if tensor.name in self._names:
                 raise WeightSyncError(
@@ -153,6 +153,6 @@ class PushLayout:
         upload = self._push.shards.get(index)
         if upload is None:
             upload = self._push.shards[index] = ShardUpload(index, entry)
-            self._check_names(tensors)
+            self._check(tensors)
             self._accept(upload, tensors)
         return upload if (upload.entry, upload.tensors) == (entry, tensors) else None

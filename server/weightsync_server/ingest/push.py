@@ -99,8 +99,7 @@ class Push:
         self.existing: VersionRecord | None = None
         self.delta: DeltaPush | None = None
         self.disk = versions.disk.share()
-        self.limits = limits
-        self.meters = meters
+        self.limits, self.meters = limits, meters
         self.shards: dict[int, ShardUpload] = {}
         self.known: KnownLayout | None = None
         self.request = request

@@ -227,11 +227,10 @@ class ModelVersions(Catalog):
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
                 )
-            commit = record.sealed(
-                manifest, trainer_verified=trainer_verified, adopted=adopted, delta=delta
-            )
+            told = {"trainer_verified": trainer_verified, "adopted": adopted}
+            commit = record.sealed(manifest, **told, delta=delta)
+            kept = delta if delta and delta.kept else None
             await failpoints.reach("commit.store")
-            kept = delta if delta is not None and delta.kept else None
             await self.store.commit(commit, manifest, kept.manifest if kept else None)
             record.commit, record.base = commit, kept.base if kept else None
             record.durability = pb.DURABILITY_COMMITTED

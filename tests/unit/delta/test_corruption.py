@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# The first test of a process may compile all kernels.
+pytestmark = pytest.mark.timeout(300)
+
 _EXPECT = {"w": ("BF16", (64,))}
 _REASONS = (Reason.SHARD_INVALID, Reason.LAYOUT_INVALID, Reason.DIGEST_MISMATCH)
 

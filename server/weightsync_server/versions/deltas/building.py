@@ -92,7 +92,8 @@ class Builder:
             WeightSyncError: DATA_CORRUPT, MEMORY_EXHAUSTED, FETCHER_FAILED, SHUTTING_DOWN; the slot
                 holds anything.
         """
-        async with self.lock:
+        # Whole shards are never removed from under a version that is being read.
+        async with self.lock if record.base is not None else contextlib.nullcontext():
             for left in reversed(range(_ATTEMPTS)):
                 way = plan(
                     self._links(record), slot.remains.manifest_digest if slot.remains else ""

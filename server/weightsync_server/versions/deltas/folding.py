@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
     from weightsync_server.versions.retention import Surplus
+    from weightsync_server.versions.slots import Slot
 
 __all__ = ["ChainLimits", "Folder"]
 
@@ -57,18 +59,21 @@ class Folder:
         self._versions = versions
         self._limits = limits
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     def consider(self, surplus: Surplus, most_carried: int) -> None:
         """Begin to fold the newest version if its chain is too long, or carries too much."""
         newest = self._versions.find(self._versions.newest)
-        if newest is None or newest.base is None or self._task is not None:
+        busy = self._closed or self._task is not None
+        if busy or newest is None or newest.base is None:
             return
         if self._too_long(newest) or surplus.weighs_on(newest, most_carried):
             slot = newest.slot
             if slot is not None and newest.residency == pb.RESIDENCY_STAGED:
                 # Leased at once: nobody writes over the bytes that are being kept.
                 slot.leases += 1
-                self._task = asyncio.create_task(self._run(newest), name="fold")
+                self._task = asyncio.create_task(self._fold(newest), name="fold")
+                self._task.add_done_callback(partial(self._ended, newest, slot))
 
     def stand_back(self) -> None:
         """Give the slot free, because somebody waits for one."""
@@ -77,6 +82,7 @@ class Folder:
 
     async def close(self) -> None:
         """Fold no more."""
+        self._closed = True
         self.stand_back()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -108,23 +114,21 @@ class Folder:
         most = self._limits.share * deltas[0].size_bytes
         return len(deltas) > self._limits.length or size > most
 
-    async def _run(self, record: VersionRecord) -> None:
-        slot, ours = record.place, self._versions
-        try:
-            await self._fold(record)
-        except asyncio.CancelledError:
-            logger.info("the fold of version %d stands back", record.version)
-        except WeightSyncError as error:
+    def _ended(self, record: VersionRecord, slot: Slot, task: asyncio.Task[None]) -> None:
+        # Not in the task: one that is cancelled before its first step does nothing.
+        self._task = None
+        slot.leases -= 1
+        self._versions.pool.wake()
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WeightSyncError):
             logger.warning("version %d stays a delta for now: %s", record.version, error.message)
-        finally:
-            self._task = None
-            slot.leases -= 1
-            ours.pool.wake()
+        elif error is not None:
+            logger.error("the fold of version %d failed", record.version, exc_info=error)
         if record.base is None:
             logger.info("version %d is kept in full now", record.version)
             self.on_fold()
             # What it was based on may go now.
-            ours.collect()
+            self._versions.collect()
 
     async def _fold(self, record: VersionRecord) -> None:
         ours = self._versions

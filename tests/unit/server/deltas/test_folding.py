@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync.segments import Segment
+    from weightsync_server.versions.retention import Surplus
 
 
 def lengths(here: World) -> dict[int, int]:
@@ -273,3 +274,32 @@ async def test_deleting_races_with_reading(tmp_path: Path) -> None:
         await settled(here)
         left = {record.version: known[record.version] for record in here.versions.list()}
         await check(here, left)
+
+
+async def test_a_fold_that_stands_back_at_once_lets_go(tmp_path: Path) -> None:
+    contents = history(1)
+    async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
+        # Somebody waits for a slot before the fold has done its first step.
+        consider = here.versions.folder.consider
+
+        def and_back(surplus: Surplus, most_carried: int) -> None:
+            consider(surplus, most_carried)
+            here.versions.folder.stand_back()
+
+        here.versions.folder.consider = and_back  # type: ignore[method-assign]
+        await push_chain(here, contents)
+        await settled(here)
+        assert lengths(here) == {1: 0, 2: 1}
+        assert here.versions.get(2).place.leases == 0
+        here.versions.folder.consider = consider  # type: ignore[method-assign]
+        here.versions.collect()
+        await until(lambda: here.versions.get(2).base is None)
+
+
+async def test_no_fold_begins_at_the_end(tmp_path: Path) -> None:
+    contents = history(1)
+    async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
+        await here.versions.folder.close()
+        await push_chain(here, contents)
+        await settled(here)
+        assert lengths(here) == {1: 0, 2: 1}

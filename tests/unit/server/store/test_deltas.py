@@ -134,6 +134,23 @@ class _Stop(BaseException):
     """The process ends here."""
 
 
+class _Crash:
+    """Ends the process at the Nth of the calls that change files, and at all after it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, nth: int) -> None:
+        self.calls = 0
+        for name in ("fsync", "rename", "flush_directory", "unlink", "create", "write"):
+            real = getattr(files, name)
+
+            def step(*args: Any, real: Any = real) -> Any:
+                self.calls += 1
+                if self.calls >= nth:
+                    raise _Stop
+                return real(*args)
+
+            patch.setattr(files, name, step)
+
+
 async def test_a_crash_at_any_step_of_a_fold_leaves_one_whole_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,23 +163,9 @@ async def test_a_crash_at_any_step_of_a_fold_leaves_one_whole_form(
         second = await committed(store, 2, 1)
         second.write(store)
         whole = replace(second.record, base_version=0, base_content_digest="", delta_bytes=0)
-        calls = 0
-
-        def step(real: Any, end: int = nth) -> Any:
-            def call(*args: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls >= end:
-                    raise _Stop
-                return real(*args)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "rename", "flush_directory", "unlink", "create", "write"):
-                patch.setattr(files, name, step(getattr(files, name)))
-            with contextlib.suppress(_Stop):
-                await store.fold(whole, second.manifest)
+        with monkeypatch.context() as patch, contextlib.suppress(_Stop):
+            crash = _Crash(patch, nth)
+            await store.fold(whole, second.manifest)
         records = await open_store(str(root)).open()
         assert [record.version for record in records] == [1, 2]
         found = names(root / "m" / "v2")
@@ -171,12 +174,11 @@ async def test_a_crash_at_any_step_of_a_fold_leaves_one_whole_form(
         assert ("0.safetensors" in found) != delta
         assert not any(name.endswith(".tmp") for name in found)
         forms.append(delta)
-        if calls < nth:
+        if crash.calls < nth:
             break
-    assert forms[0]
-    assert not forms[-1]
     # Once it is folded, it stays so.
     assert forms == sorted(forms, reverse=True)
+    assert (forms[0], forms[-1]) == (True, False)
 
 
 async def test_what_a_fold_left_behind_is_removed(store: Store, root: Path) -> None:

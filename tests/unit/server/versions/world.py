@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.digest import content_digest, tensor_digest
+from weightsync.errors import WeightSyncError
 from weightsync.handover import SegmentServer
 from weightsync.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
@@ -25,7 +26,7 @@ from weightsync_server.threads import in_thread
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from weightsync.manifest import ShardEntry, TensorEntry
     from weightsync.segments import Segment
@@ -309,15 +310,15 @@ class Threads:
             os.close(fd)
 
     async def copy(self, source: Segment, size: int, segment: Segment) -> None:
-        views = memoryview(source.view)[:size], memoryview(segment.view)[:size]
-        await in_thread(patching.copy, *views, threading.Event())
+        with memoryview(source.view)[:size] as theirs, memoryview(segment.view)[:size] as ours:
+            await in_thread(patching.copy, theirs, ours, threading.Event())
 
     async def inspect(
         self, layout: Segment, shard: ShardEntry, source: Segment | str
     ) -> tuple[DeltaTold, list[Change]]:
         known = patching.canonical(layout.id, layout.view)
-        blob = await in_thread(patching.inspect, known, _delta(shard, source), threading.Event())
-        return unpack_changes(blob)
+        with _delta(shard, source) as delta:
+            return unpack_changes(await _apart(patching.inspect, known, delta))
 
     async def patch(
         self,
@@ -328,9 +329,8 @@ class Threads:
         source: Segment | str,
     ) -> None:
         known = patching.canonical(layout.id, layout.view)
-        await in_thread(
-            patching.patch, segment.view, index, known, _delta(shard, source), threading.Event()
-        )
+        with memoryview(segment.view) as view, _delta(shard, source) as delta:
+            await _apart(patching.patch, view, index, known, delta)
 
     def warm(self) -> None:
         self.warmed = True
@@ -340,6 +340,21 @@ class Threads:
         done: asyncio.Future[list[None]] = asyncio.get_running_loop().create_future()
         done.set_result([])
         return done
+
+
+async def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Work in a thread and bring errors back without the memory that their tracebacks hold."""
+
+    def work() -> tuple[Any, WeightSyncError | None]:
+        try:
+            return function(*args, threading.Event()), None
+        except WeightSyncError as error:
+            return None, WeightSyncError(error.reason, error.message)
+
+    result, error = await in_thread(work)
+    if error is not None:
+        raise error
+    return result
 
 
 def _delta(shard: ShardEntry, source: Segment | str) -> memoryview:
