@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import stat
-import time
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ __all__ = ["claimed", "umask"]
 _MAX_PATH = 107
 #: Seconds to wait for others that claim a path in the same folder, which takes milliseconds.
 _TURN_S = 5.0
+#: Between two tries, seconds.
+_AGAIN_S = 0.01
 
 
 @contextlib.contextmanager
@@ -68,7 +70,7 @@ def _wait_turn(folder: int, path: Path, remedy: str) -> None:
             if clock.monotonic() > end:
                 what = f"another process keeps the folder of {path} locked; stop it"
                 raise _refused(what, remedy) from None
-            time.sleep(0.01)
+            threading.Event().wait(_AGAIN_S)
 
 
 def _free(path: Path, remedy: str) -> None:
