@@ -83,7 +83,7 @@ _ROWED = (
 )
 _ERRORS = ("EIO", "ENOSPC", "EMFILE", "ENOMEM")
 #: How much more often than an error at one failpoint: a row, and the death of the server at one.
-_ROW, _DEATH = 3.8, 1.8
+_ROW, _DEATH = 4.6, 1.9
 
 
 @dataclass(eq=False)
@@ -173,10 +173,10 @@ def _at_points(placed: Collection[str], rng: random.Random) -> list[Card]:
         cards.append(
             Card(f"{point} panic", row, weight, point=point, action="panic", kills_engine=engine)
         )
-        cards.append(Card(f"{point} error", weight=0.6, point=point, action="error"))
+        cards.append(Card(f"{point} error", weight=0.5, point=point, action="error"))
         starting = point.startswith((*points.STARTING, *points.SURVIVING))
         slow = "sleep" if starting else rng.choice(("sleep", "stop"))
-        cards.append(Card(f"{point} {slow}", weight=0.25, point=point, action=slow))
+        cards.append(Card(f"{point} {slow}", weight=0.2, point=point, action=slow))
     return cards
 
 
