@@ -35,18 +35,24 @@ class SlowEngine(Engine):
         self.go = threading.Event()
         self.threads: list[threading.Thread] = []
         self.jobs = 0
+        # A job that was given up writes no page after the next one's.
+        self._one = threading.Lock()
 
     def _prepare(self, args: Any) -> dict[str, Any]:
-        self.jobs += 1
-        return super()._prepare(args)
+        with self._one:
+            self.jobs += 1
+            return super()._prepare(args)
 
     def _verify(self, args: Any) -> dict[str, Any]:
-        self.jobs += 1
-        mine = self.jobs
+        with self._one:
+            self.jobs += 1
+            mine = self.jobs
 
         def work() -> None:
-            if self.go.wait(20) and self.jobs == mine:
-                Engine._verify(self, args)
+            self.go.wait(20)
+            with self._one:
+                if self.go.is_set() and self.jobs == mine:
+                    Engine._verify(self, args)
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
