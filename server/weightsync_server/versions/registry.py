@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import time
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -312,13 +311,9 @@ class ModelVersions(Catalog):
 
     def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
         """Take note of whether the live parameters of a version were compared as a whole."""
-        record = self._records.get(version)
-        if record is None:
-            return
-        record.live_check = check
-        # A comparison that is pending leaves the time of none.
-        record.live_check_ns = 0 if check == pb.LIVE_CHECK_PENDING else time.time_ns()
-        self.tell(record)
+        if (record := self._records.get(version)) is not None:
+            record.check(check)
+            self.tell(record)
 
     def restore_history(self, *versions: int) -> None:
         """Take over which versions were live, oldest first, as the journal tells."""
