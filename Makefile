@@ -24,7 +24,7 @@ STAMP := $(VENV)/.setup-$(shell { cat Makefile pyproject.toml constraints.txt sc
 	echo $(TORCH_VERSION) $(VLLM_VERSION); } | sha256sum | cut -c1-16)
 
 CHECKED := $(wildcard weightsync server client tests benchmarks examples scripts)
-BENCHMARKS := push staging apply control
+BENCHMARKS := push staging apply control delta train
 
 .PHONY: help
 help: ## List the targets
@@ -104,6 +104,13 @@ $(BENCHMARKS:%=bench-%): bench-%: setup
 
 .PHONY: bench
 bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+
+# On a host whose environment is there already, so it sets nothing up: make gpu-bench PART=apply
+# PY=python3. `$(PY) -m benchmarks.gpu --help` tells the parts.
+.PHONY: gpu-bench
+gpu-bench: ## Measure PART on a host with GPUs, with FLAGS if given; one JSON line
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}" \
+		$(PY) -m benchmarks.gpu --json --part $(PART) $(FLAGS)
 
 .PHONY: constraints
 constraints: ## Pin in constraints.txt what .venv holds now

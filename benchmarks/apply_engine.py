@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.checkpoints import write_neighbour, write_variant
+from benchmarks.engine import Load, bridge, set_environment, start_engine
 from benchmarks.servers import weightsync_server
 from weightsync_client import (
     ApplyReport,
@@ -30,15 +28,11 @@ from weightsync_client import (
     LiveCheck,
 )
 
-__all__ = ["Order", "measure"]
+__all__ = ["Order", "bridged", "measure", "serving"]
 
 _READY_S = 120.0
-_MAX_MODEL_LEN = 1024
-_PROMPT_TOKENS = 16
 #: Generation after each round in which nothing else goes on.
 _CALM_S = 1.0
-_WARM_UP_S = 3.0
-_TOKEN_S = 120.0
 #: Share of the values that a small change changes.
 _CHANGED = 0.01
 
@@ -68,73 +62,13 @@ class Order:
     dtype: str = "bfloat16"
 
 
-@dataclass
-class _Load:
-    """Requests that run all the time, and when each of their tokens came."""
-
-    llm: Any
-    count: int
-    times: list[list[float]] = field(default_factory=list)
-    tokens: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Keep the requests running until the block ends."""
-        self.times = [[] for _ in range(self.count)]
-        tasks = [asyncio.create_task(self._generate(number)) for number in range(self.count)]
-        try:
-            # vLLM's first steps are slow.
-            await asyncio.sleep(_WARM_UP_S)
-            await self.spoken(time.perf_counter())
-            yield
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _generate(self, number: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS - 8,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        for turn in itertools.count():
-            prompt = {"prompt_token_ids": [(number * 31 + i) % 1000 for i in range(_PROMPT_TOKENS)]}
-            async for _ in self.llm.generate(prompt, parameters, f"bench-{number}-{turn}"):
-                self.times[number].append(time.perf_counter())
-                async with self.tokens:
-                    self.tokens.notify_all()
-
-    async def spoken(self, since: float) -> None:
-        """Return when every request has got a token after `since`: a gap is known at its end."""
-        async with asyncio.timeout(_TOKEN_S), self.tokens:
-            await self.tokens.wait_for(lambda: all(t and t[-1] > since for t in self.times))
-
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Return the times between two tokens of one request that touch begin..end."""
-        return [
-            after - before
-            for times in self.times
-            for before, after in itertools.pairwise(times)
-            if after >= begin and before <= end
-        ]
-
-
 class _Measure:
     """Takes the samples of one engine."""
 
     def __init__(self, order: Order, llm: Any) -> None:
         self._order = order
         self._llm = llm
-        self._load = _Load(llm, order.requests)
+        self._load = Load(llm, order.requests)
         self.samples: dict[str, list[float]] = {}
         self.facts: dict[str, Any] = {}
 
@@ -156,8 +90,9 @@ class _Measure:
     async def apply(self, client: Client, mask: int) -> None:
         """Push a version in which every value is another and apply it; note what it took."""
         order = self._order
-        await asyncio.to_thread(write_variant, Path(order.base), Path(order.other), mask)
-        pushed = await asyncio.to_thread(client.push, Path(order.other))
+        base, other = Path(order.base), Path(order.other)
+        await asyncio.to_thread(write_variant, base, other, mask)
+        pushed = await asyncio.to_thread(client.push, other, delta="never")
         begin = time.perf_counter()
         report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         self._note(report, ApplyStrategy.COPY, "", time.perf_counter() - begin)
@@ -256,8 +191,9 @@ class _Measure:
         try:
             # Adoption of the checkpoint comes first; it ends in serving, or in a fence.
             with contextlib.suppress(RuntimeError):
-                await _serving(client)
-            pushed = await asyncio.to_thread(client.push, Path(self._order.other))
+                await serving(client)
+            other = Path(self._order.other)
+            pushed = await asyncio.to_thread(client.push, other, delta="never")
             report = await asyncio.to_thread(client.apply, pushed.version, cache="keep")
         except ClientError as error:
             ours = ("pause_s", "reload_over_ours", "delta_pause_s", "delta_over_full_pause")
@@ -268,27 +204,14 @@ class _Measure:
 
 async def measure(order: Order) -> dict[str, Any]:
     """Start vLLM, measure and stop it."""
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    arguments = AsyncEngineArgs(
-        model=order.base,
-        dtype=order.dtype,
-        max_model_len=_MAX_MODEL_LEN,
-        max_num_seqs=max(4, order.requests),
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        worker_extension_cls="benchmarks.live.LiveParameters",
-    )
-    llm = AsyncLLM.from_engine_args(arguments)
+    llm = start_engine(order.base, order.dtype, order.requests, "benchmarks.live.LiveParameters")
     try:
         measured = _Measure(order, llm)
         if not order.plain:
             await measured.repacked()
-        async with _bridged(order, llm) as client:
+        async with bridged(order, llm) as client:
             if order.plain:
-                await _serving(client)
+                await serving(client)
                 await measured.plain(client)
             else:
                 await measured.try_apply(client)
@@ -298,15 +221,11 @@ async def measure(order: Order) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
+async def bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
     """Serve the bridge from this process, as vLLM's API server does, with a server beside it."""
-    from weightsync.vllm.endpoint import Bridge
-
-    bridge = Bridge()
-    await bridge.init_state(llm, None, SimpleNamespace(api_server_count=1))
     folder = Path(order.folder)
     address = f"unix:{folder}/push.sock"
-    try:
+    async with bridge(llm):
         server = weightsync_server(folder, [address], engine=str(folder / "engine.sock"))
         # Starting and stopping wait, and the bridge lives on this loop.
         await asyncio.to_thread(server.__enter__)
@@ -315,8 +234,6 @@ async def _bridged(order: Order, llm: Any) -> AsyncIterator[Client]:
                 yield client
         finally:
             await asyncio.to_thread(server.__exit__, None, None, None)
-    finally:
-        await bridge.stop()
 
 
 async def _checked(client: Client) -> None:
@@ -332,7 +249,12 @@ async def _checked(client: Client) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _serving(client: Client) -> None:
+async def serving(client: Client) -> None:
+    """Return once the engine serves.
+
+    Raises:
+        RuntimeError: It is fenced, or not ready in time.
+    """
     deadline = time.monotonic() + _READY_S
     while True:
         engine = (await asyncio.to_thread(client.status)).models[0].engine
@@ -350,15 +272,7 @@ async def _serving(client: Client) -> None:
 def main() -> None:
     """Set the environment that vLLM's processes inherit, measure and print."""
     order = Order(**json.loads(sys.argv[1]))
-    os.environ |= {
-        "VLLM_PLUGINS": "weightsync",
-        "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{order.folder}/engine.sock",
-        "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": str(int(order.plain)),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    set_environment(order.folder, plain=order.plain)
     print(json.dumps(asyncio.run(measure(order))), flush=True)
 
 

@@ -37,7 +37,7 @@ from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from weightsync_client import Client, Residency
 
-__all__ = ["main"]
+__all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
 _SAMPLE_S = 0.05
@@ -109,7 +109,7 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
     with weightsync_server(folder, list(ports.values())):
         for suffix, address in ports.items():
             with (
-                _floor(folder, floors[suffix], source, shards) as floor,
+                floor_client(folder, floors[suffix], source.view, shards) as floor,
                 _ours(address, source) as ours,
             ):
                 pairs = _alternate(floor, ours, source, rounds)
@@ -133,11 +133,11 @@ def _speed(size: int, work: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
-def _floor(
-    folder: Path, address: str, source: _Source, shards: int
+def floor_client(
+    folder: Path, address: str, view: memoryview, shards: int
 ) -> Iterator[Callable[[], float]]:
     """Yield a function that sends everything once and returns GB/s."""
-    chunk_class, view = make_chunk_class(), source.view
+    chunk_class = make_chunk_class()
     arguments = ("-m", "benchmarks.floor", address, str(len(view)))
     with process(*arguments, log=folder / "floor.log", piped=True) as server:
         target = _floor_target(server, address)
@@ -163,7 +163,7 @@ def _ours(address: str, source: _Source) -> Iterator[Callable[[], float]]:
     with Client(address) as client:
 
         def push() -> None:
-            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes)
+            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
             version = client.get_version(pushed.version)
             assert version.residency == Residency.STAGED, version
             assert version.trainer_verified, version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["is_private"]
+__all__ = ["is_loopback", "is_private"]
 
 
 def is_private(address: str) -> bool:
@@ -13,9 +13,12 @@ def is_private(address: str) -> bool:
     Args:
         address: unix:PATH or HOST:PORT. Any other form is taken for one that others can reach.
     """
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host can reach a name or an IP address, which may stand in []."""
+    host = host.strip("[]")
     if host == "localhost":
         return True
     try:

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.sockets import claimed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,6 +98,10 @@ class SegmentServer:
     Args:
         path: Socket file; replaced when a dead server left it.
         mode: Permissions of the socket file.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
+        OSError: It cannot be bound.
     """
 
     def __init__(self, path: str | Path, mode: int = 0o660) -> None:
@@ -140,11 +144,12 @@ class SegmentServer:
 
     def close(self) -> None:
         """Stop listening and close everything published."""
+        # While it still listens: afterwards the path may be the next server's.
+        self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join(timeout=5)
-        self.path.unlink(missing_ok=True)
         for name in list(self._published):
             self.withdraw(name)
 
@@ -215,23 +220,14 @@ class SegmentServer:
 
 
 def _listen(path: Path, mode: int) -> socket.socket:
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                path.unlink(missing_ok=True)
-            else:
-                raise WeightSyncError(
-                    Reason.REQUEST_INVALID,
-                    f"another server listens on {path}; stop it or choose another run directory",
-                )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(str(path))
-        path.chmod(mode)
-        # All workers of an engine may come at once; with a full queue they would be refused.
-        listener.listen(256)
+        with claimed(path, "choose another --run-dir"):
+            listener.bind(str(path))
+            # Nobody can connect before it listens, so nobody can with another mode.
+            path.chmod(mode)
+            # All workers of an engine may come at once; with a full queue they would be refused.
+            listener.listen(256)
     except BaseException:
         listener.close()
         raise

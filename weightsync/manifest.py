@@ -9,7 +9,7 @@ import heapq
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 from weightsync.digest import content_digest, lines_digest
 
@@ -70,12 +70,15 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of names, dtypes, shapes and places; 32 hexadecimal digits."""
-        return lines_digest(
+        """Digest of names, dtypes, shapes, places and headers' sizes; 32 hexadecimal digits."""
+        tensors = (
             f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))} "
             f"{t.shard} {t.begin} {t.end}"
             for t in map(self.tensors.__getitem__, self.by_name)
         )
+        # The same tensors may lie behind headers that are written in other ways.
+        shards = (f"{at} {s.size} {s.header_size}" for at, s in enumerate(self.shards))
+        return lines_digest(chain(tensors, shards))
 
     @cached_property
     def signature(self) -> str:

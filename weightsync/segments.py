@@ -22,6 +22,9 @@ __all__ = ["MappedSegment", "Segment", "reserved_size"]
 #: Large segments are reserved in multiples of this many bytes: one huge page on x86-64.
 GRANULE = 2 << 20
 _PAGE = mmap.PAGESIZE
+#: Bytes that are touched at once. Meanwhile nobody else can map or unmap anything in this process,
+#: and who waits for that in Python holds the GIL.
+_PIECE = GRANULE
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -41,12 +44,15 @@ def _populate(mapping: mmap.mmap, size: int) -> None:
     # Through ctypes, because mmap.madvise holds the GIL. Kernels before 5.14 lack the advice:
     # pages then become warm with the first push.
     anchor = ctypes.c_char.from_buffer(mapping)
-    address = ctypes.c_void_p(ctypes.addressof(anchor))
+    begin = ctypes.addressof(anchor)
     # The traceback of an error must not keep the mapping.
     del anchor
-    if _libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOSYS):
+    for at in range(0, size, _PIECE):
+        piece = ctypes.c_size_t(min(_PIECE, size - at))
+        if _libc.madvise(ctypes.c_void_p(begin + at), piece, _MADV_POPULATE_WRITE) != 0:
+            code = ctypes.get_errno()
+            if code in (errno.EINVAL, errno.ENOSYS):
+                return
             raise OSError(code, os.strerror(code))
 
 

@@ -25,6 +25,7 @@ from weightsync_client.errors import (
     RefusedError,
     UnavailableError,
 )
+from weightsync_client.fallback import Fallback
 from weightsync_client.handle import PushHandle
 from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
 from weightsync_client.pull import PulledTensor
@@ -79,6 +80,7 @@ __all__ = [
     "EngineState",
     "EngineStatus",
     "ExhaustedError",
+    "Fallback",
     "InvalidError",
     "LiveCheck",
     "ModelStatus",

@@ -46,7 +46,7 @@ class AsyncPushHandle:
     """A push that runs in the background; see `PushHandle`.
 
     Attributes:
-        source_free: Done when the server holds every byte: the source may be changed from then on.
+        source_free: Done when the source may be changed; see `PushHandle`.
         committed: Done when the version is committed, with its PushResult, or with the error.
     """
 
@@ -140,6 +140,10 @@ class AsyncClient:
         if isinstance(source, AsyncIterable):
             source = _in_step(source, asyncio.get_running_loop())
         return AsyncPushHandle(client.push_async(source, **options))
+
+    async def hold(self, source: PushSource) -> types.Version:
+        """Take a copy of a version's tensors, so that the next push already is a delta."""
+        return await asyncio.to_thread((await self._bulk()).hold, source)
 
     async def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""

@@ -19,6 +19,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
 from weightsync_client.access import Access
+from weightsync_client.delivery import Delivery, Memory
 from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc, refuse
 from weightsync_client.handle import PushHandle
 from weightsync_client.link import Link
@@ -32,7 +33,6 @@ from weightsync_client.options import (
     Timeouts,
 )
 from weightsync_client.pull import PulledTensor, Puller
-from weightsync_client.pusher import Push
 from weightsync_client.sources import PushSource, make_source
 
 __all__ = ["Client", "default_holder"]
@@ -75,6 +75,7 @@ class Client:
         self._model = model
         self._channel = self._link.channel()
         self._stub = pb_grpc.WeightSyncStub(self._channel)
+        self._memory = Memory(address)
         self._handles: weakref.WeakSet[PushHandle] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -108,6 +109,10 @@ class Client:
 
         The source is not in use any more then. Nothing exists of a push that fails.
 
+        From the second push on, only what changed since this client's last version is sent, where
+        that is less; the result says what was done. Pushes that may be deltas wait for each other,
+        in the order in which they were called.
+
         Args:
             source: A state dict (name to tensor), a safetensors file or a folder of them, or an
                 iterable of name and tensor pairs. An iterable is never collected: at most
@@ -138,11 +143,31 @@ class Client:
         source: PushSource,
         options: PushOptions,
         on_source_free: Callable[[], None] | None = None,
-    ) -> Push:
+    ) -> Delivery:
         shards = make_source(source, options.get("shard_bytes", SHARD_BYTES))
-        return Push(
-            self._link, self._invoke, self.model, shards, options, self._retry, on_source_free
+        return Delivery(
+            self._link,
+            self._invoke,
+            self.model,
+            shards,
+            options,
+            self._retry,
+            self._memory,
+            on_source_free,
         )
+
+    def hold(self, source: PushSource) -> types.Version:
+        """Take a copy of a version's tensors, so that the next push already is a delta.
+
+        A trainer that starts from the checkpoint that the engine serves may hold that.
+
+        Args:
+            source: A state dict or a path with the content of a version that the server holds.
+
+        Raises:
+            ClientError: VERSION_UNKNOWN where no version has that content.
+        """
+        return self._memory.hold(make_source(source, SHARD_BYTES), self.versions)
 
     def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""

@@ -15,8 +15,8 @@ class PushHandle:
     """A push that runs in the background.
 
     Attributes:
-        source_free: Done when the server holds every byte: the source may be changed from then on.
-            It fails if the push fails before that.
+        source_free: Done when the source may be changed: the server holds every byte, or all that
+            changed was encoded. It fails if the push fails before that.
         committed: Done when the version is committed, with its PushResult, or with the error.
     """
 

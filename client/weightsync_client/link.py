@@ -23,6 +23,7 @@ _SERVICE = "weightsync.v1.WeightSync"
 _STREAMS = {"PushWeights", "PullWeights", "WatchVersions"}
 
 # Every unary call is idempotent on its own or by its key, so a lost answer may be asked for again.
+# CANCELLED that comes from a server: its gRPC was flooded and dropped the call at random.
 # Streams are taken up by this client where they stopped, never replayed from the start.
 _SERVICE_CONFIG = json.dumps(
     {
@@ -34,7 +35,7 @@ _SERVICE_CONFIG = json.dumps(
                     "initialBackoff": "0.1s",
                     "maxBackoff": "2s",
                     "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
+                    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
                 },
             },
             {"name": [{"service": _SERVICE, "method": method} for method in sorted(_STREAMS)]},

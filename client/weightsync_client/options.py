@@ -86,6 +86,11 @@ class PushOptions(TypedDict, total=False):
         idempotency_key: Made for each push by default. A push that is repeated with the key of an
             unfinished one goes on where that stopped.
         on_progress: Called from sending threads with bytes sent and bytes in all (0: not known).
+        delta: "auto" (default): send what changed since this client's last version where that is
+            less, which needs memory for one copy of the model; "never": send all and keep no copy;
+            "require": an error in place of a push in full.
+        compress: Whether deltas are packed with zstd: "auto" (default): where the link is slow,
+            "always" or "never".
     """
 
     version: int
@@ -96,6 +101,8 @@ class PushOptions(TypedDict, total=False):
     chunk_bytes: int
     idempotency_key: str
     on_progress: Callable[[int, int], None]
+    delta: str
+    compress: str
 
 
 class PauseChoices(TypedDict, total=False):
@@ -106,8 +113,8 @@ class PauseChoices(TypedDict, total=False):
         cache: What happens to caches: "recompute" (default, exact) or "keep" (shortest gap).
         wait_timeout_s: For "wait": how long to wait for requests to finish; server default 30.
         after_wait: For "wait": what to do then, "keep" (default) or "abort".
-        idempotency_key: Made for each call by default. A call with the key of a running apply
-            joins it.
+        idempotency_key: Made for each call by default. A call with the key of another joins it,
+            or gets its answer.
         timeout_s: Instead of `Timeouts.apply_s`.
     """
 

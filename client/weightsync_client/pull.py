@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from weightsync_client.asking import Invoke
     from weightsync_client.link import Link
     from weightsync_client.options import Retry
-    from weightsync_client.pusher import Invoke
 
 __all__ = ["OpenPull", "PulledTensor", "Puller"]
 

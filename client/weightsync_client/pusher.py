@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
-from typing import Protocol, TypeVar
 
 from weightsync.digest import content_digest
 from weightsync.errors import Reason
 from weightsync.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import calls, messages
+from weightsync_client import messages
+from weightsync_client.asking import Asking, Invoke
 from weightsync_client.errors import (
     AbortedError,
     ClientError,
@@ -27,28 +24,16 @@ from weightsync_client.errors import (
 from weightsync_client.jobs import Job, Jobs
 from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
-from weightsync_client.shards import Shard, ShardDigester
+from weightsync_client.shards import Keep, Shard, ShardDigester
 from weightsync_client.sources import Source
 from weightsync_client.streams import Feed, Lane
 from weightsync_client.types import PushResult
 
-__all__ = ["Invoke", "Push"]
-
-T = TypeVar("T")
+__all__ = ["Push"]
 
 # A server that restarted may know less of a push: none of it with memory://, else at most 64 MiB of
 # each shard less.
 _FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE})
-
-# How long the clean-up after a failed push may take.
-_ABORT_S = 5.0
-
-
-class Invoke(Protocol):
-    """Sends one unary call."""
-
-    def __call__(self, call: calls.Call[T], /) -> T:
-        """Return what the call's answer says."""
 
 
 class Push:
@@ -56,34 +41,44 @@ class Push:
 
     Threads: `run` hands out shards, each lane sends with one, gRPC makes messages in one more per
     stream. A shard belongs to one lane at a time.
+
+    Args:
+        link: To the server.
+        invoke: Sends unary calls.
+        request: Opens the push.
+        source: What is sent.
+        options: Of the caller.
+        retry: How long a cut link is taken up again.
+        on_source_free: Called once the caller's tensors are not in use any more.
+        keep: Gets the bytes of every tensor as they are digested: name, offset in bytes, bytes.
     """
 
     def __init__(
         self,
         link: Link,
         invoke: Invoke,
-        model: str,
+        request: pb.BeginPushRequest,
         source: Source,
         options: PushOptions,
         retry: Retry,
         on_source_free: Callable[[], None] | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self._link = link
-        self._invoke = invoke
+        self._ask = Asking(link, invoke, retry, lambda: self._stop)
+        self._request = request
         self._source = source
         self._options = options
         self._retry = retry
         self._streams = options.get("streams", 1)
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
-        if self._streams < 1 or self._chunk_bytes < 1:
-            raise refuse(
-                Reason.REQUEST_INVALID, "streams and chunk_bytes must be 1 or more; correct them"
-            )
-        self._request = self._begin_request(model)
+        self._keep = keep
         self._push_id = ""
         self._commit_asked = False
         self._on_source_free = on_source_free
         self._freed = False
+        #: How long the latest attempt to send took.
+        self.sending_s = 0.0
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
         self._sent = 0
@@ -98,20 +93,14 @@ class Push:
         self._layout_known = False
         self._done: list[tuple[tuple[TensorEntry, ...], list[bytes]]] = []
 
-    def _begin_request(self, model: str) -> pb.BeginPushRequest:
-        options, layout = self._options, self._source.layout
-        return pb.BeginPushRequest(
-            model=model,
-            version=options.get("version", 0),
-            epoch=options.get("epoch", 0),
-            kind=pb.PUSH_KIND_FULL,
-            idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
-            layout_digest=layout.digest if layout else "",
-            total_bytes=layout.size if layout else 0,
-            shard_count=len(layout.shards) if layout else 0,
-            metadata=options.get("metadata", {}),
-            stream=pb.StreamSource(),
-        )
+    @property
+    def digests(self) -> dict[str, bytes]:
+        """Digest of every tensor that was sent, by name."""
+        return {
+            tensor.name: digest
+            for tensors, digests in self._done
+            for tensor, digest in zip(tensors, digests, strict=True)
+        }
 
     # The whole of it.
 
@@ -136,7 +125,7 @@ class Push:
 
     def _may_restart(self, error: ClientError) -> bool:
         # Never from a source that was declared free: it may hold other weights by now.
-        again = self._source.layout is not None and not self._freed
+        again = self._source.again and (self._source.delta is not None or not self._freed)
         return again and error.reason in _FORGOTTEN and self._error in (None, error)
 
     def cancel(self) -> None:
@@ -144,7 +133,7 @@ class Push:
         self._fail(AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again"))
 
     def _run_once(self) -> pb.CommitPushResponse:
-        reply = self._persist(calls.begin_push(self._request, self._link.timeouts))
+        reply = self._ask.begin(self._request, self._source.sizes)
         self._push_id = reply.push_id
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch
@@ -153,23 +142,29 @@ class Push:
             self._layout_known = reply.layout_known
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
             self._send_all(list(reply.data_endpoints))
-        if self._on_source_free is not None:
-            self._freed = True
-            self._on_source_free()
+        self._free()
         return reply.committed if reply.HasField("committed") else self._commit()
 
-    def _commit(self) -> pb.CommitPushResponse:
-        if not self._done:
-            raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
-        digest = content_digest(
+    def _free(self) -> None:
+        if self._on_source_free is not None and not self._freed:
+            self._freed = True
+            self._on_source_free()
+
+    def _content_digest(self) -> str:
+        if self._source.delta is not None:
+            return self._source.delta.content_digest
+        return content_digest(
             (tensor.name, tensor.dtype, tensor.shape, tensor_digest)
             for tensors, digests in self._done
             for tensor, tensor_digest in zip(tensors, digests, strict=True)
         )
+
+    def _commit(self) -> pb.CommitPushResponse:
+        if not self._done:
+            raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
+        digest = self._content_digest()
         self._commit_asked = True
-        reply = self._persist(
-            calls.commit_push(self._push_id, digest, len(self._done), self._link.timeouts)
-        )
+        reply = self._ask.commit(self._push_id, digest, len(self._done))
         if reply.content_digest != digest:
             raise refuse(
                 Reason.DATA_CORRUPT,
@@ -180,15 +175,16 @@ class Push:
 
     def _result(self, reply: pb.CommitPushResponse, seconds: float) -> PushResult:
         return PushResult(
-            version=reply.version,
-            content_digest=reply.content_digest,
-            manifest_digest=reply.manifest_digest,
+            reply.version,
+            reply.content_digest,
+            reply.manifest_digest,
             durable=reply.durable,
             already=reply.already,
             size_bytes=reply.size_bytes,
             tensor_count=reply.tensor_count,
             sent_bytes=self._sent,
             seconds=seconds,
+            dense_bytes=reply.size_bytes,
         )
 
     def _clean_up(self, error: BaseException) -> None:
@@ -196,15 +192,14 @@ class Push:
         if lost and (self._commit_asked or self._options.get("idempotency_key")):
             return  # It may be committed, or be taken up again under its key.
         if self._push_id:
-            call = calls.abort_push(self._push_id, self._link.timeouts)
-            with contextlib.suppress(ClientError):
-                self._invoke(replace(call, timeout_s=_ABORT_S))
+            self._ask.abort(self._push_id)
 
     # Handing out.
 
     def _send_all(self, endpoints: list[str]) -> None:
         shards = self._source.shards
         count = min(self._streams, len(shards)) if isinstance(shards, list) else self._streams
+        started = time.monotonic()
         self._lanes = [
             Lane(self._link, endpoints[i % len(endpoints)] if endpoints else "")
             for i in range(count)
@@ -227,14 +222,15 @@ class Push:
                 thread.join()
             for lane in self._lanes:
                 lane.close()
+        self.sending_s = time.monotonic() - started
         if self._error is not None:
             raise self._error
 
     def _hand_out(self, lanes: int) -> None:
         shards: Iterator[Shard] = iter(self._source.shards)
-        again = isinstance(self._source.shards, list)
+        again = self._source.again
         while not self._stop.is_set() and (shard := next(shards, None)) is not None:
-            job = Job(shard, ShardDigester(shard))
+            job = Job(shard, ShardDigester(shard, self._keep))
             job.take_up(self._held.get(shard.index))
             job.layout_held |= self._layout_known
             if not again:
@@ -244,6 +240,9 @@ class Push:
             del job, shard
         for _ in range(lanes):
             self._jobs.put(None)
+        if self._source.delta is not None and not self._stop.is_set():
+            # All that changed lies in shards of their own, whatever becomes of the link.
+            self._free()
         # An iterator that was left early runs its clean-up now, in the thread that ran it.
         if isinstance(shards, Generator):
             shards.close()
@@ -326,7 +325,7 @@ class Push:
         for job in list(pending):
             yield from self._job_messages(lane, job)
         # A source that can be read again needs no acknowledgement before the next shard.
-        while self._source.layout is not None and (next_job := self._jobs.now()) is not None:
+        while self._source.again and (next_job := self._jobs.now()) is not None:
             pending.append(next_job)
             yield from self._job_messages(lane, next_job)
 
@@ -359,7 +358,7 @@ class Push:
 
     def _take_up(self, pending: list[Job]) -> bool:
         """Ask what the server holds; returns whether it holds more than when last asked."""
-        reply = self._persist(calls.get_push(self._push_id, self._link.timeouts))
+        reply = self._ask.get(self._push_id)
         if reply.durability == pb.DURABILITY_FAILED:
             raise AbortedError(
                 Reason.PUSH_ABORTED, f"the server dropped the push: {reply.error}; push again"
@@ -371,17 +370,6 @@ class Push:
             job.take_up(held.get(job.shard.index))
             progressed |= (job.layout_held, job.offset) > before
         return progressed
-
-    def _persist(self, call: calls.Call[T]) -> T:
-        failures = 0
-        while True:
-            try:
-                return self._invoke(call)
-            except ClientError as error:
-                failures += 1
-                if not passing(error) or failures >= self._retry.attempts or self._stop.is_set():
-                    raise
-                self._stop.wait(self._retry.delay_s(failures))
 
 
 def _resumable(error: BaseException) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +19,18 @@ from weightsync.manifest import ShardEntry, TensorEntry
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.tensors import Read, Scratch, SourceTensor
 
-__all__ = ["Part", "Shard", "ShardDigester", "ShardReader", "cut", "file_shard", "tensor_shard"]
+__all__ = [
+    "Keep",
+    "Part",
+    "Shard",
+    "ShardDigester",
+    "ShardReader",
+    "blob_shard",
+    "cut",
+    "file_shard",
+    "file_tensors",
+    "tensor_shard",
+]
 
 # A header entry: its name as JSON, and this much for dtype, shape, offsets and punctuation.
 _ENTRY_BYTES = 160
@@ -25,6 +38,9 @@ _ENTRY_BYTES = 160
 
 #: Bytes of a source.
 Part = bytes | memoryview
+
+#: Takes bytes of a tensor: its name, their offset in it, and they.
+Keep = Callable[[str, int, memoryview], None]
 
 
 class ShardReader(Protocol):
@@ -89,6 +105,53 @@ class _FileReader:
         os.close(self._fd)
 
 
+def file_tensors(path: Path, shard: Shard) -> Iterator[SourceTensor]:
+    """Yield the tensors of a shard that `file_shard` returned; each is read from the file."""
+    for entry in shard.tensors:
+        begin = shard.entry.data_start + entry.begin
+        yield SourceTensor(
+            entry.name,
+            entry.dtype,
+            entry.shape,
+            partial(_open_range, path, shard.entry.size, begin),
+        )
+
+
+def _open_range(path: Path, size: int, start: int, _: Scratch) -> Read:
+    reader = _FileReader(path, size)
+
+    def read(begin: int, end: int) -> bytes:
+        # One call gives at most 2 GiB.
+        steps = range(start + begin, start + end, 1 << 30)
+        return b"".join(
+            part for at in steps for part in reader.read(at, min(at + (1 << 30), start + end))
+        )
+
+    # Nobody closes a tensor.
+    weakref.finalize(read, reader.close)
+    return read
+
+
+class _BlobReader:
+    def __init__(self, blob: memoryview) -> None:
+        self._blob = blob
+
+    def read(self, begin: int, end: int) -> list[Part]:
+        return [self._blob[begin:end]]
+
+    def close(self) -> None:
+        self._blob = memoryview(b"")
+
+
+def blob_shard(blob: memoryview, index: int, name: str) -> Shard:
+    """Return the shard that bytes in memory are; they stay in use as long as it is."""
+    header_size = int.from_bytes(blob[:8], "little")
+    entry = ShardEntry(name, len(blob), header_size)
+    with typed_errors():
+        tensors = check_shard(entry, parse_header(blob[8 : 8 + header_size], index))
+    return Shard(index, entry, tensors, lambda _: _BlobReader(blob))
+
+
 def file_shard(path: Path, index: int) -> Shard:
     """Return the shard that a safetensors file is, its header checked.
 
@@ -142,14 +205,7 @@ class _TensorReader:
     def _reader(self, index: int) -> Read:
         if self._open is None or self._open[0] != index:
             self._open = None
-            tensor = self._tensors[index]
-            try:
-                self._open = index, tensor.open(self._scratch)
-            except Exception as error:
-                raise refuse(
-                    Reason.REQUEST_INVALID,
-                    f"tensor {tensor.name!r} cannot be read as plain bytes: {error}",
-                ) from error
+            self._open = index, self._tensors[index].reader(self._scratch)
         return self._open[1]
 
     def close(self) -> None:
@@ -191,9 +247,15 @@ class ShardDigester:
     """Digests a shard's tensors while its bytes go by; each byte is read once.
 
     Bytes may go by again after a cut link: what was digested is skipped.
+
+    Args:
+        shard: The shard.
+        keep: Gets the bytes that are digested, while they are still in the cache.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, keep: Keep | None = None) -> None:
+        self._names = [tensor.name for tensor in shard.tensors] if keep else []
+        self._keep = keep
         start = shard.entry.data_start
         self._bounds = [start + tensor.begin for tensor in shard.tensors]
         self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
@@ -217,6 +279,8 @@ class ShardDigester:
             if stop < self.position:
                 return
             piece = view[self.position - offset : stop - offset]
+            if self._keep is not None:
+                self._keep(self._names[len(self.digests)], self.position - begin, piece)
             if self._state is None and self.position == begin and stop == end:
                 self.digests.append(tensor_digest(piece))
             else:

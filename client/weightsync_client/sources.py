@@ -7,16 +7,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weightsync.errors import Reason
 from weightsync.layout import check_version
 from weightsync.manifest import Layout
 from weightsync_client.errors import refuse, typed_errors
-from weightsync_client.shards import Shard, cut, file_shard, tensor_shard
+from weightsync_client.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.tensors import SourceTensor, settle_devices, wrap
 
-__all__ = ["PushSource", "Source", "make_source"]
+__all__ = ["Change", "PushSource", "Source", "make_source"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -24,17 +24,51 @@ _INDEX = "model.safetensors.index.json"
 PushSource = Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
 
 
+class Change(Protocol):
+    """A delta whose shards hold their own bytes: the caller's tensors are read for none of them."""
+
+    @property
+    def base_content_digest(self) -> str:
+        """Content digest of the version that it changes."""
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Bytes of every shard that was made, by index."""
+
+    @property
+    def content_digest(self) -> str:
+        """Content digest of the version that it makes; known once all its shards were made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Shards to push.
 
     Attributes:
-        shards: The shards, in order. A list for a source that can be read again.
+        shards: The shards, in order.
         layout: The whole layout; None when it is not known before the end.
+        tensors: The tensors, where each can be read by itself and again.
+        delta: What the shards change, where they are those of a delta.
     """
 
-    shards: list[Shard] | Iterator[Shard]
+    shards: Iterable[Shard]
     layout: Layout | None
+    tensors: tuple[SourceTensor, ...] = ()
+    delta: Change | None = None
+
+    @property
+    def again(self) -> bool:
+        """True for shards that can be read again; an iterator is used up by one reading."""
+        return not isinstance(self.shards, Iterator)
+
+    @property
+    def sizes(self) -> Mapping[int, int] | None:
+        """Bytes of every shard that exists by now, by index; None where that is never known."""
+        if self.delta is not None:
+            return self.delta.sizes
+        if self.layout is None:
+            return None
+        return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
 def make_source(source: object, shard_bytes: int) -> Source:
@@ -46,7 +80,10 @@ def make_source(source: object, shard_bytes: int) -> Source:
     if shard_bytes < 1:
         raise refuse(Reason.REQUEST_INVALID, f"shard_bytes is {shard_bytes}; use 1 or more")
     if isinstance(source, (str, os.PathLike)):
-        return _known(list(_file_shards(Path(source))))
+        files = _files(Path(source))
+        shards = [file_shard(file, number) for number, file in enumerate(files)]
+        pairs = zip(files, shards, strict=True)
+        return _known(shards, [t for file, shard in pairs for t in file_tensors(file, shard)])
     if isinstance(source, Mapping):
         tensors = [_wrap_pair(pair) for pair in source.items()]
         settle_devices(tensors)
@@ -62,7 +99,8 @@ def make_source(source: object, shard_bytes: int) -> Source:
                     else f"model-{index + 1:05}-of-{len(groups):05}.safetensors",
                 )
                 for index, group in enumerate(groups)
-            ]
+            ],
+            tensors,
         )
     if isinstance(source, Iterable):
         return Source(_cut_shards(iter(source), shard_bytes), None)
@@ -75,10 +113,10 @@ def make_source(source: object, shard_bytes: int) -> Source:
     )
 
 
-def _known(shards: list[Shard]) -> Source:
+def _known(shards: list[Shard], tensors: Iterable[SourceTensor]) -> Source:
     with typed_errors():
         layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
-    return Source(shards, layout)
+    return Source(shards, layout, tuple(tensors))
 
 
 def _wrap_pair(pair: object) -> SourceTensor:
@@ -107,7 +145,7 @@ def _cut_shards(pairs: Iterator[object], shard_bytes: int) -> Iterator[Shard]:
         yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
 
 
-def _file_shards(path: Path) -> Iterator[Shard]:
+def _files(path: Path) -> list[Path]:
     files = [path]
     if path.is_dir():
         index = path / _INDEX
@@ -117,8 +155,7 @@ def _file_shards(path: Path) -> Iterator[Shard]:
                 Reason.REQUEST_INVALID,
                 f"there is no .safetensors file in {path}; give the folder that holds them",
             )
-    for number, file in enumerate(files):
-        yield file_shard(file, number)
+    return files
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -9,17 +9,18 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync.layout import DTYPE_BITS
-from weightsync_client.errors import refuse
+from weightsync_client.errors import ClientError, refuse
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Scratch", "SourceTensor", "settle_devices", "wrap"]
+__all__ = ["Read", "Scratch", "SourceTensor", "settle_devices", "wrap"]
 
 #: Bytes of a device tensor that are copied to the host at a time.
 _BLOCK_BYTES = 16 << 20
@@ -64,6 +65,7 @@ class SourceTensor:
         shape: Dimensions in elements.
         open: Gives a function that reads ranges of its bytes, row-major and little-endian.
         device: The PyTorch device that holds it, if that is not the host.
+        flat: For a PyTorch tensor: gives all its bytes in a row, on its device.
     """
 
     name: str
@@ -71,11 +73,28 @@ class SourceTensor:
     shape: tuple[int, ...]
     open: Callable[[Scratch], Read]
     device: torch.device | None = None
+    flat: Callable[[], torch.Tensor] | None = None
 
     @property
     def size(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    def reader(self, scratch: Scratch) -> Read:
+        """Open the tensor for reading.
+
+        Raises:
+            InvalidError: Its library cannot give its bytes.
+        """
+        try:
+            return self.open(scratch)
+        except ClientError:
+            raise
+        except Exception as error:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"tensor {self.name!r} cannot be read as plain bytes: {error}",
+            ) from error
 
 
 def wrap(name: str, value: object) -> SourceTensor:
@@ -182,17 +201,22 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
         # PyTorch counts pairs, safetensors elements.
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
     device = None if tensor.device.type == "cpu" else tensor.device
-    return SourceTensor(name, dtype, shape, lambda scratch: _open_torch(tensor, scratch), device)
+    flat = partial(_flat, tensor)
+    return SourceTensor(name, dtype, shape, partial(_open_torch, flat), device, flat)
 
 
-def _open_torch(tensor: torch.Tensor, scratch: Scratch) -> Read:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 1:
         # Not every 1-byte dtype can be copied under its own name.
         plain = plain.view(torch.uint8)
-    flat = plain.contiguous().reshape(-1).view(torch.uint8)
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
+    flat = get_flat()
     if flat.device.type == "cpu":
         view: memoryview = flat.numpy().data
         return lambda begin, end: view[begin:end]

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from weightsync_client.fallback import Fallback
+
 __all__ = [
     "ApplyOutcome",
     "ApplyPlan",
@@ -135,6 +137,11 @@ class PushResult:
         already: True when an earlier push had committed the same content.
         sent_bytes: Bytes that this push sent, bytes sent again after a cut included.
         seconds: From the call until the commit was acknowledged.
+        kind: Whether all was sent, or what changed since `base_version`.
+        fallback_reason: Why all was sent in place of a delta; empty: nobody asked for one.
+        base_version: Of a delta; 0: a push in full.
+        changed_fraction: Share of the elements that changed; None: not known in a push in full.
+        dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
     """
 
     version: int
@@ -146,6 +153,11 @@ class PushResult:
     tensor_count: int
     sent_bytes: int
     seconds: float
+    kind: PushKind = PushKind.FULL
+    fallback_reason: Fallback | str = ""
+    base_version: int = 0
+    changed_fraction: float | None = None
+    dense_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

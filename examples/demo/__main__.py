@@ -81,7 +81,7 @@ def _run(folder: Path, console: Console, train_s: float) -> tuple[bool, str]:
     port, address = free_port(), f"unix:{folder}/push.sock"
     with View(console, SENTENCE) as view, Processes(folder) as processes:
         view.status("Making a Qwen2 model with random weights")
-        model = make_model(folder / "model")
+        model = make_model(folder / "model", dtype="bfloat16")
         _start_engine(processes, folder, model, port)
         _start_server(processes, folder, address)
         view.status("Starting vLLM and weightsync-server (about 30 s)")
@@ -168,7 +168,8 @@ def _train(processes: Processes, command: list[str], generator: Generator, view:
                 row = Row(
                     event["version"],
                     event["loss"],
-                    event["bytes"],
+                    event["sent"],
+                    event["dense"],
                     event["push_s"],
                     event["pause_s"],
                 )

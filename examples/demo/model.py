@@ -28,8 +28,14 @@ _BOS, _EOS, _PAD = "<bos>", "<eos>", "<pad>"
 _VOCABULARY = 64
 
 
-def make_model(directory: Path, *, seed: int = 0) -> Path:
-    """Write config, random weights and tokenizer into `directory` and return it."""
+def make_model(directory: Path, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """Write config, random weights and tokenizer into `directory` and return it.
+
+    Args:
+        directory: Where to.
+        seed: Of the weights.
+        dtype: Of the weights in the checkpoint.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -51,7 +57,7 @@ def make_model(directory: Path, *, seed: int = 0) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    Qwen2ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

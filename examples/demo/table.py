@@ -14,8 +14,8 @@ from rich.text import Text
 __all__ = ["Row", "View"]
 
 #: Fixed parts of a plain line; the text comes last, so that it may be of any length.
-_PLAIN = "{version:>7} {loss:>8.4f} {size:>9} {push:>8.1f} {pause:>9.1f} {gap:>8.1f}  {text}"
-_TITLES = ("version", "loss", "bytes", "push ms", "pause ms", "gap ms", "text")
+_PLAIN = "{:>7} {:>8} {:>9} {:>7} {:>8} {:>9} {:>8}  {}"
+_TITLES = ("version", "loss", "sent", "of all", "push ms", "pause ms", "gap ms", "text")
 _FRAME_LINES = 7
 
 
@@ -26,7 +26,8 @@ class Row:
     Attributes:
         version: Its number.
         loss: Of the trainer when it pushed.
-        size_bytes: What was pushed.
+        sent_bytes: What was sent: what changed, or for the first version everything.
+        dense_bytes: What a push in full sends.
         push_s: From the call until the version was committed.
         pause_s: From the request to pause until the engine ran again.
         gap_s: Longest time that the client waited for a token, from the push until the next one.
@@ -35,7 +36,8 @@ class Row:
 
     version: int
     loss: float
-    size_bytes: int
+    sent_bytes: int
+    dense_bytes: int
     push_s: float
     pause_s: float
     gap_s: float = 0.0
@@ -46,7 +48,8 @@ class Row:
         return (
             str(self.version),
             f"{self.loss:.4f}",
-            f"{self.size_bytes / 1e6:.1f} MB",
+            f"{self.sent_bytes / 1e6:.2f} MB",
+            f"{self.sent_bytes / self.dense_bytes:.1%}",
             f"{self.push_s * 1e3:.1f}",
             f"{self.pause_s * 1e3:.1f}",
             f"{self.gap_s * 1e3:.1f}",
@@ -55,15 +58,7 @@ class Row:
 
     def line(self) -> str:
         """Return the columns as one line."""
-        return _PLAIN.format(
-            version=self.version,
-            loss=self.loss,
-            size=f"{self.size_bytes / 1e6:.1f} MB",
-            push=self.push_s * 1e3,
-            pause=self.pause_s * 1e3,
-            gap=self.gap_s * 1e3,
-            text=_printable(self.text),
-        )
+        return _PLAIN.format(*self.cells())
 
 
 class View:
@@ -113,7 +108,7 @@ class View:
         """Begin a row; the one before is final."""
         if self._live is None:
             if not self._rows:
-                self._plain("{:>7} {:>8} {:>9} {:>8} {:>9} {:>8}  {}".format(*_TITLES))
+                self._plain(_PLAIN.format(*_TITLES))
             self._finish_row()
         self._rows.append(row)
         self._open = row

@@ -36,7 +36,8 @@ def train(directory: str, address: str, seconds: float) -> None:
         seconds: Longest time.
     """
     torch.set_num_threads(1)
-    model = Qwen2ForCausalLM.from_pretrained(directory)
+    # As trainers do: it learns in float32 and sends bfloat16, which is what the checkpoint holds.
+    model = Qwen2ForCausalLM.from_pretrained(directory).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
     inputs, labels = _sentence(directory)
     end = time.monotonic() + seconds
@@ -56,14 +57,16 @@ def train(directory: str, address: str, seconds: float) -> None:
 
 def _push_and_apply(client: Client, model: torch.nn.Module, step: int, loss: float) -> None:
     _tell("push", step=step, loss=loss)
-    pushed = client.push(model.state_dict(), metadata={"step": str(step)})
+    weights = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
+    pushed = client.push(weights, metadata={"step": str(step)})
     report = client.apply(pushed.version)
     _tell(
         "live",
         step=step,
         loss=loss,
         version=pushed.version,
-        bytes=pushed.size_bytes,
+        sent=pushed.sent_bytes,
+        dense=pushed.dense_bytes,
         push_s=pushed.seconds,
         pause_s=report.phases.paused_total_s,
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
 from weightsync_server.callers import caller, host_of
@@ -49,18 +49,16 @@ class Rates:
 
     Args:
         calls_per_s: Calls per second.
-        clock: Seconds that only rise.
     """
 
-    def __init__(self, calls_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, calls_per_s: float) -> None:
         self._rate = calls_per_s
-        self._clock = clock
         #: When each caller's last call would have been due at the rate; the newest callers.
         self._due: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def take(self, who: tuple[str, str]) -> float:
         """Count a call and return 0, or return after how many seconds it may come again."""
-        now = self._clock()
+        now = clock.monotonic()
         due = max(now - _BURST_S, self._due.pop(who, 0.0)) + 1 / self._rate
         if due > now:
             self._due[who] = due - 1 / self._rate

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from weightsync import clock
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
@@ -20,8 +20,9 @@ from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
 from weightsync_server.authority.doors import Doors
 from weightsync_server.callers import caller_name
-from weightsync_server.census import Census
+from weightsync_server.census import Census, count_lost
 from weightsync_server.engines.bridge import BridgeEngine
+from weightsync_server.faults import refusing
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
@@ -31,10 +32,16 @@ from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
-from weightsync_server.versions import ModelVersions, Retention, Scrubber, SegmentBudget
+from weightsync_server.versions import (
+    ChainLimits,
+    ModelVersions,
+    Retention,
+    Scrubber,
+    SegmentBudget,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
@@ -55,6 +62,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
+    # beyond 1000 of those gRPC cancels calls at random, whoever made them.
+    ("grpc.max_concurrent_streams", 128),
     # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4 << 20),
@@ -77,6 +87,8 @@ class App:
         self._settings = settings
         self._engine_args = tuple(engine_args)
         self._stack = contextlib.AsyncExitStack()
+        self._drain_s = settings.drain_timeout_s
+        self._doors: Doors
         self.addresses: list[str] = []
         self.metrics_port = 0
 
@@ -90,8 +102,18 @@ class App:
             await self._start(stack)
             self._stack = stack.pop_all()
 
-    async def stop(self) -> None:
-        """Let calls finish within the drain timeout, then stop everything."""
+    async def shut(self) -> str:
+        """Wait until nobody can connect any more although nobody stopped it; return why."""
+        return await self._doors.shut()
+
+    async def stop(self, drain_s: float | None = None) -> None:
+        """Let calls finish, then stop everything.
+
+        Args:
+            drain_s: Seconds that calls get, and then an apply; by default the drain timeout.
+        """
+        if drain_s is not None:
+            self._drain_s = min(drain_s, self._drain_s)
         await self._stack.aclose()
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> None:
@@ -99,7 +121,7 @@ class App:
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
         connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
-        doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
+        self._doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -110,12 +132,15 @@ class App:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         segments = SegmentServer(settings.segment_socket)
         stack.callback(segments.close)
-        journal = Journal(settings.state_dir / "journal")
+        store = open_store(settings.store_url)
+        with refusing("opening the journal"):
+            journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
-        store = open_store(settings.store_url)
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
+        count_lost(store, {record.version for record in versions.list()}, journal, metrics)
         stack.push_async_callback(versions.close)
+        versions.folder.on_fold = metrics.deltas.count_fold
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
@@ -137,14 +162,14 @@ class App:
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
         servicer = WeightSyncServicer(versions, pushes, applier, status)
         _track(metrics, versions, budget, fetchers, pushes)
-        census = Census(versions, budget, metrics)
+        census = Census(versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue])
         census.start()
         stack.push_async_callback(census.stop)
-        self._bind(doors, metrics, servicer, health_service)
+        self._bind(metrics, servicer, health_service)
         keeper.start()
         stack.push_async_callback(keeper.stop)
-        stack.push_async_callback(_bounded, applier.drain, settings.drain_timeout_s)
-        await self._listen(stack, doors, health_service)
+        stack.push_async_callback(self._drain, applier)
+        await self._listen(stack, health_service)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
         self._serve_metrics(stack, metrics)
@@ -161,6 +186,7 @@ class App:
             slots=settings.slots,
             disk_floor_bytes=settings.disk_floor_bytes,
             retention=Retention(settings.retain_versions, settings.retain_bytes),
+            chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
             reserved=_CHECKPOINT_VERSION,
         )
         await versions.open(records)
@@ -181,7 +207,6 @@ class App:
 
     def _bind(
         self,
-        doors: Doors,
         metrics: Metrics,
         servicer: WeightSyncServicer,
         health_service: health.aio.HealthServicer,
@@ -190,7 +215,10 @@ class App:
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
         guard = GuardInterceptor(
-            rpcs, lambda: metrics.violate("only_data"), self._settings.reader_timeout_s
+            rpcs,
+            lambda: metrics.violate("only_data"),
+            self._settings.reader_timeout_s,
+            metrics.bounds,
         )
         admission = Admission(_call_limits(self._settings), caller_name)
         audit = Audit(self._settings.name, metrics)
@@ -205,23 +233,30 @@ class App:
                 names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
 
-        self.addresses = doors.bind(audit, [guard, admission], serve)
+        self.addresses = self._doors.bind(audit, [guard, admission], serve)
 
     async def _listen(
-        self,
-        stack: contextlib.AsyncExitStack,
-        doors: Doors,
-        health_service: health.aio.HealthServicer,
+        self, stack: contextlib.AsyncExitStack, health_service: health.aio.HealthServicer
     ) -> None:
-        await doors.start()
+        await self._doors.start()
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            await doors.close(self._settings.drain_timeout_s)
+            await self._doors.close(self._drain_s)
 
         stack.push_async_callback(stop)
         await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
         logger.info("listening on %s", ", ".join(self.addresses))
+
+    async def _drain(self, applier: Applier) -> None:
+        # An apply that waits for long requests would outlive the drain; its pause is a lease, so
+        # the engine goes on without this server.
+        try:
+            await asyncio.wait_for(applier.drain(), self._drain_s)
+        except TimeoutError:
+            logger.warning(
+                "an apply was still running after %g s; the engine ends its pause", self._drain_s
+            )
 
     def _serve_metrics(self, stack: contextlib.AsyncExitStack, metrics: Metrics) -> None:
         if self._settings.metrics:
@@ -230,15 +265,6 @@ class App:
             stack.callback(endpoint.close)
             self.metrics_port = endpoint.port
             logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
-
-
-async def _bounded(drain: Callable[[], Awaitable[None]], seconds: float) -> None:
-    # An apply that waits for long requests would outlive the drain; its pause is a lease, so the
-    # engine goes on without this server.
-    try:
-        await asyncio.wait_for(drain(), seconds)
-    except TimeoutError:
-        logger.warning("an apply was still running after %g s; the engine ends its pause", seconds)
 
 
 def _limits(settings: Settings) -> PushLimits:
@@ -298,6 +324,10 @@ def _track(
         commit = versions.get(versions.live).commit if versions.live else None
         return commit.commit_time_ns if commit else 0
 
+    def chain() -> int:
+        newest = versions.find(versions.newest)
+        return len(newest.chain) - 1 if newest is not None else 0
+
     def slots(*states: str) -> int:
         return sum(slot.state in states for slot in versions.slots_status())
 
@@ -332,9 +362,14 @@ def _track(
         "Committed versions that are damaged in the store.",
         lambda: sum(bool(record.damaged) for record in versions.list()),
     )
+    metrics.track(
+        "weightsync_delta_chain_length",
+        "Deltas of which the newest version is made; 0: none.",
+        chain,
+    )
     metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
     metrics.track(
         "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
     )
-    started = time.time()
+    started = clock.wall()
     metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)

@@ -1,4 +1,4 @@
-"""Looks now and then whether what must always hold still does, and counts where it does not."""
+"""Looks whether what must always hold still does, at the start and now and then, and counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
+    from weightsync_server.apply import Journal
     from weightsync_server.metrics import Metrics
+    from weightsync_server.store import Store
     from weightsync_server.versions import ModelVersions, SegmentBudget
 
-__all__ = ["Census"]
+__all__ = ["Census", "count_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +32,17 @@ class Census:
         versions: The versions of the one model.
         budget: Memory of segments.
         metrics: Where violations are counted.
+        late: Each yields a sentence for everything that goes on past its bound.
     """
 
-    def __init__(self, versions: ModelVersions, budget: SegmentBudget, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        versions: ModelVersions,
+        budget: SegmentBudget,
+        metrics: Metrics,
+        late: Sequence[Callable[[], Iterable[str]]] = (),
+    ) -> None:
+        self._late = late
         self._versions = versions
         self._budget = budget
         self._metrics = metrics
@@ -55,12 +65,15 @@ class Census:
 
     def look(self) -> None:
         """Compare the parts of the server with each other and with the look before."""
-        found = set(self._wrong())
-        for invariant, text in sorted((found & self._suspected) - self._counted):
-            logger.critical("invariant %s is violated: %s", invariant, text)
+        found = {(invariant, what): more for invariant, what, more in self._wrong()}
+        stays = found.keys() & self._suspected
+        for invariant, what in sorted(stays - self._counted):
+            more = found[invariant, what]
+            logger.critical("invariant %s is violated: %s%s", invariant, what, more)
             self._metrics.violate(invariant)
-        self._counted |= found & self._suspected
-        self._suspected = found
+        # What passes and comes again counts again.
+        self._counted = stays
+        self._suspected = set(found)
 
     async def _run(self) -> None:
         while True:
@@ -70,31 +83,72 @@ class Census:
             except Exception:
                 logger.exception("the census failed")
 
-    def _wrong(self) -> Iterator[tuple[str, str]]:
-        """Yield label and sentence of everything that must not be."""
+    def _wrong(self) -> Iterator[tuple[str, str, str]]:
+        """Yield everything that must not be: label, what it is, and figures that may change."""
         budget, versions = self._budget, self._versions
-        held = sum(slot.reserved_bytes for slot in versions.pool.slots)
-        stray = budget.reserved - held - versions.keeper.retired_bytes
+        stray = budget.reserved - versions.pool.reserved_bytes - versions.keeper.retired_bytes
         if stray:
-            yield "no_leak", f"{stray} bytes of segments are reserved and in no slot"
+            yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
         if budget.reserved > budget.limit:
-            yield "bounded", f"{budget.reserved} of {budget.limit} bytes are reserved"
+            figures = f": {budget.reserved} of {budget.limit} bytes"
+            yield "bounded", "more is reserved than there may be", figures
         if versions.epoch < self._epoch:
-            yield "stale_writer", f"the epoch fell from {self._epoch} to {versions.epoch}"
+            yield "stale_writer", f"the epoch fell from {self._epoch}", f" to {versions.epoch}"
         self._epoch = max(self._epoch, versions.epoch)
         yield from self._changed()
+        yield from self._twice()
+        for overdue in self._late:
+            for text in overdue():
+                yield "time_bounded", text, ""
 
-    def _changed(self) -> Iterator[tuple[str, str]]:
+    def _changed(self) -> Iterator[tuple[str, str, str]]:
         committed = {}
         for record in self._versions.list():
             if record.durability != pb.DURABILITY_COMMITTED:
                 continue
             if record.commit is None:
-                yield "commit_atomic", f"version {record.version} counts as committed and is not"
+                yield (
+                    "commit_atomic",
+                    f"version {record.version} counts as committed and is not",
+                    "",
+                )
                 continue
             digest = committed[record.version] = record.commit.content_digest
             before = self._contents.get(record.version, digest)
             if before != digest:
-                yield "version_immutable", f"version {record.version} changed from {before}"
+                yield (
+                    "version_immutable",
+                    f"version {record.version} changed",
+                    f" from {before} to {digest}",
+                )
                 committed[record.version] = before
         self._contents = committed
+
+    def _twice(self) -> Iterator[tuple[str, str, str]]:
+        first: dict[str, int] = {}
+        for record in self._versions.list():
+            key = record.commit.idempotency_key if record.commit is not None else ""
+            other = first.setdefault(key, record.version)
+            if key and other != record.version:
+                yield "idempotent", f"versions {record.version} and {other} have one key", ""
+
+
+def count_lost(store: Store, known: Container[int], journal: Journal, metrics: Metrics) -> None:
+    """Count what a start does not find although it was acknowledged.
+
+    Files are flushed before the record that names them, and a version before it is made live, so
+    that no crash leaves this: somebody, or a disk, has taken it away.
+
+    Args:
+        store: The store, opened.
+        known: Committed versions that it has.
+        journal: What was live.
+        metrics: Where violations are counted.
+    """
+    lost = list(store.lost)
+    last = journal.last
+    if last is not None and last.store == journal.store != "" and last.version not in known:
+        lost.append(f"version {last.version}, the live one, is not in the store")
+    for text in lost:
+        logger.critical("invariant crash_safe is violated: %s", text)
+        metrics.violate("crash_safe")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
@@ -13,16 +14,23 @@ from pydantic_settings import CliApp, SettingsError
 from weightsync.errors import WeightSyncError
 from weightsync_server.settings import Settings
 
+if TYPE_CHECKING:
+    from weightsync_server.app import App
+
 __all__ = ["main"]
 
 logger = logging.getLogger("weightsync_server")
 
-#: Exit codes: stopped as asked, could not start, wrong flag or setting.
-_OK, _FAILED, _USAGE = 0, 1, 2
+#: Exit codes: stopped as asked, could not start, wrong flag or setting, nobody could connect.
+_OK, _FAILED, _USAGE, _SHUT = 0, 1, 2, 3
+#: Seconds that calls get when nobody else can connect until this server has started again.
+_SHUT_DRAIN_S = 4.0
 
 
 def main() -> None:
     """Run the server; exits with 0 after a signal, 1 if it could not start, 2 for bad settings.
+
+    It exits with 3 when gRPC has stopped letting callers in: whoever runs it starts it again.
 
     `weightsync-server token new` prints a fresh token and its line for the authority file instead.
     """
@@ -75,10 +83,24 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     except (WeightSyncError, OSError, RuntimeError) as error:
         sys.stderr.write(f"weightsync-server: {error}\n")
         return _FAILED
-    await stopped.wait()
+    shut = await _until_end(app, stopped)
+    if shut:
+        logger.critical("nobody can connect any more (%s): ending, to be started again", shut)
+        await app.stop(_SHUT_DRAIN_S)
+        return _SHUT
     logger.info("draining for at most %g s", settings.drain_timeout_s)
     await app.stop()
     return _OK
+
+
+async def _until_end(app: App, stopped: asyncio.Event) -> str:
+    """Return why nobody can connect any more; empty: it was asked to stop."""
+    shut = asyncio.create_task(app.shut())
+    asked = asyncio.create_task(stopped.wait())
+    await asyncio.wait((shut, asked), return_when=asyncio.FIRST_COMPLETED)
+    for task in (shut, asked):
+        task.cancel()
+    return "" if asked.done() else shut.result()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""What an error of the operating system means for a caller: one table for fetchers and stores."""
+"""What an error of the operating system means for a caller: one table for the whole server."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 
-__all__ = ["read_fault", "write_fault"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["read_fault", "refusal", "refusing", "system_fault", "write_fault"]
 
 # EFBIG is a limit on file size, set by an administrator (RLIMIT_FSIZE) or by the file system.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -55,3 +61,54 @@ def read_fault(error: OSError, what: str) -> WeightSyncError:
         Reason.DATA_CORRUPT,
         f"{what} failed: {error.strerror or error}; push the version again or restore the file",
     )
+
+
+def system_fault(error: BaseException, what: str) -> WeightSyncError | None:
+    """Return the refusal for an error that the system is to blame for; None: the fault is ours.
+
+    Args:
+        error: Whatever was raised.
+        what: The act, as the subject of a sentence.
+    """
+    if isinstance(error, MemoryError):
+        return WeightSyncError(
+            Reason.MEMORY_EXHAUSTED, f"{what} failed: no memory is left; free memory on the host"
+        )
+    # A timeout of asyncio is an OSError, too, but no system has given it a number.
+    if isinstance(error, OSError) and error.errno is not None:
+        # The system's own words: those of whoever raised it may tell too much.
+        return write_fault(OSError(error.errno, os.strerror(error.errno)), what)
+    return None
+
+
+def refusal(error: BaseException, what: str) -> WeightSyncError:
+    """Return what a caller is told of any error: itself, what the system said, or FAULT.
+
+    Args:
+        error: Whatever was raised.
+        what: The act, as the subject of a sentence.
+    """
+    if isinstance(error, WeightSyncError):
+        return error
+    return system_fault(error, what) or WeightSyncError(
+        Reason.FAULT, f"{what} failed inside the server; its log tells why"
+    )
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raise what the system refuses in the block as the refusal that it means.
+
+    Args:
+        what: The act, as the subject of a sentence.
+
+    Raises:
+        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED, FAULT.
+    """
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        told = system_fault(error, what)
+        if told is None:
+            raise
+        raise told from error

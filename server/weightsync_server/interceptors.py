@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
+from weightsync_server.bounds import Bounds
+from weightsync_server.faults import refusal, system_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -64,11 +66,11 @@ class RpcMetrics:
     def start(self, kind: str, service: str, method: str) -> Callable[[grpc.StatusCode], None]:
         """Count a start; call the result with the status at the end."""
         self._started.labels(kind, service, method).inc()
-        begin = time.monotonic()
+        begin = time.perf_counter()
 
         def end(code: grpc.StatusCode) -> None:
             self._handled.labels(kind, service, method, _camel(code)).inc()
-            self._seconds.labels(kind, service, method).observe(time.monotonic() - begin)
+            self._seconds.labels(kind, service, method).observe(time.perf_counter() - begin)
 
         return end
 
@@ -81,10 +83,13 @@ def _camel(code: grpc.StatusCode) -> str:
 class GuardInterceptor(grpc.aio.ServerInterceptor):
     """Turns WeightSyncError into a rich status, anything else into a logged, textless fault.
 
+    What the operating system refused is told as such, and is no fault of the server.
+
     Args:
         metrics: Counts calls.
         on_fault: Called for each fault.
         reader_timeout_s: Seconds that a reader may take for one message of a stream.
+        bounds: Told of every call that has a deadline.
     """
 
     def __init__(
@@ -92,7 +97,9 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         metrics: RpcMetrics,
         on_fault: Callable[[], None],
         reader_timeout_s: float = 10.0,
+        bounds: Bounds | None = None,
     ) -> None:
+        self._bounds = bounds or Bounds()
         self._metrics = metrics
         self._on_fault = on_fault
         self._reader_timeout_s = reader_timeout_s
@@ -113,7 +120,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, kind: str, service: str, method: str) -> _Guard:
         start = functools.partial(self._metrics.start, kind, service, method)
-        return _Guard(start, self._on_fault, method, self._reader_timeout_s)
+        return _Guard(start, self._on_fault, method, self._reader_timeout_s, self._bounds)
 
 
 def _writes_itself(handler: grpc.RpcMethodHandler[Any, Any]) -> bool:
@@ -133,11 +140,20 @@ class _Guard:
         on_fault: Callable[[], None],
         method: str,
         reader_timeout_s: float,
+        bounds: Bounds,
     ) -> None:
+        self._bounds = bounds
         self._start = start
         self._on_fault = on_fault
         self._method = method
         self._reader_timeout_s = reader_timeout_s
+
+    def bounded(self, context: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a block that must end by the caller's deadline, if it has one."""
+        left = context.time_remaining()
+        if left is None:
+            return contextlib.nullcontext()
+        return self._bounds.within(f"a call of {self._method}", left)
 
     async def unary(self, inner: Callable[..., Awaitable[Any]], request: Any, context: Any) -> Any:
         end = self._start()
@@ -190,10 +206,9 @@ class _Guard:
             raise error
         if not isinstance(error, WeightSyncError):
             logger.error("%s failed", self._method, exc_info=error)
-            self._on_fault()
-            error = WeightSyncError(
-                Reason.FAULT, f"{self._method} failed inside the server; its log tells why"
-            )
+            if system_fault(error, self._method) is None:
+                self._on_fault()
+            error = refusal(error, self._method)
         end(error.code)
         await context.abort_with_status(to_status(error))
 
@@ -210,10 +225,12 @@ def _wrap(
     )
 
     async def unary(request: Any, context: Any) -> Any:
-        return await guard.unary(inner, request, context)
+        with guard.bounded(context):
+            return await guard.unary(inner, request, context)
 
     async def stream(request: Any, context: Any) -> None:
-        await guard.stream(inner, request, context)
+        with guard.bounded(context):
+            await guard.stream(inner, request, context)
 
     if handler.response_streaming:
         make = (

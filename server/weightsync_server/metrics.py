@@ -7,19 +7,25 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
-from weightsync import __version__
+from weightsync import __version__, clock
+from weightsync_server.bounds import Bounds
+from weightsync_server.delta_metrics import DeltaMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from weightsync_server.versions import DeltaCounts
+
 __all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
+
+logger = logging.getLogger(__name__)
 
 #: Longest request in bytes, and seconds from its connection to the last byte of its answer.
 _MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
@@ -39,6 +45,11 @@ _PHASES = (
     ("receive", LONG_BUCKETS, "Time from the first byte of a push to its last."),
     ("digest", LONG_BUCKETS, "Time to digest one shard."),
     ("persist", LONG_BUCKETS, "Time to write one shard durably."),
+    (
+        "patch",
+        LONG_BUCKETS,
+        "Time to make a version of a delta whose bytes are here, and prove it.",
+    ),
     ("prepare", LONG_BUCKETS, "Time to map, match and digest a version on all ranks."),
     ("pause", PAUSE_BUCKETS, "Time from the request to pause until the engine stands still."),
     ("commit", PAUSE_BUCKETS, "Time to write parameters, slowest rank."),
@@ -61,10 +72,14 @@ class Metrics:
     Args:
         model: The configured model, the only value of the label `model`.
         registry: Where the metrics live; a fresh one by default.
+
+    Attributes:
+        bounds: What is under way and must end.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
+        self.bounds = Bounds()
         self._model = model
         self._phases = {
             phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
@@ -100,6 +115,7 @@ class Metrics:
         )
         for invariant in INVARIANTS:
             self._violations.labels(invariant)
+        self.deltas = DeltaMetrics(model, self.registry)
         self._state()
         info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
         info.labels(__version__).set(1)
@@ -150,7 +166,15 @@ class Metrics:
         """Count the end of an apply: one of `APPLY_OUTCOMES`."""
         self._applies.labels(self._model, outcome).inc()
         if outcome == "applied":
-            self._last_apply.set_to_current_time()
+            self._last_apply.set(clock.wall())
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+        self.deltas.count(counts)
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push of a trainer that would have sent a delta, and why it did not."""
+        self.deltas.count_fallback(reason)
 
     def count_live_check(self, outcome: str) -> None:
         """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
@@ -173,7 +197,8 @@ class Metrics:
         self._restarts.inc()
 
     def violate(self, invariant: str) -> None:
-        """Count a violation of one of `INVARIANTS`."""
+        """Count a violation of one of `INVARIANTS`; the log outlives this process."""
+        logger.critical("invariant %s was violated", invariant)
         self._violations.labels(invariant).inc()
 
     def violations(self) -> dict[str, int]:
@@ -203,7 +228,7 @@ class Metrics:
 
         def age() -> float:
             committed = commit_time_ns()
-            return max(0.0, time.time() - committed / 1e9) if committed else 0.0
+            return max(0.0, clock.wall() - committed / 1e9) if committed else 0.0
 
         self.track(
             "weightsync_served_age_seconds", "Time since the served version was committed.", age

@@ -9,13 +9,15 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from weightsync.addresses import is_private
+from weightsync.addresses import is_loopback, is_private
 from weightsync_server.authority import Endpoint
 
 __all__ = ["MODEL_NAME", "Settings"]
 
 #: Names of models (DESIGN section 4).
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_MAX_PORT = 65535
 
 
 class Settings(BaseSettings):
@@ -71,6 +73,11 @@ class Settings(BaseSettings):
     metrics: str = Field(
         "127.0.0.1:9551", description="HOST:PORT of /metrics; port 0: any; empty: none."
     )
+    metrics_open: bool = Field(
+        False,
+        description="Let other hosts read /metrics, in plain text and without being asked who they "
+        "are; --metrics then names an address that they reach.",
+    )
     slots: int = Field(
         2, ge=2, le=16, description="Versions held in memory. 3: rollback is instant."
     )
@@ -87,6 +94,12 @@ class Settings(BaseSettings):
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
+    delta_chain_length: int = Field(
+        32, ge=1, description="Deltas in a row before a version is kept in full in the background."
+    )
+    delta_chain_share: float = Field(
+        0.5, gt=0, description="The same for their bytes, as a share of those of a whole version."
+    )
     scrub_bytes_per_s: int = Field(
         32 << 20, ge=0, description="How fast stored versions are checked for damage; 0: never."
     )
@@ -144,8 +157,13 @@ class Settings(BaseSettings):
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, value: list[str]) -> list[str]:
+        sockets = set()
         for address in value:
-            Endpoint.parse(address)
+            socket = Endpoint.parse(address).address
+            if socket in sockets and socket.startswith("unix:"):
+                msg = f"{socket} is named twice; give each role a path of its own"
+                raise ValueError(msg)
+            sockets.add(socket)
         if not value:
             msg = "name at least one address to listen on"
             raise ValueError(msg)
@@ -186,6 +204,23 @@ class Settings(BaseSettings):
                     "calls; give --authority FILE with tokens or certificate names"
                 )
                 raise ValueError(msg)
+        return self
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        if not self.metrics:
+            return self
+        host, colon, port = self.metrics.rpartition(":")
+        if not colon or not port.isdecimal() or int(port) > _MAX_PORT:
+            msg = f"metrics must be HOST:PORT, such as 127.0.0.1:9551, not {self.metrics!r}"
+            raise ValueError(msg)
+        if not self.metrics_open and not is_loopback(host):
+            msg = (
+                f"{self.metrics} can be reached from other hosts and /metrics asks nobody who "
+                "reads; give --metrics-open where a firewall or network policy keeps strangers "
+                "out, or --metrics 127.0.0.1:PORT"
+            )
+            raise ValueError(msg)
         return self
 
     @property

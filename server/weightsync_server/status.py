@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
-from weightsync import __version__
+from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class StatusSource:
         self._fetchers = fetchers
         self._store = store
         self._metrics = metrics
-        self._started_ns = time.time_ns()
+        self._started_ns = clock.wall_ns()
 
     def __call__(self) -> pb.GetStatusResponse:
         """Return the state of the server."""

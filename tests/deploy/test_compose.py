@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import pytest
 import yaml
+from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT, Service, folders_of_images, load, seconds
 from weightsync_server.authority import Endpoint, Role
@@ -143,6 +144,10 @@ def test_health_decides_who_starts_when(services: dict[str, Service]) -> None:
     assert "depends_on" not in services["weightsync-server"].raw
 
 
+def test_a_server_that_ends_by_itself_is_started_again(services: dict[str, Service]) -> None:
+    assert services["weightsync-server"].raw["restart"] == "unless-stopped"
+
+
 def test_the_server_gets_longer_to_stop_than_it_drains(
     services: dict[str, Service], drain_s: float
 ) -> None:
@@ -187,6 +192,9 @@ def test_prometheus_scrapes_services_at_ports_they_listen_on(services: dict[str,
     (server,), (vllm,) = (job["static_configs"][0]["targets"] for job in jobs["scrape_configs"])
     name, _, port = server.partition(":")
     assert f"--metrics=0.0.0.0:{port}" in services[name].argv
+    # Its flags are those of a server that starts.
+    _, *flags = services[name].argv
+    assert CliApp.run(Settings, cli_args=flags).metrics_open
     name, _, port = vllm.partition(":")
     assert f"--port={port}" in services[name].argv
 

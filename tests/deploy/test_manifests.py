@@ -44,11 +44,11 @@ def containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in pod["spec"]["containers"]}
 
 
-def _unit(name: str) -> configparser.SectionProxy:
+def _unit(name: str, section: str = "Service") -> configparser.SectionProxy:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # keys are case-sensitive
     unit.read(UNITS / name)
-    return unit["Service"]
+    return unit[section]
 
 
 def _mounts(container: dict[str, Any]) -> dict[str, str]:
@@ -66,6 +66,8 @@ def test_the_server_starts_with_the_arguments_of_the_manifest(
         if not is_private(endpoint.address):
             assert settings.tls_cert
             assert settings.authority
+    # Whom the NetworkPolicy lets in.
+    assert settings.metrics_open
     # Everything else that its container offers to vLLM's is for reading.
     assert [one.role for one in settings.endpoints if is_private(one.address)] == [Role.READ]
     for path in (settings.tls_cert, settings.tls_key, settings.authority):
@@ -91,6 +93,17 @@ def test_the_two_share_sockets_and_a_group_and_nothing_else(
     for key in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
         assert key not in pod["spec"]
     assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_server_that_ends_by_itself_is_started_again(pod: dict[str, Any]) -> None:
+    # The default of a Deployment, and the only value that it may have.
+    assert pod["spec"].get("restartPolicy", "Always") == "Always"
+    service = _unit("weightsync-server.service")
+    assert service["Restart"] == "on-failure"
+    for setting in ("RestartPreventExitStatus", "SuccessExitStatus"):
+        assert setting not in service
+    # However often it ends: systemd gives up after five starts within ten seconds otherwise.
+    assert _unit("weightsync-server.service", "Unit")["StartLimitIntervalSec"] == "0"
 
 
 def test_secrets_are_closed_to_others(pod: dict[str, Any]) -> None:

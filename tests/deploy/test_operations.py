@@ -37,12 +37,13 @@ def test_every_alert_is_explained_with_its_severity() -> None:
 
 def test_every_exit_code_is_explained() -> None:
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", _section("Exit codes"), re.MULTILINE)
-    assert [(int(code), text) for code, text in rows[:3]] == [
+    assert [(int(code), text) for code, text in rows[:4]] == [
         (0, "stopped as asked"),
         (1, "could not start; the last line says why and what to do"),
         (2, "wrong flag or setting"),
+        (3, "nobody could connect any more, by a fault of gRPC; to be started again"),
     ]
-    assert {int(code): text for code, text in rows[3:]} == {int(c): m for c, m in MEANINGS.items()}
+    assert {int(code): text for code, text in rows[4:]} == {int(c): m for c, m in MEANINGS.items()}
 
 
 def test_every_file_it_names_is_there() -> None:

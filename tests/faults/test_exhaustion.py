@@ -271,6 +271,24 @@ def test_no_shared_memory_left() -> None:
         push(stub, 16 * MIB, 1)
 
 
+def test_a_pull_that_finds_no_slot_is_told_why_before_its_deadline() -> None:
+    with serving("--slots", "2", store="") as server:
+        stub = server.stub
+        versions = [push(stub, 1000, seed).version for seed in range(3)]
+        held = pulled(stub, versions[0])
+        for version in versions[1:]:
+            pulled(stub, version)
+            stub.PinVersion(
+                pb.PinVersionRequest(model=MODEL, version=version, pinned=True), timeout=5
+            )
+        request = pb.PullWeightsRequest(model=MODEL, version=versions[0])
+        error = exhausted(lambda: list(stub.PullWeights(request, timeout=1.5)))
+        assert error.reason is Reason.NO_SLOT
+        assert "pinned" in error.message
+        stub.PinVersion(pb.PinVersionRequest(model=MODEL, version=version), timeout=5)
+        assert pulled(stub, versions[0]) == held
+
+
 @mounts
 def test_a_full_dev_shm_hinders_nobody() -> None:
     # Segments are memfds: they neither need nor fill the mount that vLLM's queues live in.
@@ -343,3 +361,35 @@ def test_files_may_not_grow_further() -> None:
                 assert exhausted(partial(push, stub, size, 1)).reason is reason
                 assert len(pulled(stub)) > 2 * MIB
         assert push(stub, 32 * MIB, 1).durable
+
+
+def address_space(pid: int) -> int:
+    """Return how many bytes of addresses a process has taken."""
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[0]
+    return int(pages) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("where", ["server", "fetchers"])
+def test_the_kernel_gives_no_more_memory(where: str) -> None:
+    # The budget allows it; mapping a segment fails all the same, with ENOMEM.
+    with serving(store="") as server, contextlib.ExitStack() as stack:
+        assert server.process is not None
+        stub = server.stub
+        push(stub, 2 * MIB)
+        held = pulled(stub)
+        first, *children = descendants(server.process.pid)
+        for pid in [first] if where == "server" else children:
+            # Room for what a call needs, also for a thread and its stack, and not for the shard.
+            stack.enter_context(limited([pid], resource.RLIMIT_AS, address_space(pid) + 48 * MIB))
+        for seed in (1, 2):
+            error = exhausted(lambda seed=seed: push(stub, 96 * MIB, seed))  # type: ignore[misc]
+            assert error.reason is Reason.MEMORY_EXHAUSTED
+            assert "Cannot allocate memory" in error.message
+            assert pulled(stub) == held
+        assert push(stub, 2 * MIB, 1).durable, "what fits goes on"
+        status = stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+        assert status.fetchers == len(children)
+        assert [p for p in descendants(server.process.pid)[1:] if p not in children] == []
+        assert not any(status.invariant_violations.values())
+        stack.close()
+        assert push(stub, 96 * MIB, 3).durable

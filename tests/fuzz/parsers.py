@@ -7,12 +7,20 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["weightsync.layout", "weightsync.manifest", "json"]):
+# numba compiles these from code as it was written.
+_NATIVE = ["weightsync.delta.kernels.decoding", "weightsync.delta.kernels.encoding"]
+
+with atheris.instrument_imports(include=["weightsync", "json"], exclude=_NATIVE):
+    from tests.fuzz.deltas import check_delta, mutate_delta
     from tests.fuzz.limits import Limits
     from tests.fuzz.mutators import mutate_file, mutate_part
     from tests.fuzz.oracles import check_file, check_part
 
-_TARGETS = {"header": (check_file, mutate_file), "layout": (check_part, mutate_part)}
+_TARGETS = {
+    "header": (check_file, mutate_file),
+    "layout": (check_part, mutate_part),
+    "delta": (check_delta, mutate_delta),
+}
 
 
 def main() -> None:

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.deltas import EXPECT
+from tests.fuzz.limits import MAX_BYTES
+from tests.unit.delta.cases import changed_item, encode
 from weightsync.layout import DTYPE_BITS, build_header
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -64,9 +67,25 @@ def parts() -> list[bytes]:
     return found
 
 
+def shards() -> list[bytes]:
+    """Return delta shards of the tensors that the oracle knows, and one of others."""
+    found = []
+    for density in (0.0, 0.0005, 0.02, 0.4, 1.0):
+        items = [
+            changed_item(name, dtype, shape, density, ulp=density < 1, seed=len(name))
+            for name, (dtype, shape) in EXPECT.items()
+        ]
+        for zstd in (False, True):
+            for absolute in (False, True):
+                blob = encode(items, zstd=zstd, absolute=absolute).blob.tobytes()
+                found += [blob] if len(blob) <= MAX_BYTES else []
+    stranger = encode([changed_item("stranger", "U8", (9,), 1.0)]).blob.tobytes()
+    return list(dict.fromkeys([*found, stranger, stranger[:-1], b""]))
+
+
 def main() -> None:
     """Write each input to a file named after its digest."""
-    for target, inputs in (("header", files()), ("layout", parts())):
+    for target, inputs in (("header", files()), ("layout", parts()), ("delta", shards())):
         folder = CORPUS / target
         folder.mkdir(parents=True, exist_ok=True)
         for data in inputs:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 
+from tests.fuzz.deltas import check_delta
 from tests.fuzz.limits import Limits
 from tests.fuzz.oracles import check_file, check_part
-from tests.fuzz.seeds import CORPUS, files, parts
+from tests.fuzz.seeds import CORPUS, files, parts, shards
 from tests.fuzz.stream import Hostile, conversations, play
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+_TARGETS: dict[str, tuple[Callable[[bytes], bool], Callable[[], list[bytes]]]] = {
+    "header": (check_file, files),
+    "layout": (check_part, parts),
+    "delta": (check_delta, shards),
+}
 
 
-@pytest.mark.parametrize(("target", "attempt"), [("header", check_file), ("layout", check_part)])
-def test_the_corpus_passes(target: str, attempt: Callable[[bytes], bool], tmp_path: Path) -> None:
+# The first use of a process may compile the delta kernels.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("target", _TARGETS)
+def test_the_corpus_passes(target: str, tmp_path: Path) -> None:
+    attempt, seeds = _TARGETS[target]
     limits = Limits(attempt, tmp_path / "figures")
     inputs = sorted((CORPUS / target).iterdir())
-    assert len(inputs) >= len(files() if target == "header" else parts())
+    assert len(inputs) >= len(seeds())
     for path in inputs:
         limits(path.read_bytes())
     # Both ways through the parser are in it.

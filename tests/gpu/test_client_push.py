@@ -86,7 +86,7 @@ def test_a_large_state_dict_takes_no_device_memory(client: Client) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = client.push(tensors, streams=2)
+    result = client.push(tensors, streams=2, delta="never")
     assert torch.cuda.max_memory_allocated() == before
     assert result.content_digest == content_digest(
         (name, "BF16", tuple(t.shape), tensor_digest(raw(t))) for name, t in tensors.items()

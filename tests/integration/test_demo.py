@@ -20,7 +20,7 @@ from tests.support.leftovers import Mark
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
 
 _ROOT = Path(__file__).parents[2]
-_ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+) +([\d.]+) +([\d.]+)  (.*)$")
+_ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")
 # What the last processes need to be gone once the demo itself is.
 _GONE_S = 5.0
 
@@ -95,10 +95,14 @@ def test_the_model_learns_while_it_generates(demo: Demo) -> None:
     assert demo.mark.left_after(_GONE_S) == []
     versions = [int(row[0]) for row in demo.rows]
     losses = [float(row[1]) for row in demo.rows]
-    texts = [row[5] for row in demo.rows]
+    shares = [float(row[2]) for row in demo.rows]
+    texts = [row[3] for row in demo.rows]
     assert len(versions) >= 5, output
     assert versions == sorted(set(versions)), output
     assert losses[-1] < losses[0] / 5, output
+    # All of the first version is sent, and of the others what changed.
+    assert shares[0] == 100, output
+    assert max(shares[1:]) < 70, output
     assert texts[0] != SENTENCE.strip(), output
     assert texts[-1] == SENTENCE.strip(), output
 

@@ -2,7 +2,7 @@
 
 python -m tests.planted [NAME...]    NAME: a part of a plant's name
 
-Ends with `38 of 38 caught` and, unless all are, with status 1 and the names of those that were not.
+Ends with `N of N caught` and, unless all are, with status 1 and the names of those that were not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The planted bugs themselves: each fits the tree, and every invariant has three."""
+"""The planted bugs themselves: each fits the tree, and every invariant has three or more."""
 
 from __future__ import annotations
 

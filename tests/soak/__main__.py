@@ -15,23 +15,35 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.soak.callers import Caller, Controller, Trainer
 from tests.soak.checks import Checker
 from tests.soak.contents import CheckpointContents, Contents, MemoryContents
+from tests.soak.controller import Controller
+from tests.soak.deck import ROWS
 from tests.soak.faults import Injector, Tally
 from tests.soak.history import History
+from tests.soak.outside import Outside
 from tests.soak.site import Engine, MemoryEngineProcess, Site, VllmEngineProcess
+from tests.soak.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FLAGS = ("--slots", "3", "--retain-versions", "100000", "--pause-lease-s", "5")
+    from tests.soak.callers import Caller
+
+#: Short enough that what is too slow is met, too.
+_FLAGS = (
+    "--slots", "3", "--retain-versions", "100000", "--pause-lease-s", "5", "--commit-timeout-s",
+    "2.5", "--drain-timeout-s", "5", "--push-idle-timeout-s", "3", "--delta-chain-length", "2",
+)  # fmt: skip
 #: Everything is looked at after so many faults even where nothing had to be started again.
 _CHECK_EVERY = 10
 _SHOWN = 30
+#: Between two looks at what the engine generates with, seconds.
+_LOOK_S, _VLLM_LOOK_S = 0.02, 0.25
 
 
 class Soak:
@@ -51,15 +63,35 @@ class Soak:
         self._site = site
         self._contents = contents
         self._history = history
-        self._injector = Injector(site, seed, vllm=vllm)
-        self._controller = Controller(site, contents, history, seed + 1)
-        self._callers: list[Caller] = [
-            self._controller,
-            Trainer(site, contents, history, seed + 2),
-        ]
+        address = site.server.address
+        self._controller = Controller(site, contents, history, seed + 1, address)
+        self._vllm = vllm
+        self._trainer = trainer = Trainer(site, contents, history, seed + 2)
+        self._callers: list[Caller] = [self._controller, trainer]
+        outside = Outside(site, trainer, self._controller, self._still, seed + 3)
+        self._injector = Injector(site, self._callers, seed, outside.blows, vllm=vllm)
         self.checker = Checker(site, history, self._controller, vllm=vllm)
+        self._reviving: Future[bool] | None = None
+        self._pool = ThreadPoolExecutor(1)
         self._goes_on, self._over = threading.Event(), threading.Event()
         self._faulty = 0
+        #: Times that the engine told what it generates with.
+        self.seen = 0
+
+    @property
+    def compared(self) -> int:
+        """Versions that were read back and compared byte by byte."""
+        return self._controller.compared
+
+    @property
+    def deltas(self) -> int:
+        """Versions that were pushed as a delta."""
+        return self._trainer.deltas
+
+    @property
+    def missed(self) -> dict[str, int]:
+        """Faults that nobody came by, and how often."""
+        return self._injector.missed
 
     @property
     def tally(self) -> Tally:
@@ -72,15 +104,21 @@ class Soak:
         threads = [threading.Thread(target=work, args=args) for work, args in works]
         threads.append(threading.Thread(target=self._watch))
         self._check(restarted=True)
+        self._learn()
         for thread in threads:
             thread.start()
         try:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 self._round()
-            self._check(restarted=self._heal())
+            restarted = self._heal()
+            if self._reviving is not None:
+                self._reviving.result()
+                self._reviving = None
+            self._check(restarted=restarted)
             self.checker.everything()
         finally:
+            self._pool.shutdown()
             self._over.set()
             self._goes_on.set()
             for thread in threads:
@@ -88,26 +126,53 @@ class Soak:
             for caller in self._callers:
                 caller.close()
 
+    def _learn(self) -> None:
+        """Let each content of a real vLLM be live once: so its answers are known."""
+        engine = self._site.engine
+        if not isinstance(engine, VllmEngineProcess):
+            return
+        engine.learn(self._contents.digest(0))
+        for number in range(1, self._contents.count):
+            version = self._trainer.push(number)
+            outcome = self._controller.apply_version(version)
+            if outcome != "ok":
+                raise RuntimeError(f"version {version} could not be applied: {outcome}")
+            engine.learn(self._contents.digest(number))
+
     def _round(self) -> None:
         before = self._site.starts
         self._goes_on.set()
-        self._injector.once()
+        self._history.note(fault=self._injector.once(engine=self._reviving is None))
         self._faulty += 1
         restarted = self._heal() or self._site.starts != before
+        self._history.note(healed=restarted)
         if restarted or self._faulty % _CHECK_EVERY == 0:
             self._check(restarted=restarted)
+            self._history.note(checked=restarted)
 
     def _heal(self) -> bool:
         """Start again what is dead; return whether the server was."""
-        self._site.revive_engine()
+        self._site.wake()
+        self._revive()
         if self._site.pid:
             return False
         self._site.start_server()
         return True
 
+    def _revive(self) -> None:
+        """Start the engine again if it is dead; a real vLLM comes back while faults go on."""
+        if not self._vllm:
+            self._site.revive_engine()
+            return
+        if self._reviving is not None and self._reviving.done():
+            self._reviving.result()
+            self._reviving = None
+        if self._reviving is None and not self._site.engine.alive():
+            self._reviving = self._pool.submit(self._site.revive_engine)
+
     def _check(self, *, restarted: bool) -> None:
         with self._still():
-            self.checker.check(restarted=restarted)
+            self.checker.check(restarted=restarted, engine=self._reviving is None)
 
     @contextlib.contextmanager
     def _still(self) -> Iterator[None]:
@@ -122,10 +187,11 @@ class Soak:
         """Ask the engine again and again what it generates with: never a mixture."""
         while not self._over.is_set():
             told = self._site.engine.told()
-            generating = told is not None and told["generating"]
-            if told is not None and generating and told["content"] not in self._contents.known:
-                self._history.violate(f"a mixture is served: {told['content']}")
-            time.sleep(0.02)
+            if told is not None and told["generating"]:
+                self.seen += 1
+                if told["content"] not in self._contents.known:
+                    self._history.violate(f"a mixture is served: {told['content']}")
+            time.sleep(_VLLM_LOOK_S if self._vllm else _LOOK_S)
 
 
 def _vllm_site(folder: Path) -> tuple[Engine, Contents]:
@@ -141,30 +207,54 @@ def _vllm_site(folder: Path) -> tuple[Engine, Contents]:
     return VllmEngineProcess(vllm), CheckpointContents(folders)
 
 
+def _adopt(site: Site, engine: Engine, rng: random.Random) -> None:
+    """Start both. A checkpoint is adopted once in a server's life, so it fails then, once."""
+    site.plan.write_text(f"fetcher.persist=1*{rng.choice(('panic', 'error', 'sleep(1)'))}")
+    site.start_server()
+    engine.start()
+    end = time.monotonic() + 30
+    while not site.hits() and time.monotonic() < end:
+        time.sleep(0.05)
+    site.plan.unlink()
+
+
 def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[str]) -> int:
     tally = soak.tally
     for name, count in sorted(tally.faults.items()):
         print(f"{count:6d}  {name}")
+    print("not met:", ", ".join(f"{name} {count}" for name, count in soak.missed.items()))
     wrong = [*history.violations, *(f"still alive: {line}" for line in left)]
     for text in wrong[:_SHOWN]:
         print(f"VIOLATION: {text}")
     if len(wrong) > _SHOWN:
         print(f"and {len(wrong) - _SHOWN} more")
+    print("kinds of faults:")
+    for row, text in ROWS.items():
+        print(f"{tally.rows[row]:6d}  {row}: {text}")
     line = {
         "seed": seed,
         "minutes": round(seconds / 60, 1),
         "faults": tally.faults.total(),
+        "kinds": len(ROWS),
+        "least_of_a_kind": min(tally.rows[row] for row in ROWS),
+        "kills_at_failpoints": tally.points.total(),
+        "distinct": len(tally.points),
+        "server_kills": tally.kills,
+        "engine_kills": tally.engine_kills,
+        "rank_kills": tally.rank_kills,
         "operations": history.operations,
+        "versions": len(history.committed),
+        "deltas": soak.deltas,
+        "compared": soak.compared,
+        "checks": soak.checker.looks,
+        "looks": soak.seen,
         "violations": len(wrong),
         "leaked_segments": soak.checker.leaked,
         "lost_commits": len(history.lost),
-        "server_kills": tally.kills,
-        "server_kill_points": len(tally.kill_points),
-        "engine_kills": tally.engine_kills,
-        "versions": len(history.committed),
     }
     print(json.dumps(line))
-    return int(bool(wrong or soak.checker.leaked or history.lost))
+    idle = not (soak.seen and soak.compared and soak.checker.looks)
+    return int(bool(wrong or soak.checker.leaked or history.lost or idle))
 
 
 def main() -> int:
@@ -192,17 +282,15 @@ def main() -> int:
     start = time.monotonic()
     left: list[str] = []
     try:
-        site.start_server()
-        engine.start()
+        _adopt(site, engine, random.Random(seed))
         soak = Soak(site, contents, history, seed, vllm=options.vllm)
         soak.run(options.minutes * 60)
     finally:
         left = site.stop()
         shutil.copy(folder / "run" / "server.log", options.work / f"server-{seed}.log")
         history.close()
-    result = _report(soak, history, seed, time.monotonic() - start, left)
-    shutil.rmtree(folder)
-    return result
+        shutil.rmtree(folder)
+    return _report(soak, history, seed, time.monotonic() - start, left)
 
 
 if __name__ == "__main__":

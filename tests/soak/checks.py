@@ -12,17 +12,20 @@ from weightsync.pages import PAGE_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.soak.callers import Controller
+    from tests.soak.controller import Controller
     from tests.soak.history import History
     from tests.soak.site import Site
 
 __all__ = ["Checker"]
 
-#: A service that is whole again is whole within this time; vLLM takes longer to start than that.
-_SERVING_S, _VLLM_S = 30.0, 180.0
-_SETTLE_S = 10.0
-#: Connections, timers and threads of a pool come and go.
-_LOOSE_DESCRIPTORS = 40
+#: A service that is whole again serves within this time, counted from the start of its engine.
+_SERVING_S = 30.0
+_SETTLE_S = 20.0
+_FETCHERS = 2
+#: Connections and threads of a pool come and go.
+_LOOSE_DESCRIPTORS = 12
+#: What the server logs when it counts a violation itself: a server that was killed tells no more.
+_VIOLATED = "invariant "
 
 
 class Checker:
@@ -30,34 +33,42 @@ class Checker:
 
     Attributes:
         leaked: Most segments that were too many at once.
+        looks: How often everything was compared.
     """
 
     def __init__(self, site: Site, history: History, controller: Controller, *, vllm: bool) -> None:
-        self.leaked = 0
+        self.leaked = self.looks = 0
         self._site = site
         self._history = history
         self._controller = controller
         self._stub = controller.stub
         self._ranks = 2 if vllm else 1
-        self._serving_s = _VLLM_S if vllm else _SERVING_S
         self._descriptors = 0
         self._start_of: dict[str, int] = {}
 
-    def check(self, *, restarted: bool) -> None:
-        """Look at everything; what is wrong goes into the history."""
-        model = self._serving()
+    def check(self, *, restarted: bool, engine: bool = True) -> None:
+        """Look at everything; what is wrong goes into the history.
+
+        Args:
+            restarted: The server was started since the last look.
+            engine: There is one, so that the service must come to serve.
+        """
+        model = self._serving() if engine else self._model()
         if model is None:
             return
         self._drop_pushes(model)
         self._versions(restarted=restarted)
-        self._history.check_live(model.live_version, model.live_content_digest, restarted=restarted)
         self._history.check_epoch(model.epoch)
-        self._served(model)
-        self._leaks()
+        if engine:
+            live = model.live_version
+            self._history.check_live(live, model.live_content_digest, restarted=restarted)
+            self._served(model)
+            self._controller.verify()
+        self._leaks(restarted=restarted)
         committed, _ = self._history.snapshot()
         for version in sorted(committed)[-2:]:
             self._controller.pull(version)
-        self._controller.verify()
+        self.looks += 1
 
     def everything(self) -> None:
         """Pull every version there is and compare its bytes."""
@@ -66,6 +77,9 @@ class Checker:
             if outcome != "ok":
                 self._history.lost.add(version)
                 self._history.violate(f"version {version} cannot be read: {outcome}")
+        for line in self._site.server.log.splitlines():
+            if _VIOLATED in line and "was violated" in line:
+                self._history.violate(f"the server logged: {line}")
 
     def _status(self) -> pb.GetStatusResponse | None:
         try:
@@ -73,8 +87,16 @@ class Checker:
         except grpc.RpcError:
             return None
 
+    def _model(self) -> pb.ModelStatus | None:
+        status = self._status()
+        if status is None:
+            self._history.violate("the server does not answer")
+            return None
+        self._violations(status)
+        return status.models[0]
+
     def _serving(self) -> pb.ModelStatus | None:
-        deadline = time.monotonic() + self._serving_s
+        deadline = time.monotonic() + _SERVING_S
         told = None
         while time.monotonic() < deadline:
             status = self._status()
@@ -83,12 +105,12 @@ class Checker:
                 told = status.models[0]
                 if told.engine.state == pb.ENGINE_STATE_SERVING and told.live_version:
                     return told
-                if told.engine.state == pb.ENGINE_STATE_AWAY:
-                    # It may have died of what was healed a moment ago.
-                    self._site.revive_engine()
+            # It may have died of what was healed a moment ago, and counts from its new start.
+            if self._site.revive_engine():
+                deadline = time.monotonic() + _SERVING_S
             time.sleep(0.05)
         state = "does not answer" if told is None else f"{told.engine.state}: {told.engine.reason}"
-        self._history.violate(f"not serving {self._serving_s:g} s after the last fault ({state})")
+        self._history.violate(f"not serving {_SERVING_S:g} s after the last fault ({state})")
         return None
 
     def _violations(self, status: pb.GetStatusResponse) -> None:
@@ -109,6 +131,7 @@ class Checker:
         if told is not None:
             checkpoint = self._controller.contents.digest(0)
             self._history.check_versions(told, checkpoint, restarted=restarted)
+            self._controller.check_pins(told)
 
     def _list(self) -> list[pb.VersionInfo]:
         request = pb.ListVersionsRequest(model=MODEL)
@@ -127,10 +150,13 @@ class Checker:
                 f"the engine holds {told['content']}, version {model.live_version} is live"
             )
 
-    def _leaks(self) -> None:
+    def _leaks(self, *, restarted: bool) -> None:
         deadline = time.monotonic() + _SETTLE_S
         while True:
             wrong = self._left_behind()
+            if restarted:
+                # What could not be removed is removed at the next start.
+                wrong += self._files()
             if not wrong or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
@@ -155,6 +181,14 @@ class Checker:
         self._descriptors = self._descriptors or descriptors
         if descriptors > self._descriptors + _LOOSE_DESCRIPTORS:
             wrong.append(f"{descriptors} descriptors, {self._descriptors} at first")
-        if files := self._site.temporary():
-            wrong.append(f"files stay: {files[:3]}")
+        found = len(self._site.fetchers())
+        if not found == status.fetchers == _FETCHERS:
+            wrong.append(f"{found} fetchers live, the server tells {status.fetchers}")
+        return wrong
+
+    def _files(self) -> list[str]:
+        wrong = [f"it stays: {name}" for name in self._site.leftovers()[:3]]
+        committed, _ = self._history.snapshot()
+        if folders := self._site.folders(MODEL) ^ committed.keys():
+            wrong.append(f"folders and versions differ: {sorted(folders)[:5]}")
         return wrong

@@ -18,6 +18,9 @@ KINDS = {f"layer.{i}.weight": ("BF16", (64, 256)) for i in range(8)} | {
     "step": ("I64", ()),
 }
 
+#: Contents that differ in few bytes from one another.
+_FAMILY = 16
+
 Shards = list[tuple[str, bytes]]
 
 
@@ -38,6 +41,10 @@ class Contents(ABC):
     def shards(self, number: int) -> Shards:
         """Return name and bytes of each safetensors file."""
 
+    def sibling(self, number: int, rng: random.Random) -> int:
+        """Return another content, like this one if there are such."""
+        return (number + rng.randrange(1, self.count)) % self.count
+
     def digest(self, number: int) -> str:
         """Return the content digest, and know it from now on."""
         digest = digest_of([data for _, data in self.shards(number)])
@@ -46,11 +53,26 @@ class Contents(ABC):
 
 
 class MemoryContents(Contents):
-    """For the in-memory engine; content 0 is its checkpoint."""
+    """For the in-memory engine; content 0 is its checkpoint. Sixteen differ in few bytes only."""
+
+    def sibling(self, number: int, rng: random.Random) -> int:
+        """Return another of its family."""
+        return number ^ rng.randrange(1, _FAMILY)
 
     def tensors(self, number: int) -> dict[str, bytes]:
         """Return the bytes of every tensor."""
+        found = self._first(number // _FAMILY)
         rng = random.Random(number)
+        if number % _FAMILY:
+            for name, data in found.items():
+                changed = bytearray(data)
+                for _ in range(1 + len(data) // 100):
+                    changed[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+                found[name] = bytes(changed)
+        return found
+
+    def _first(self, family: int) -> dict[str, bytes]:
+        rng = random.Random(family)
         sizes = {"BF16": 2, "F32": 4, "I64": 8}
         found = {}
         for name, (dtype, shape) in KINDS.items():

@@ -1,46 +1,32 @@
-"""Random faults: failpoints inside the processes, and signals from outside."""
+"""Faults, one after the other: failpoints inside the processes, and blows from outside."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.soak import points
+from tests.soak.deck import Card, deck
 
+if TYPE_CHECKING:
+    from tests.soak.callers import Caller
     from tests.soak.site import Site
 
-__all__ = ["Injector", "Tally", "placed_points"]
+__all__ = ["Injector", "Tally"]
 
-_ROOT = Path(__file__).parents[2]
-_CALL = re.compile(r"failpoints\.(?:hit|reach)\(\s*\"([a-z0-9_.]+)\"")
-#: Only a real vLLM has these; the in-memory engine stands behind the bridge's protocol alone.
-_IN_VLLM = ("worker.", "bridge.")
-#: Met when a server starts.
-_STARTING = ("store.recover", "journal.read", "receive.resume", "file.")
-_ACTIONS = {"panic": 60, "sleep": 20, "error": 25, "stop": 5}
-#: Where the code asks the system for something: only there can it answer with an error.
-_FALLIBLE = ("file.", "store.", "fetcher.", "journal.", "stage.", "receive.keep", *_IN_VLLM)
-_ERRORS = ("EIO", "ENOSPC", "EMFILE", "ENOMEM")
-#: How long a fault may wait until it is met, seconds.
-_PATIENCE_S = 2.0
-
-
-def placed_points(*, vllm: bool) -> list[str]:
-    """Return the failpoints that are in the code and that this soak can meet."""
-    found: set[str] = set()
-    for folder in ("weightsync", "server/weightsync_server"):
-        for path in (_ROOT / folder).rglob("*.py"):
-            found.update(_CALL.findall(path.read_text()))
-    return sorted(name for name in found if vllm or not name.startswith(_IN_VLLM))
+#: How long a fault may wait until somebody comes by, seconds.
+_PATIENCE_S = 4.0
+#: How long what a fault leads to may take before it is healed, seconds.
+_AFTER_S = 0.2
+#: A real vLLM takes most of a minute to start: only so often is one killed.
+_VLLM_KILL_S = 150.0
 
 
 @dataclass
@@ -49,73 +35,145 @@ class Tally:
 
     Attributes:
         faults: How often, by fault.
+        rows: How often, by kind of fault; see `deck.ROWS`.
         kills: SIGKILLs of the server.
-        kill_points: Failpoints at which the server was killed.
+        points: How often the server was killed at each failpoint.
         engine_kills: SIGKILLs of a process of the engine.
+        rank_kills: Those of them that struck a rank.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)
     kills: int = 0
-    kill_points: set[str] = field(default_factory=set)
+    points: Counter[str] = field(default_factory=Counter)
     engine_kills: int = 0
+    rank_kills: int = 0
+
+    def count(self, name: str, row: str = "") -> None:
+        """Take note of a fault, and of the kind that it is one of."""
+        self.faults[name] += 1
+        if row:
+            self.rows[row] += 1
 
 
 class Injector:
-    """Commits one random fault after another.
+    """Commits one fault after another; those that were met least come first.
 
     Args:
         site: The processes.
+        callers: Trainer and controller, who come by where a fault waits for them.
         seed: Of all choices.
+        blows: What is done from outside, by name; each returns whether it struck.
         vllm: The engine is a real vLLM, which takes long to start again.
     """
 
-    def __init__(self, site: Site, seed: int, *, vllm: bool) -> None:
+    def __init__(
+        self,
+        site: Site,
+        callers: list[Caller],
+        seed: int,
+        blows: dict[str, Callable[[], bool]],
+        *,
+        vllm: bool,
+    ) -> None:
         self.tally = Tally()
         self._site = site
+        self._callers = callers
         self._rng = random.Random(seed)
-        self._points = placed_points(vllm=vllm)
+        self._blows = blows | {
+            "kill_server": self._kill_server,
+            "kill_fetcher": self._kill_fetcher,
+            "kill_engine": self._kill_engine,
+            "stop_server": lambda: self._stop([self._site.pid] if self._site.pid else []),
+            "stop_fetcher": lambda: self._stop(self._site.fetchers()),
+            "stop_engine": lambda: self._stop(self._site.engine.victims()),
+            "engine_in_pause": self._engine_in_pause,
+            "kill_twice": self._kill_twice,
+        }
+        self._deck = deck(points.placed(vllm=vllm), self._blows, self._rng, vllm=vllm)
+        self._vllm = vllm
+        self._next_vllm_kill = time.monotonic() + 60
         self._met = len(site.hits())
-        starting = [name for name in self._points if name.startswith(_STARTING)]
-        self._starting = starting
-        self._kinds: list[tuple[Callable[[], None], int]] = [
-            (self._point, 70 if self._points else 0),
-            (self._kill_twice, 6 if starting else 0),
-            (self._kill_server, 10 if self._points else 40),
-            (self._kill_fetcher, 8),
-            (self._stop_server, 4),
-            (self._stop_fetcher, 4),
-            (self._kill_engine, 5),
-            (self._stop_engine, 2),
-        ]
+        self._card: Card | None = None
 
-    def once(self) -> None:
-        """Commit one fault and see it through; what died stays dead."""
-        acts, weights = zip(*self._kinds, strict=True)
-        time.sleep(self._rng.uniform(0, 0.2))
-        self._rng.choices(acts, weights)[0]()
+    @property
+    def missed(self) -> dict[str, int]:
+        """How often a fault waited and nobody came by."""
+        return {card.name: card.missed for card in self._deck.cards if card.missed}
 
-    # Failpoints.
+    def once(self, *, engine: bool = True) -> str:
+        """Commit one fault and see it through; what died stays dead. Return its name.
 
-    def _point(self) -> None:
-        name = self._rng.choice(self._points)
-        actions = {a: n for a, n in _ACTIONS.items() if a != "error" or name.startswith(_FALLIBLE)}
-        (action,) = self._rng.choices(list(actions), list(actions.values()))
-        skip = self._rng.choice((0, 0, 0, 1, 2, 5))
-        argument = {"sleep": f"({self._rng.uniform(0.1, 1.5):.2f})"}.get(action, "")
-        if action == "error":
-            argument = f"({self._rng.choice(_ERRORS)})"
-        self._arm(f"{name}={skip}>1*{action}{argument}")
-        self._await_hit(_PATIENCE_S)
+        Args:
+            engine: There is one that faults can wait for.
+        """
+        spare = self._vllm and time.monotonic() < self._next_vllm_kill
+        self._card = card = self._deck.draw(
+            lambda card: not (spare and card.kills_engine) and (engine or not card.needs_engine)
+        )
+        time.sleep(self._rng.uniform(0, 0.05))
+        before = self.tally.engine_kills
+        struck = self._play(card)
+        self._deck.played(card, struck=struck)
+        if self.tally.engine_kills > before:
+            self._next_vllm_kill = time.monotonic() + _VLLM_KILL_S
+        return card.name
+
+    def _play(self, card: Card) -> bool:
+        if card.blow:
+            struck = self._blows[card.blow]()
+            if struck:
+                self.tally.count(card.name, card.row)
+            return struck
+        if card.act:
+            struck = self._done(card.act)
+            if struck:
+                self.tally.count(card.name, card.row)
+            return struck
+        return self._point(card)
+
+    # Failpoints
+
+    def _point(self, card: Card) -> bool:
+        plan = card.plan(self._rng)
+        if card.point.startswith(points.SURVIVING):
+            self._half_a_push()
+        if card.point.startswith((*points.STARTING, *points.SURVIVING)):
+            self._kill_server()
+            self._arm(plan)
+            with contextlib.suppress(RuntimeError):
+                self._site.start_server()
+            self._wish("revive" if card.point.startswith(points.SURVIVING) else "push")
+        else:
+            self._arm(plan)
+            self._wish(points.wish(card.point))
+        met = self._await_hit(card.point)
+        self._wish("")
         self._disarm()
+        return met
 
-    def _kill_twice(self) -> None:
-        """Kill the server, then once more while it recovers."""
-        self._kill_server()
-        self._arm(f"{self._rng.choice(self._starting)}={self._rng.choice((0, 1))}>1*panic")
-        with contextlib.suppress(RuntimeError):
-            self._site.start_server()
-        self._await_hit(1)
-        self._disarm()
+    def _half_a_push(self) -> None:
+        trainer = self._callers[-1]
+        self._wish("survive")
+        end = time.monotonic() + _PATIENCE_S
+        while getattr(trainer, "half", None) is None and time.monotonic() < end:
+            time.sleep(0.02)
+        self._wish("")
+
+    def _wish(self, act: str) -> None:
+        for caller in self._callers:
+            caller.wish = act if hasattr(caller, act) else ""
+
+    def _done(self, act: str) -> bool:
+        """Return whether a caller has done something soon after it was wished."""
+        (caller,) = [caller for caller in self._callers if hasattr(caller, act)]
+        before = caller.done[act]
+        caller.wish = act
+        end = time.monotonic() + 3 * _PATIENCE_S
+        while caller.done[act] == before and time.monotonic() < end and self._site.pid:
+            time.sleep(0.02)
+        caller.wish = ""
+        return caller.done[act] > before
 
     def _arm(self, plan: str) -> None:
         fresh = self._site.plan.with_suffix(".new")
@@ -126,76 +184,96 @@ class Injector:
         self._site.plan.unlink(missing_ok=True)
         self._count_hits()
 
-    def _await_hit(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def _await_hit(self, point: str) -> bool:
+        deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
-            if self._count_hits():
+            if point in self._count_hits():
                 # What it leads to is to happen before it is healed.
-                time.sleep(0.3)
-                return
-            time.sleep(0.02)
+                time.sleep(_AFTER_S)
+                return True
+            time.sleep(0.01)
+        return point in self._count_hits()
 
-    def _count_hits(self) -> bool:
-        """Count what was met since the last look; wake what was stopped."""
+    def _count_hits(self) -> list[str]:
+        """Count what was met since the last look, and return it; wake what was stopped."""
         hits = self._site.hits()
         fresh, self._met = hits[self._met :], len(hits)
         for name, action, pid in fresh:
-            self.tally.faults[f"{name} {action}"] += 1
+            wanted = self._card is not None and self._card.point == name
+            self.tally.count(f"{name} {action}", self._card.row if wanted and self._card else "")
             if action == "panic":
                 self._died(name, pid)
             if action == "stop":
                 time.sleep(self._rng.uniform(0.2, 1.5))
                 _send(pid, signal.SIGCONT)
-        return bool(fresh)
+        return [name for name, _, _ in fresh]
 
     def _died(self, name: str, pid: int) -> None:
         process = self._site.server.process
         if process is not None and process.pid == pid:
             process.wait(10)
             self.tally.kills += 1
-            self.tally.kill_points.add(name)
-        elif name.startswith(_IN_VLLM):
+            self.tally.points[name] += 1
+            if self._card is not None and self._card.row != "1":
+                self.tally.rows["1"] += 1
+        elif name.startswith(points.IN_ENGINE):
             self.tally.engine_kills += 1
+            self.tally.rank_kills += name.startswith("worker.")
 
-    # Signals.
+    def _kill_twice(self) -> bool:
+        """Kill the server, then once more while it recovers."""
+        self._kill_server()
+        self._arm(f"{self._rng.choice(points.STARTING[:3])}=1*panic")
+        with contextlib.suppress(RuntimeError):
+            self._site.start_server()
+        end = time.monotonic() + 1
+        while not self._count_hits() and time.monotonic() < end:
+            time.sleep(0.02)
+        self._disarm()
+        return True
 
-    def _kill_server(self) -> None:
-        if self._site.pid:
-            self._site.kill_server()
-            self._count("SIGKILL server")
-            self.tally.kills += 1
+    def _engine_in_pause(self) -> bool:
+        """Kill the engine between the pause and the commit."""
+        self._arm("apply.commit=1*sleep(0.5)")
+        self._wish("apply")
+        met = self._await_hit("apply.commit")
+        self._wish("")
+        struck = met and self._kill_engine()
+        self._disarm()
+        return struck
 
-    def _kill_fetcher(self) -> None:
-        if fetchers := self._site.fetchers():
+    # Signals
+
+    def _kill_server(self) -> bool:
+        if not self._site.pid:
+            return False
+        self._site.kill_server()
+        self.tally.kills += 1
+        return True
+
+    def _kill_fetcher(self) -> bool:
+        fetchers = self._site.fetchers()
+        if fetchers:
             _send(self._rng.choice(fetchers), signal.SIGKILL)
-            self._count("SIGKILL fetcher")
+        return bool(fetchers)
 
-    def _kill_engine(self) -> None:
-        if victims := self._site.engine.victims():
+    def _kill_engine(self) -> bool:
+        victims = self._site.engine.victims()
+        if victims:
             _send(self._rng.choice(victims), signal.SIGKILL)
-            self._count("SIGKILL engine")
             self.tally.engine_kills += 1
-            time.sleep(0.5)
+            self.tally.rank_kills += 1
+            time.sleep(_AFTER_S)
+        return bool(victims)
 
-    def _stop_server(self) -> None:
-        self._stop([self._site.pid] if self._site.pid else [], "SIGSTOP server")
-
-    def _stop_fetcher(self) -> None:
-        self._stop(self._site.fetchers(), "SIGSTOP fetcher")
-
-    def _stop_engine(self) -> None:
-        self._stop(self._site.engine.victims(), "SIGSTOP engine")
-
-    def _stop(self, pids: list[int], name: str) -> None:
-        if pids:
-            pid = self._rng.choice(pids)
-            _send(pid, signal.SIGSTOP)
-            time.sleep(self._rng.uniform(0.2, 2.0))
-            _send(pid, signal.SIGCONT)
-            self._count(name)
-
-    def _count(self, name: str) -> None:
-        self.tally.faults[name] += 1
+    def _stop(self, pids: list[int]) -> bool:
+        if not pids:
+            return False
+        pid = self._rng.choice(pids)
+        _send(pid, signal.SIGSTOP)
+        time.sleep(self._rng.uniform(0.2, 1.5))
+        _send(pid, signal.SIGCONT)
+        return True
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -58,6 +58,11 @@ class History:
             line = {"t": round(time.monotonic(), 3), "op": operation, "outcome": outcome, **facts}
             self._file.write(json.dumps(line) + "\n")
 
+    def note(self, **facts: object) -> None:
+        """Write down what is no call, such as a fault."""
+        with self._lock:
+            self._file.write(json.dumps({"t": round(time.monotonic(), 3), **facts}) + "\n")
+
     def violate(self, text: str) -> None:
         """Remember that an invariant is broken."""
         with self._lock:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 
 from tests.support.leftovers import Mark
+from tests.support.processes import state
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "MemoryEngineProcess", "Site", "VllmEngineProcess"]
 
-_START_S = 20.0
+#: However busy the machine is.
+_START_S = 120.0
+_PROMPT = "the quick brown fox"
 
 
 class Engine(Protocol):
@@ -39,6 +42,9 @@ class Engine(Protocol):
 
     def alive(self) -> bool:
         """Whether all its processes live."""
+
+    def pids(self) -> list[int]:
+        """Return all its processes."""
 
     def victims(self) -> list[int]:
         """Return the processes of which one may be killed."""
@@ -80,9 +86,13 @@ class MemoryEngineProcess:
         """Whether it runs."""
         return self._process is not None and self._process.poll() is None
 
-    def victims(self) -> list[int]:
+    def pids(self) -> list[int]:
         """Return its id."""
         return [self._process.pid] if self._process is not None else []
+
+    def victims(self) -> list[int]:
+        """Return its id."""
+        return self.pids()
 
     def told(self) -> dict[str, Any] | None:
         """Ask it what it generates with."""
@@ -106,6 +116,8 @@ class VllmEngineProcess:
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
+        #: How it answers, by content.
+        self._answers: dict[str, Any] = {}
 
     def start(self) -> None:
         """Return when its HTTP server answers."""
@@ -120,21 +132,51 @@ class VllmEngineProcess:
         process = self._server.process
         return process is not None and process.poll() is None and self._server.healthy()
 
+    def pids(self) -> list[int]:
+        """Return its API server and all below it."""
+        with contextlib.suppress(psutil.Error):
+            if self._server.process is not None:
+                top = psutil.Process(self._server.process.pid)
+                return [top.pid, *(child.pid for child in top.children(recursive=True))]
+        return []
+
     def victims(self) -> list[int]:
         """Return its workers, or what else it has."""
-        if self._server.process is None:
-            return []
-        children = psutil.Process(self._server.process.pid).children(recursive=True)
-        workers = [child.pid for child in children if "Worker" in _title(child)]
-        return workers or [child.pid for child in children if "EngineCore" in _title(child)]
+        processes = {pid: _title(pid) for pid in self.pids()}
+        workers = [pid for pid, title in processes.items() if "Worker" in title]
+        return workers or [pid for pid, title in processes.items() if "EngineCore" in title]
 
     def told(self) -> dict[str, Any] | None:
-        """Nothing: what it generates is compared when all stands still."""
+        """Ask for one token: whose content gives such an answer?"""
+        answer = self._answer()
+        if answer is None:
+            return None
+        names = [content for content, known in self._answers.items() if known == answer]
+        return {"generating": True, "content": names[0] if names else f"no version: {answer}"}
+
+    def learn(self, content: str) -> None:
+        """Remember how it answers with a content that it is proved to hold.
+
+        Raises:
+            RuntimeError: It answers as with another content, or not at all.
+        """
+        answer = self._answer()
+        if answer is None or answer in self._answers.values():
+            raise RuntimeError(f"vLLM answers {answer}: contents cannot be told apart")
+        self._answers[content] = answer
+
+    def _answer(self) -> Any:
+        # One token: a longer request may rightly begin under one version and end under another.
+        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
+        with contextlib.suppress(OSError):
+            status, answer = self._server.request("/v1/completions", {**body, "logprobs": 3}, 10)
+            return answer["choices"][0]["logprobs"] if status == 200 else None
         return None
 
 
-def _title(process: psutil.Process) -> str:
+def _title(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
         return " ".join([process.name(), *process.cmdline()])
     return ""
 
@@ -153,7 +195,7 @@ class Site:
         self.plan = folder / "plan"
         self.engine = engine
         self.state = folder / "state"
-        self.server = WeightSyncServer(folder / "run", self.state, flags=flags)
+        self.server = WeightSyncServer(folder / "run", self.state, flags=flags, start_s=_START_S)
         self.starts = 0
         self.mark = Mark()
         os.environ.update(self.mark.variables)
@@ -166,11 +208,25 @@ class Site:
         process = self.server.process
         return process.pid if process is not None and process.poll() is None else 0
 
-    def revive_engine(self) -> None:
-        """Start the engine again if any of its processes is dead."""
-        if not self.engine.alive():
-            self.engine.stop()
-            self.engine.start()
+    def wake(self) -> None:
+        """Continue whatever was stopped."""
+        for pid in [self.pid, *self.fetchers(), *self.engine.pids()]:
+            if pid and state(pid) == "T":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def revive_engine(self) -> bool:
+        """Start the engine again if any of its processes is dead, as a supervisor does.
+
+        Returns:
+            Whether it was.
+        """
+        self.wake()
+        if self.engine.alive():
+            return False
+        self.engine.stop()
+        self.engine.start()
+        return True
 
     def start_server(self) -> None:
         """Return when it answers.
@@ -211,12 +267,22 @@ class Site:
         return found
 
     def descriptors(self) -> int:
-        """Return how many descriptors the server holds."""
-        return len(list(_descriptors(self.pid)))
+        """Return how many descriptors the server holds, those of shared memory aside."""
+        found = 0
+        for fd in _descriptors(self.pid):
+            with contextlib.suppress(OSError):
+                found += "memfd:weightsync" not in str(fd.readlink())
+        return found
 
-    def temporary(self) -> list[str]:
-        """Return the files in the store that count for nothing."""
-        return [str(path) for path in (self.state / "store").rglob("*.tmp")]
+    def leftovers(self) -> list[str]:
+        """Return the files that belong to no version; some stay until the next start."""
+        names = (".tmp", ".new", ".kept", "push.json")
+        paths = (self.state / "store").rglob("*")
+        return [str(path) for path in paths if path.name.endswith(names)]
+
+    def folders(self, model: str) -> set[int]:
+        """Return the versions that have a folder in the store."""
+        return {int(path.name[1:]) for path in (self.state / "store" / model).glob("v*")}
 
     def stop(self) -> list[str]:
         """End everything; returns what is still alive afterwards."""

@@ -48,19 +48,26 @@ def _digests(part: pb.LayoutPart, data: bytes) -> pb.ShardDigests:
 
 
 def push_messages(
-    shards: list[tuple[str, bytes]], version: int, **begin: object
+    shards: list[tuple[str, bytes]], version: int, *, chunk_bytes: int = CHUNK, **begin: object
 ) -> Iterator[pb.PushWeightsRequest]:
-    """Yield everything that one stream needs: begin first, commit last."""
+    """Yield everything that one stream needs: begin first, commit last.
+
+    Args:
+        shards: Name and bytes of each safetensors file.
+        version: Its number; 0: the server's choice.
+        chunk_bytes: Most bytes in a message.
+        **begin: More fields of the begin.
+    """
     request = pb.BeginPushRequest(version=version, shard_count=len(shards), **begin)  # type: ignore[arg-type]
     request.model = request.model or "default"
     yield pb.PushWeightsRequest(begin=request)
     for index, (name, data) in enumerate(shards):
         part = layout_part(index, name, data)
         yield pb.PushWeightsRequest(layout=part)
-        for offset in range(0, len(data), CHUNK):
+        for offset in range(0, len(data), chunk_bytes):
             message = pb.PushWeightsRequest()
             message.chunk.shard, message.chunk.offset = index, offset
-            message.chunk.data = data[offset : offset + CHUNK]
+            message.chunk.data = data[offset : offset + chunk_bytes]
             yield message
         yield pb.PushWeightsRequest(digests=_digests(part, data))
     yield pb.PushWeightsRequest(commit=pb.CommitPushRequest())

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightSyncServer"]
 
-_START_S = 20.0
-
 
 @dataclass
 class WeightSyncServer:
@@ -36,6 +34,7 @@ class WeightSyncServer:
         flags: More flags.
         variables: More environment variables.
         wrapper: Command line that runs the server's, such as one that prepares a namespace.
+        start_s: Longest time until it answers, in seconds.
     """
 
     run_dir: Path
@@ -44,6 +43,7 @@ class WeightSyncServer:
     flags: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     wrapper: Sequence[str] = ()
+    start_s: float = 20.0
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class WeightSyncServer:
             "--store": self.store,
             "--metrics": "127.0.0.1:0",
         }
-        given = {flag for flag in self.flags if flag.startswith("--")}
+        given = {flag.partition("=")[0] for flag in self.flags}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
         server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
         return [*self.wrapper, *server]
@@ -89,7 +89,7 @@ class WeightSyncServer:
                 start_new_session=True,
                 env={**os.environ, **self.variables},
             )
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + self.start_s
         while True:
             with contextlib.suppress(grpc.RpcError):
                 self.stub.GetStatus(pb.GetStatusRequest(), timeout=1)

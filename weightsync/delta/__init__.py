@@ -11,8 +11,10 @@ from weightsync.delta.encode import EncodedShard, Encoder, Item, TensorStats, en
 from weightsync.delta.errors import DeltaError
 from weightsync.delta.kernels import warm_up
 from weightsync.delta.shard import ShardDelta, TensorChange, parse_shard
+from weightsync.delta.sparse import Changes
 
 __all__ = [
+    "Changes",
     "DeltaError",
     "EncodedShard",
     "Encoder",

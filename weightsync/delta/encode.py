@@ -19,9 +19,11 @@ from weightsync.delta.coding import (
 )
 from weightsync.delta.errors import DeltaError
 from weightsync.delta.kernels import chosen
+from weightsync.delta.kernels.shapes import Coded
 from weightsync.delta.packing import pack
 from weightsync.delta.records import Manifest, Record, write_manifest
 from weightsync.delta.shard import header_of
+from weightsync.delta.sparse import Changes, coded_changes
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "encode_shard"]
+__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "choose_coding", "encode_shard"]
 
 #: Density from which the next coding of positions is the smaller one.
 _GAP8_FROM, _BITMAP_FROM = 0.0025, 0.125
-#: Elements of one sample, and samples at least; smaller tensors are counted in full.
-_SAMPLE, _SAMPLES = 1 << 12, 64
+#: Tensors up to so many elements are counted in full, others in so many runs of so many elements.
+_COUNTED, _RUNS, _RUN = 1 << 18, 32, 1 << 10
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -59,6 +61,23 @@ class Item(NamedTuple):
     base: NDArray[np.uint8]
     new: NDArray[np.uint8]
     base_digest: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return len(self.new)
+
+    def all_bytes(self) -> NDArray[np.uint8]:
+        """Return all bytes after."""
+        return self.new
+
+    def new_digest(self) -> bytes:
+        """Return xxh3-128 of them."""
+        return tensor_digest(self.new.data)
+
+    def same_digest(self) -> bytes:
+        """Return the same where nothing changed."""
+        return self.base_digest or self.new_digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +151,34 @@ def _check_bindings(digests: Sequence[str], index: int) -> None:
 
 
 def _sampled_density(base: NDArray[np.uint8], new: NDArray[np.uint8], width: int) -> float:
-    """Return the share of elements that differ, counted in samples spread over a large tensor."""
-    count, piece = chosen().count, _SAMPLE * width
-    if len(base) <= piece * _SAMPLES:
-        return float(count(base, new, width)) * width / len(base)
-    starts = range(0, len(base) - piece, len(base) // piece // _SAMPLES * piece)
-    differ = sum(count(base[at : at + piece], new[at : at + piece], width) for at in starts)
-    return float(differ) / (len(starts) * _SAMPLE)
+    """Return the share of elements that differ, counted in runs spread over a large tensor."""
+    elements = len(new) // width
+    if elements <= _COUNTED:
+        return float(chosen().count(base, new, width, _RUN, _RUN)) / max(elements, 1)
+    # The last run may be cut short, which is one part in a thousand.
+    runs = -(-elements // (elements // _RUNS))
+    return float(chosen().count(base, new, width, _RUN, elements // _RUNS)) / (runs * _RUN)
 
 
-def _choose(density: float) -> Positions:
+def choose_coding(
+    base: NDArray[np.uint8], new: NDArray[np.uint8], width: int, *, absolute: bool
+) -> Coding:
+    """Return the coding that is smallest at the density of the changes.
+
+    Args:
+        base: All bytes of the tensor before.
+        new: All bytes after.
+        width: Bytes per element.
+        absolute: Send values where differences are possible.
+    """
+    return _coding_at(_sampled_density(base, new, width), width, absolute=absolute)
+
+
+def _coding_at(density: float, width: int, *, absolute: bool) -> Coding:
+    values = Values.SM if width == 2 and not absolute else Values.ABS
     if density < _GAP8_FROM:
-        return Positions.GAP16
-    return Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP
+        return Coding(Positions.GAP16, values)
+    return Coding(Positions.GAP8 if density < _BITMAP_FROM else Positions.BITMAP, values)
 
 
 def _stored(
@@ -197,7 +231,7 @@ class Encoder:
     def encode_shard(
         self,
         items: Sequence[
-            Item | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+            Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
         ],
         *,
         base_content_digest: str,
@@ -215,52 +249,62 @@ class Encoder:
         Raises:
             DeltaError: REQUEST_INVALID or LAYOUT_INVALID, naming the tensor.
         """
-        given = [Item(*item) for item in items]
+        given = [item if isinstance(item, Changes) else Item(*item) for item in items]
         if len({item.name for item in given}) != len(given):
             raise DeltaError(Reason.LAYOUT_INVALID, "a tensor is given twice; give each once")
         _check_bindings((base_content_digest, layout_digest), index)
         for item in given:
-            _check(item)
-        order = sorted(given, key=lambda item: -len(item.new))
+            item.check() if isinstance(item, Changes) else _check(item)
+        order = sorted(given, key=lambda item: -item.size)
         tensors = self._pool.map(self._encode, order) if self._pool else map(self._encode, order)
         done = {tensor.stats.name: tensor for tensor in tensors}
         changed = [done[name] for name in sorted(done) if done[name].record]
-        blob = _assemble(changed, base_content_digest, layout_digest, index)
+        blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
 
-    def _encode(self, item: Item) -> _Tensor:
+    def _compared(self, item: Item | Changes) -> tuple[Coding, Coded]:
         width = element_width(item.dtype)
-        elements = len(item.new) // width
-        density = _sampled_density(item.base, item.new, width) if elements else 0.0
-        values = Values.SM if width == 2 and not self._absolute else Values.ABS
-        coding = Coding(_choose(density), values)
-        coded = chosen().encode(item.base, item.new, width, coding)
-        if not coded.counts.changed:
-            digest = item.base_digest or tensor_digest(item.new.data)
-            stats = TensorStats(item.name, False, 0, "unchanged", 0, len(item.new), digest)
+        if isinstance(item, Changes):
+            density = len(item.index) * width / item.size if item.size else 0.0
+            coding = _coding_at(density, width, absolute=self._absolute)
+            if not len(item.index):
+                return coding, Coded(Counts(0), [], [])
+            return coding, coded_changes(item, coding)
+        coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
+        return coding, chosen().encode(item.base, item.new, width, coding)
+
+    def _encode(self, item: Item | Changes) -> _Tensor:
+        coding, (counts, positions, planes) = self._compared(item)
+        nnz = counts.changed
+        if not nnz:
+            stats = TensorStats(item.name, False, 0, "unchanged", 0, item.size, item.same_digest())
             return _Tensor(stats, None, [], [])
-        counts, positions, planes = coded
-        if sum(map(len, (*positions, *planes))) >= len(item.new):
+        if sum(map(len, (*positions, *planes))) >= item.size:
             coding, positions = Coding(Positions.NONE, Values.DENSE), ()
-            counts, planes = Counts(elements), (item.new,)
+            counts, planes = Counts(item.size // element_width(item.dtype)), (item.all_bytes(),)
         where = _stored(positions, zstd=self._zstd, signs=False)
         what = _stored(planes, zstd=self._zstd, signs=coding.values is Values.SM)
         stored = tuple(len(plane) for plane in where[0] + what[0])
-        digest = tensor_digest(item.new.data)
+        digest = item.new_digest()
         record = Record(
             item.name, item.dtype, item.shape, digest, coding, counts, stored,
             tuple(where[1] + what[1]), (where[2], what[2]),
         )  # fmt: skip
-        nnz = coded.counts.changed
-        stats = TensorStats(item.name, True, nnz, str(coding), sum(stored), len(item.new), digest)
+        stats = TensorStats(item.name, True, nnz, str(coding), sum(stored), item.size, digest)
         return _Tensor(stats, record, where[0], what[0])
 
 
 def _assemble(
-    tensors: Sequence[_Tensor], base_content_digest: str, layout_digest: str, index: int
+    tensors: Sequence[_Tensor],
+    base_content_digest: str,
+    layout_digest: str,
+    index: int,
+    *,
+    zstd: bool,
 ) -> NDArray[np.uint8]:
     records = tuple(tensor.record for tensor in tensors if tensor.record)
-    manifest = write_manifest(Manifest(index, base_content_digest, layout_digest, records))
+    told = Manifest(index, base_content_digest, layout_digest, records)
+    manifest = write_manifest(told, zstd=zstd)
     positions = [plane for tensor in tensors for plane in tensor.positions]
     values = [plane for tensor in tensors for plane in tensor.values]
     sizes = [len(manifest), sum(map(len, positions)), sum(map(len, values))]
@@ -275,7 +319,9 @@ def _assemble(
 
 
 def encode_shard(
-    items: Sequence[Item | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]],
+    items: Sequence[
+        Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+    ],
     *,
     zstd: bool,
     base_content_digest: str,

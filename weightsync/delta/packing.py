@@ -13,7 +13,7 @@ from weightsync.delta.errors import Broken
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "pack_text", "unpack"]
 
 #: Frames need no larger window, so that a receiver's memory is bounded besides the plane itself.
 _WINDOW_LOG = 17
@@ -28,6 +28,8 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     search_log=1,
     target_length=0,
 )
+#: For names, which do match: the ordinary level, with the window that receivers allow.
+_TEXT = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG)
 #: A frame around fewer bytes is larger than they are.
 _LEAST = 32
 # A context is not for two threads at once.
@@ -56,6 +58,13 @@ def pack(plane: NDArray[np.uint8]) -> bytes | None:
     return frame if len(frame) < len(plane) else None
 
 
+def pack_text(text: bytes) -> bytes:
+    """Return the text as one zstd frame, or as it is where that is no smaller."""
+    frame = zstandard.ZstdCompressor(compression_params=_TEXT).compress(text)
+    # Equal sizes would read as text.
+    return frame if len(frame) < len(text) else text
+
+
 def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     """Return the `size` bytes that one frame holds. Releases the GIL.
 
@@ -65,11 +74,13 @@ def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     Raises:
         Broken: It is not exactly one frame of that size.
     """
+    # A copy: its sender may share the memory, and what is checked must be what is unpacked.
+    own = bytes(frame)
     try:
-        told = zstandard.get_frame_parameters(frame)
+        told = zstandard.get_frame_parameters(own)
         if told.content_size != size or told.window_size > 1 << _WINDOW_LOG or told.dict_id:
             raise Broken(f"a frame tells {told.content_size} bytes in place of {size}")
-        plane = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        plane = _decompressor().decompress(own, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Broken(f"a plane is no zstd frame: {str(error)!a}") from None
     if len(plane) != size:

@@ -21,9 +21,10 @@ from weightsync.delta.coding import (
     plane_sizes,
     total_bytes,
 )
-from weightsync.delta.errors import corrupt, invalid, unfit
+from weightsync.delta.errors import Broken, corrupt, invalid, unfit
+from weightsync.delta.packing import pack_text, unpack
 from weightsync.digest import DIGEST_BYTES
-from weightsync.layout import DTYPE_BITS, MAX_DIMS, MAX_NAME_BYTES, MAX_TENSORS
+from weightsync.layout import DTYPE_BITS, MAX_DIMS, MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -32,7 +33,9 @@ __all__ = ["CHECK_BYTES", "Manifest", "Record", "read_manifest", "write_manifest
 
 MAGIC = b"WSD1"
 CHECK_BYTES = 8
-_HEAD = struct.Struct(f"<4sII{DIGEST_BYTES}s{DIGEST_BYTES}s")
+_HEAD = struct.Struct(f"<4sII{DIGEST_BYTES}s{DIGEST_BYTES}sI")
+#: More than any record takes: its name, its numbers, its digests.
+_MAX_RECORD = 2048
 #: Code points by dtype; what is in use keeps its number for ever.
 _DTYPES = (
     "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
@@ -124,22 +127,23 @@ def _write_record(record: Record, before: bytes) -> Iterable[bytes]:
     yield record.checks[1]
 
 
-def write_manifest(manifest: Manifest) -> bytes:
+def write_manifest(manifest: Manifest, *, zstd: bool = False) -> bytes:
     """Return the bytes of a manifest, its checksum included."""
-    parts = [
-        _HEAD.pack(
-            MAGIC,
-            manifest.index,
-            len(manifest.records),
-            bytes.fromhex(manifest.base_content_digest),
-            bytes.fromhex(manifest.layout_digest),
-        )
-    ]
+    parts: list[bytes] = []
     before = b""
     for record in manifest.records:
         parts += _write_record(record, before)
         before = record.name.encode()
-    body = b"".join(parts)
+    records = b"".join(parts)
+    head = _HEAD.pack(
+        MAGIC,
+        manifest.index,
+        len(manifest.records),
+        bytes.fromhex(manifest.base_content_digest),
+        bytes.fromhex(manifest.layout_digest),
+        len(records),
+    )
+    body = head + (pack_text(records) if zstd else records)
     return body + xxhash.xxh3_64_digest(body)
 
 
@@ -254,6 +258,18 @@ def _read_record(
     return record, raw
 
 
+def _records(stored: memoryview, size: int, count: int) -> memoryview:
+    """Return the bytes of the records, which were stored as they are or as one smaller frame."""
+    if size > count * _MAX_RECORD or len(stored) > size:
+        raise invalid(f"{count} records of {size} bytes are stored in {len(stored)}")
+    if len(stored) == size:
+        return stored
+    try:
+        return unpack(stored, size).data
+    except Broken as error:
+        raise invalid(f"the delta's manifest: {error}") from None
+
+
 def read_manifest(data: memoryview, expect: Mapping[str, tuple[str, tuple[int, ...]]]) -> Manifest:
     """Return what `write_manifest` wrote, all of it checked against the base's tensors.
 
@@ -270,10 +286,10 @@ def read_manifest(data: memoryview, expect: Mapping[str, tuple[str, tuple[int, .
     body, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
     if xxhash.xxh3_64_digest(body) != check:
         raise corrupt("the delta's manifest does not have its checksum")
-    reader = _Reader(body)
-    _, index, count, base, layout = _HEAD.unpack(reader.take(_HEAD.size))
-    if count > MAX_TENSORS:
-        raise invalid(f"the delta tells {count} tensors; at most {MAX_TENSORS}")
+    _, index, count, base, layout, size = _HEAD.unpack(body[: _HEAD.size])
+    if count > len(expect):
+        raise unfit(f"the delta changes {count} tensors of a base that has {len(expect)}")
+    reader = _Reader(_records(body[_HEAD.size :], size, count))
     records = []
     before = b""
     for _ in range(count):

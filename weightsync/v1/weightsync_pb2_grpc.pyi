@@ -10,7 +10,10 @@ their names, of these lines, each ended by one line feed (0x0A):
 with one space between the four fields; a 0-dim tensor has an empty third field. dtype is the
 safetensors name (BF16, F32, ...). The layout digest is the same over
   <name> <dtype> <dims> <shard> <begin> <end>
-where shard is the shard's index and begin and end are as in TensorSpec, in decimal.
+where shard is the shard's index and begin and end are as in TensorSpec, in decimal, followed by
+a line for each shard in order, with size_bytes and header_bytes as in LayoutPart:
+  <shard> <size_bytes> <header_bytes>
+The layout signature is the same over <name> <dtype> <dims> alone.
 
 Errors carry google.rpc.ErrorInfo with domain "weightsync" and a stable reason, and where they
 help RetryInfo or BadRequest. ABORTED: read the state again, then retry. UNAVAILABLE: retry the

@@ -14,6 +14,7 @@ from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, Paus
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.calls import VllmCalls, told
 from weightsync.vllm.checkpoint import offer_files
+from weightsync.vllm.lease import MAX_LEASE_S, PauseLease
 from weightsync.vllm.motion import Motion
 from weightsync.vllm.refusals import config_refusals
 from weightsync.vllm.replies import Pairing, agreed
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Longest lease; a server that wants more renews.
-MAX_LEASE_S = 3600.0
 #: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
 #: How often workers are asked whether they have done what they do in the background.
@@ -61,8 +60,7 @@ class VllmEngine:
         self._sleep = SleepGuard(llm, self._settle, self._stop_unless_serving)
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
-        self._lease = ""
-        self._timer: asyncio.TimerHandle | None = None
+        self._lease = PauseLease(self._on_expiry)
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._broken = ""
@@ -135,7 +133,7 @@ class VllmEngine:
             WeightSyncError: ENGINE_REFUSED when the lease is not the present one.
         """
         self._check_lease(lease_id)
-        self._arm(lease_s)
+        self._lease.renew(lease_s)
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Start generation on a version that every rank has proved; returns if a label was set.
@@ -189,7 +187,7 @@ class VllmEngine:
     async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         async with self._changes:
             self._check_ready()
-            if self._lease:
+            if self._lease.id:
                 raise WeightSyncError(
                     Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
                 )
@@ -201,11 +199,9 @@ class VllmEngine:
                 self._sleep.release()
                 raise
             self._committed = None
-            self._lease = secrets.token_hex(8)
             if self._state is EngineState.SERVING:
                 self._state, self._reason = EngineState.PAUSED, ""
-            self._arm(lease_s)
-            return Lease(self._lease, mode)
+            return Lease(self._lease.take(lease_s), mode)
 
     async def _settle(self) -> None:
         busy = True
@@ -303,39 +299,29 @@ class VllmEngine:
         self._state, self._reason = EngineState.SERVING, ""
 
     def _check_lease(self, lease_id: str) -> None:
-        if not self._lease or lease_id != self._lease:
+        if not self._lease.holds(lease_id):
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
                 f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
             )
 
     def _drop_lease(self) -> None:
-        self._lease = ""
+        self._lease.drop()
         self._sleep.release()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _arm(self, lease_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        seconds = min(max(lease_s, 0.0), MAX_LEASE_S)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._on_expiry, self._lease)
 
     def _on_expiry(self, lease_id: str) -> None:
         self._track(asyncio.ensure_future(self._expire(lease_id)))
 
     async def _expire(self, lease_id: str) -> None:
         """End a lease that nobody renewed: resume on one proved version, or fence."""
-        if self._lease != lease_id:
+        if self._lease.id != lease_id:
             return
         logger.warning("weightsync: lease %s ran out", lease_id)
         try:
             await self._end(lease_id)
         except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
             # Nobody is there to try again, so that it must not stay paused without a reason.
-            if self._lease == lease_id:
+            if self._lease.id == lease_id:
                 self._drop_lease()
                 self._set_fenced(f"the lease ran out and vLLM could not go on ({told(error)})")
 
@@ -347,7 +333,7 @@ class VllmEngine:
         begun = self._commits
         question = asyncio.ensure_future(self._proved())
         done, _ = await asyncio.wait({question}, timeout=_ASK_S)
-        if not done and self._lease == lease_id:
+        if not done and self._lease.id == lease_id:
             self._set_fenced("the lease ran out while a worker call had not returned")
         digest = await question
         async with self._changes:
@@ -355,7 +341,7 @@ class VllmEngine:
             while self._commits != begun:
                 begun = self._commits
                 digest = await self._proved()
-            if self._lease != lease_id:
+            if self._lease.id != lease_id:
                 return
             # Where nothing was written, a rank that tells another version is not believed.
             if not digest or (self._committed is None and digest != self._served):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
+from weightsync.sockets import claimed, umask
 from weightsync.vllm.gate import Gate, GateState
 from weightsync.vllm.settings import EngineSettings
 
@@ -29,8 +28,8 @@ __all__ = ["Bridge", "create"]
 logger = logging.getLogger(__name__)
 
 _SOCKET_MODE = 0o660
-#: sun_path of unix(7), less its final zero.
-_MAX_SOCKET_PATH = 107
+#: While the socket is made: folders that other threads of vLLM make meanwhile stay of use.
+_UMASK = 0o007
 
 
 class Bridge:
@@ -69,7 +68,8 @@ class Bridge:
         """Pause the engine and serve EngineService.
 
         Raises:
-            RuntimeError: There are several API server processes, or the socket is taken.
+            RuntimeError: There are several API server processes.
+            WeightSyncError: The socket is another engine's, or cannot be made.
         """
         del state
         if engine_client is None or getattr(engine_client, "weightsync_hosted", False):
@@ -105,14 +105,12 @@ class Bridge:
         from weightsync.engine.v1 import engine_pb2_grpc
         from weightsync.vllm.service import EngineServicer
 
-        self._socket = settings.engine_socket
-        _claim(self._socket)
         server = grpc.aio.server()
         servicer = EngineServicer(engine, settings.segment_socket)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
-        server.add_insecure_port(f"unix:{self._socket}")
+        _bind(server, settings.engine_socket)
+        self._socket = settings.engine_socket
         await server.start()
-        os.chmod(self._socket, _SOCKET_MODE)  # noqa: PTH101 - a call on a local socket file
         self._server = server
         logger.info("weightsync: bridge listens on unix:%s", self._socket)
 
@@ -121,28 +119,13 @@ def _remove(path: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
-def _claim(path: str) -> None:
-    """Remove the socket file of a dead engine.
-
-    Raises:
-        RuntimeError: Another engine listens there, or the path cannot hold a socket.
-    """
-    if not Path(path).parent.is_dir() or len(path.encode()) > _MAX_SOCKET_PATH:
-        msg = (
-            f"no unix socket can be made at {path}; make its directory, or set "
-            f"WEIGHTSYNC_ENGINE_SOCKET to a path of at most {_MAX_SOCKET_PATH} bytes"
-        )
-        raise RuntimeError(msg)
-    if not Path(path).exists():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            _remove(path)
-            return
-    msg = f"another engine listens on {path}; set WEIGHTSYNC_ENGINE_SOCKET to another path"
-    raise RuntimeError(msg)
+def _bind(server: grpc.aio.Server, path: str) -> None:
+    with (
+        claimed(path, "set WEIGHTSYNC_ENGINE_SOCKET to another path"),
+        umask(_UMASK),
+    ):
+        server.add_insecure_port(f"unix:{path}")
+    Path(path).chmod(_SOCKET_MODE)
 
 
 def create() -> Bridge:

@@ -10,7 +10,7 @@ import typer
 
 from weightsync import __version__
 from weightsync_client.access import VARIABLES
-from weightsync_client.cli import versions, weights
+from weightsync_client.cli import diffs, versions, weights
 from weightsync_client.cli.exits import MEANINGS, ExitCode, exit_code
 from weightsync_client.errors import ClientError
 
@@ -37,6 +37,7 @@ for command in (
     versions.watch,
     versions.pull,
     versions.verify,
+    diffs.diff,
     versions.status,
     versions.pin,
     versions.delete,

@@ -61,6 +61,13 @@ def show_push(result: types.PushResult) -> None:
         f"version {result.version} {what}: {result.tensor_count} tensors, "
         f"{size(result.size_bytes)}, in {result.seconds:.2f} s ({speed}/s){lasts}"
     )
+    if result.kind is types.PushKind.DELTA:
+        typer.echo(
+            f"delta of version {result.base_version}: {result.changed_fraction or 0:.2%} changed, "
+            f"{size(result.sent_bytes)} sent in place of {size(result.dense_bytes)}"
+        )
+    elif result.fallback_reason:
+        typer.echo(f"sent in full: {result.fallback_reason}")
     typer.echo(f"content {result.content_digest}")
 
 

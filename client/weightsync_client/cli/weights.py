@@ -62,6 +62,13 @@ def push(
         list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="Streams that send at the same time.")] = 1,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Send only what changed since this checkpoint, a file or folder whose content the "
+            "server holds as a version; in full where that is no less."
+        ),
+    ] = None,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -71,10 +78,13 @@ def push(
     options = PushOptions(
         version=version, epoch=epoch, metadata=_metadata(metadata or []), streams=streams
     )
+    options["delta"] = "never" if base is None else "auto"
     if key:
         options["idempotency_key"] = key
     with connect(address, model) as client, render.progress("push") as update:
         options["on_progress"] = update
+        if base is not None:
+            client.hold(base)
         result = client.push(path, **options)
     render.show_json(result) if json else render.show_push(result)
 

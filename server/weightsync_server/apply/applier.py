@@ -6,26 +6,25 @@ with the same key joins it.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import functools
 import logging
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.apply import reports
+from weightsync_server.apply import answers, reports
+from weightsync_server.apply.calls import Calls
 from weightsync_server.apply.options import duration, pause_spec
-from weightsync_server.apply.switch import Switch
+from weightsync_server.apply.rejecting import reject
+from weightsync_server.apply.switch import Attempt, Switch
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from google.protobuf.message import Message
-
     from weightsync.engine import PauseSpec
+    from weightsync_server.apply.answers import Reply, Request
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.keeper import Keeper
     from weightsync_server.apply.session import Prepared, Session
@@ -37,13 +36,7 @@ __all__ = ["Applier"]
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-_Answer = TypeVar("_Answer", pb.ApplyVersionResponse, pb.RollbackResponse)
-#: Answers kept for repeated calls.
-_ANSWERS = 256
-#: Calls that may wait for the engine.
-_MAX_WAITING = 32
-_MAX_KEY_BYTES, _MAX_REASON_BYTES = 128, 1024
+_MAX_REASON_BYTES = 1024
 _MAX_PREPARE_S = 3600
 
 _OUTCOMES = {
@@ -78,9 +71,7 @@ class Applier:
         self._journal = journal
         self._metrics = metrics
         self._settings = settings
-        # By idempotency key: what was asked, and who answers.
-        self._tasks: OrderedDict[str, tuple[Message, asyncio.Task[Any]]] = OrderedDict()
-        self._running: set[asyncio.Task[Any]] = set()
+        self._calls = Calls()
         # Bytes per second of pause in the last apply, by strategy.
         self._rates: dict[int, float] = {}
 
@@ -93,8 +84,12 @@ class Applier:
         """
         spec = pause_spec(request.pause)
         _check_prepare_timeout(request)
-        return await self._own(
-            request.idempotency_key, request, lambda: self._count(self._apply(request, spec))
+        return await self._calls.run(
+            request.idempotency_key,
+            request,
+            lambda: self._once(
+                request, pb.ApplyVersionResponse, lambda: self._apply(request, spec)
+            ),
         )
 
     async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
@@ -104,13 +99,15 @@ class Applier:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
             )
-        return await self._own(
-            request.idempotency_key, request, lambda: self._count(self._rollback(request, spec))
+        return await self._calls.run(
+            request.idempotency_key,
+            request,
+            lambda: self._once(request, pb.RollbackResponse, lambda: self._rollback(request, spec)),
         )
 
     async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         """Compare what every rank serves with the digests of a version."""
-        return await self._own("", request, lambda: self._verify(request))
+        return await self._calls.run("", request, lambda: self._verify(request))
 
     async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
         async with self._keeper.exclusive() as session:
@@ -130,54 +127,19 @@ class Applier:
 
     async def drain(self) -> None:
         """Wait for applies that are running."""
-        while self._running:
-            await asyncio.wait(self._running)
+        await self._calls.drain()
 
-    async def _own(
-        self, key: str, request: Message, start: Callable[[], Coroutine[None, None, _T]]
-    ) -> _T:
-        known = self._known(key, request)
-        if known is None and len(self._running) >= _MAX_WAITING:
-            raise WeightSyncError(
-                Reason.APPLY_BUSY,
-                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
-                retry_after_s=1.0,
-            )
-        task: asyncio.Task[_T] = known or asyncio.create_task(start())
-        if known is None:
-            self._running.add(task)
-            task.add_done_callback(functools.partial(self._ended, key))
-            if key:
-                self._tasks[key] = (request, task)
-                while len(self._tasks) > _ANSWERS:
-                    self._tasks.popitem(last=False)
-        # Shielded: the caller may go away, the apply goes on.
-        return await asyncio.shield(task)
+    async def _once(
+        self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
+    ) -> Reply:
+        # Nothing is awaited from here until the keeper is asked: what it tells of a call that was
+        # lost is in the journal before it lets the next one in.
+        told = answers.told(self._journal, request, kind)
+        return told if told is not None else await self._count(start())
 
-    def _known(self, key: str, request: Message) -> asyncio.Task[Any] | None:
-        if len(key.encode()) > _MAX_KEY_BYTES:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"idempotency_key is over {_MAX_KEY_BYTES} bytes"
-            )
-        first, task = self._tasks.get(key, (None, None))
-        if first is not None and first != request:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                "idempotency_key belongs to another request; use a key once, or repeat its request",
-            )
-        return task
-
-    def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
-        error = None if task.cancelled() else task.exception()
-        # A refusal changed nothing: the same call may do better later.
-        keep = error is None or getattr(error, "reason", None) is Reason.APPLY_RESTORED
-        if key in self._tasks and self._tasks[key][1] is task and not keep:
-            del self._tasks[key]
-
-    async def _count(self, work: Coroutine[None, None, _Answer]) -> _Answer:
+    async def _count(self, work: Coroutine[None, None, Reply]) -> Reply:
         try:
-            answer = await work
+            reply = await work
         except WeightSyncError as error:
             # Only an apply that was begun can have fenced the engine.
             begun = "apply_id" in error.metadata
@@ -185,11 +147,8 @@ class Applier:
                 _FAILURES.get(error.reason, "refused") if begun else "refused"
             )
             raise
-        record = self._versions.find(answer.report.version)
-        if record is not None:
-            answer.report.durability = record.durability
-        self._metrics.count_apply(_OUTCOMES[answer.report.outcome])
-        return answer
+        self._metrics.count_apply(_OUTCOMES[reply.report.outcome])
+        return reply
 
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
@@ -210,8 +169,11 @@ class Applier:
                 return pb.ApplyVersionResponse(report=report)
             if request.clear_rejected:
                 await self._versions.clear_rejected(record.version)
-            report = await self._make_live(session, live, target, spec)
-            return pb.ApplyVersionResponse(report=report)
+            attempt = Attempt(target, live, spec, answers.cause(request))
+            switch = self._switch(session)
+            reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
+            await switch.done(attempt, reply)
+            return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
         async with self._keeper.exclusive() as session:
@@ -225,10 +187,14 @@ class Applier:
                 )
             left = live.record.version
             target = await self._ready(session, live, self._versions.get(version), None)
-            report = await self._make_live(session, live, target, spec)
             reason = request.reason or f"rolled back to version {version}"
-            rejected = await self._reject(left, reason)
-            return pb.RollbackResponse(report=report, rejected_version=left if rejected else 0)
+            cause = answers.cause(request, rejects=left, reason=reason)
+            attempt, switch = Attempt(target, live, spec, cause), self._switch(session)
+            report = await self._make_live(session, switch, attempt)
+            rejected = await reject(self._versions, left, reason)
+            reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
+            await switch.done(attempt, reply)
+            return reply
 
     def _choose(self, request: pb.ApplyVersionRequest, live: Prepared) -> VersionRecord:
         if not request.version:
@@ -260,7 +226,8 @@ class Applier:
         *,
         durable: bool = True,
     ) -> Prepared:
-        await failpoints.reach("apply.begin")
+        with refusing("the apply"):
+            await failpoints.reach("apply.begin")
         # In this order: the ranks' own targets then come from bytes that are proved afterwards.
         target = await self._prepare(
             session, record, compare_live=False, timeout_s=timeout_s, durable=durable
@@ -300,17 +267,21 @@ class Applier:
         target.lease.release()
         await session.hold(live)
 
+    def _switch(self, session: Session) -> Switch:
+        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+
     async def _make_live(
-        self, session: Session, live: Prepared, target: Prepared, spec: PauseSpec
+        self, session: Session, switch: Switch, attempt: Attempt
     ) -> pb.ApplyReport:
-        switch = Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+        target, base = attempt.target, attempt.base
         try:
-            await failpoints.reach("apply.prepared")
-            switched = await switch.run(target, live, spec)
+            with refusing("the apply"):
+                await failpoints.reach("apply.prepared")
+                switched = await switch.run(attempt)
         except BaseException as error:
             target.lease.release()
             if isinstance(error, WeightSyncError):
-                await self._failed(session, live, target, error)
+                await self._failed(session, switch, attempt, error)
             raise
         self._versions.set_live(target.record.version)
         await session.hold(target)
@@ -324,29 +295,18 @@ class Applier:
             switched.written_bytes,
             switched.paused_s * 1e3,
         )
-        return reports.applied(target, live.record.version, spec, switched)
+        return reports.applied(target, base.record.version, attempt.spec, switched)
 
     async def _failed(
-        self, session: Session, live: Prepared, target: Prepared, error: WeightSyncError
+        self, session: Session, switch: Switch, attempt: Attempt, error: WeightSyncError
     ) -> None:
-        error.metadata["apply_id"] = target.apply_id
+        error.metadata["apply_id"] = attempt.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
-            self._keeper.show(live, whole=True)
-            await self._reject(target.record.version, error.message)
+            self._keeper.show(attempt.base, whole=True)
+            await reject(self._versions, attempt.target.record.version, error.message)
+            await switch.restored(attempt, error.message)
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
-            await session.hold(live)
-
-    async def _reject(self, version: int, reason: str) -> bool:
-        if self._versions.find(version) is None:
-            # It was never committed, and went when another version took its place.
-            return False
-        try:
-            await self._versions.set_rejected(version, reason)
-        except WeightSyncError as error:
-            # What the engine serves is not less true for it.
-            logger.critical("version %d could not be rejected: %s", version, error.message)
-            return False
-        return True
+            await session.hold(attempt.base)
 
     def _plan(self, target: Prepared, *, read_from_store: bool) -> pb.ApplyPlan:
         strategy = reports.strategy(patched=target.patched)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -60,7 +60,7 @@ class LiveChecks:
     @property
     def owed(self) -> bool:
         """Whether a comparison is to be begun."""
-        late = time.monotonic() >= self._not_before
+        late = clock.monotonic() >= self._not_before
         return self._pending is not None and late and not self.running
 
     @property
@@ -76,7 +76,7 @@ class LiveChecks:
 
     def owe(self, held: Prepared) -> None:
         """Take note that only what was written was compared; `begin` owes the rest."""
-        since = self._pending[1] if self._pending else time.monotonic()
+        since = self._pending[1] if self._pending else clock.monotonic()
         self._pending = held, since
         self._not_before = 0.0
         self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PENDING)
@@ -97,7 +97,7 @@ class LiveChecks:
         """Let the caller have the ranks: end a comparison, or wait for one that is overdue."""
         if not self.running or self._task is None or self._pending is None:
             return
-        if time.monotonic() - self._pending[1] >= _PATIENCE_S:
+        if clock.monotonic() - self._pending[1] >= _PATIENCE_S:
             await asyncio.wait({self._task}, timeout=_WAIT_S)
         self.stop()
 
@@ -146,4 +146,4 @@ class LiveChecks:
     def _put_off(self, reason: str) -> None:
         logger.warning("the live parameters are compared later: %s", reason)
         self._metrics.count_live_check("cancelled")
-        self._not_before = time.monotonic() + _AGAIN_S
+        self._not_before = clock.monotonic() + _AGAIN_S

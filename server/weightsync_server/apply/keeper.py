@@ -15,7 +15,7 @@ from weightsync_server.apply.checks import LiveChecks
 from weightsync_server.apply.reconcile import Reconciler
 from weightsync_server.apply.session import Session
 from weightsync_server.apply.switch import Switch
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing, write_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -80,6 +80,7 @@ class Keeper:
         self._reason = "not connected yet"
         self._refused = ""
         self._fenced = False
+        self._write_at = 0.0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -222,6 +223,7 @@ class Keeper:
             return _HEALTH_S
         if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
             await self._attend(sleeping=health.sleeping)
+            await self._write_down()
             return _HEALTH_S
         await self._reconcile()
         return _HEALTH_S
@@ -237,6 +239,22 @@ class Keeper:
         if retired and not self.checks.running:
             await self._session.unmap(self._versions.keeper.exposed - retired)
             self._versions.let_go(retired)
+
+    async def _write_down(self) -> None:
+        # What the disk refused when it became live is written as soon as the disk takes it.
+        live = self._session.live if self._session else None
+        now = asyncio.get_running_loop().time()
+        if self._session is None or live is None or now < self._write_at:
+            return
+        if not self._journal.tells(live.record.version):
+            self._write_at = now + _RETRY_S
+            switch = self._switch(self._session)
+            intent = switch.intended(live)
+            left = self._versions.find(intent.cause.rejects) if intent is not None else None
+            await switch.record(live, rejected=bool(left and left.rejected_reason))
+
+    def _switch(self, session: Session) -> Switch:
+        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _connect(self) -> None:
         self._forget()
@@ -257,17 +275,16 @@ class Keeper:
             return
         self.checks.forget()
         self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
-        switch = Switch(
-            self._session, self._journal, self._metrics, self._settings.commit_timeout_s
-        )
-        held = await Reconciler(
+        reconciler = Reconciler(
             self._session,
             self._versions,
             self._journal,
-            switch,
+            self._switch(self._session),
             self._settings.prepare_timeout_s,
-            lambda: self._metrics.violate("never_mixed"),
-        ).run()
+            self._metrics.violate,
+        )
+        with refusing("reconciling the engine"):
+            held = await reconciler.run()
         self.show(held, whole=True)
         self._set(pb.ENGINE_STATE_SERVING, "")
 

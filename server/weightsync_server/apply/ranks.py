@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
 
@@ -194,9 +194,9 @@ class Ranks:
         await self._call("weightsync_release", args, timeout_s)
 
     async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         ticket = await self._start(method, args, timeout_s)
-        return await self.reports(method, ticket, deadline - time.monotonic())
+        return await self.reports(method, ticket, deadline - clock.monotonic())
 
     async def _start(self, method: str, args: dict[str, Any], timeout_s: float) -> str:
         # A ticket tells this answer from the one that lay on the page before.
@@ -214,10 +214,10 @@ class Ranks:
             ticket: From its start.
             timeout_s: Longest wait, seconds.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         reports: list[Report | None] = [None] * len(self.names)
         while any(report is None for report in reports):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise WeightSyncError(
                     Reason.DEADLINE_EXCEEDED,
                     f"the ranks did not finish {what} within {timeout_s:.3g} s; raise "

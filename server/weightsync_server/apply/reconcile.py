@@ -17,6 +17,8 @@ from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.ranks import QUICK_S
+from weightsync_server.apply.rejecting import reject
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +46,7 @@ class Reconciler:
         journal: What was live before.
         switch: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
-        on_mixture: Called when a generating engine is found not to hold what its ranks tell.
+        violate: Called with the label of an invariant that is found violated.
     """
 
     def __init__(
@@ -54,14 +56,14 @@ class Reconciler:
         journal: Journal,
         switch: Switch,
         prepare_timeout_s: float,
-        on_mixture: Callable[[], None],
+        violate: Callable[[str], None],
     ) -> None:
         self._session = session
         self._versions = versions
         self._journal = journal
         self._switch = switch
         self._timeout_s = prepare_timeout_s
-        self._on_mixture = on_mixture
+        self._violate = violate
 
     async def run(self) -> Prepared:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -78,16 +80,18 @@ class Reconciler:
         states = await self._session.ranks.states(QUICK_S)
         known = self._held(states)
         if known is not None:
+            self._count_unexpected(known)
             held = await self._prepare(known, compare_live=True)
             if _proved(held):
                 return await self._go_on(held)
             held.lease.release()
             if health.state is EngineState.SERVING:
                 # Measured in the live parameters: every rank claims what it does not hold.
-                self._on_mixture()
+                self._violate("never_mixed")
         written = any(state.dirty or state.content_digest for state in states)
         try:
-            return await self._place(written=written)
+            with refusing("placing a version"):
+                return await self._place(written=written)
         except WeightSyncError as error:
             # Else the pause would run out, and the next attempt pause again.
             with contextlib.suppress(WeightSyncError):
@@ -99,11 +103,25 @@ class Reconciler:
         if len(contents) != 1 or contents == {""}:
             return None
         (content,) = contents
-        matching = [r for r in self._versions.list() if r.content_digest == content]
-        wanted = self._wanted()
-        return next((r for r in matching if r.version == wanted), None) or next(
-            iter(matching), None
-        )
+        matching = {r.version: r for r in self._versions.list() if r.content_digest == content}
+        last = self._journal.last
+        likely = (self._wanted(), last.version if last else 0, *matching)
+        return next((matching[version] for version in likely if version in matching), None)
+
+    def _count_unexpected(self, known: VersionRecord) -> None:
+        """Count what a first look must not find: nothing is written without a word before it."""
+        last = self._journal.last
+        if self._versions.live or last is None:
+            return
+        named = [self._versions.find(version) for version in (self._journal.live[0], last.version)]
+        told = {record.content_digest for record in named if record is not None}
+        if None not in named and known.content_digest not in told:
+            logger.critical(
+                "invariant crash_safe: every rank holds version %d, which the journal does not "
+                "know of",
+                known.version,
+            )
+            self._violate("crash_safe")
 
     def _wanted(self) -> int:
         return self._versions.live or self._journal.live[0]
@@ -206,7 +224,13 @@ class Reconciler:
         await self._session.hold(held)
         if self._versions.live != held.record.version:
             self._versions.set_live(held.record.version)
-        await self._switch.record(held)
+        intent = self._switch.intended(held)
+        rejected = False
+        if intent is not None and intent.cause.rejects:
+            # A rollback that went on to its end without a server.
+            cause = intent.cause
+            rejected = await reject(self._versions, cause.rejects, cause.reason)
+        await self._switch.record(held, rejected=rejected)
 
 
 def _proved(held: Prepared) -> bool:

@@ -9,10 +9,19 @@ from weightsync_server.apply.options import duration, pause_options
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
+    from weightsync_server.apply.journal import Entry
     from weightsync_server.apply.session import Prepared
     from weightsync_server.apply.switch import Switched
 
-__all__ = ["applied", "held_ranks", "nothing_done", "planned", "proof", "strategy"]
+__all__ = [
+    "applied",
+    "held_ranks",
+    "nothing_done",
+    "planned",
+    "proof",
+    "recovered",
+    "strategy",
+]
 
 
 def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
@@ -57,7 +66,21 @@ def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched
             for rank in switched.ranks
         ],
         pause=pause_options(spec, switched.pause_mode),
+        durability=target.record.durability,
         strategy=strategy(patched=switched.patched),
+    )
+
+
+def recovered(intent: Entry, held: Prepared) -> pb.ApplyReport:
+    """Return the report of an apply that was found done; how long it took is not known."""
+    return pb.ApplyReport(
+        apply_id=intent.apply_id,
+        outcome=pb.APPLY_OUTCOME_APPLIED,
+        version=held.record.version,
+        content_digest=held.digest,
+        previous_version=intent.previous,
+        ranks=held_ranks(held),
+        durability=held.record.durability,
     )
 
 
@@ -70,6 +93,7 @@ def nothing_done(held: Prepared, spec: PauseSpec) -> pb.ApplyReport:
         previous_version=held.record.version,
         ranks=held_ranks(held),
         pause=pause_options(spec),
+        durability=held.record.durability,
     )
 
 
@@ -87,6 +111,7 @@ def planned(target: Prepared, live: int, spec: PauseSpec, plan: pb.ApplyPlan) ->
         ],
         pause=pause_options(spec),
         plan=plan,
+        durability=target.record.durability,
     )
 
 

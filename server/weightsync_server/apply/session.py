@@ -152,7 +152,7 @@ class Session:
         timeout_s: float,
         base: str,
     ) -> Prepared:
-        start = time.monotonic()
+        start = time.perf_counter()
         for attempt in range(2):
             reports = await self.ranks.prepare(
                 apply_id,
@@ -167,7 +167,7 @@ class Session:
         for report in reports:
             if report.phase != "ready":
                 raise refusal(report.rank, report.error, lasting=report.refused)
-        return Prepared(apply_id, record, lease, tuple(reports), time.monotonic() - start)
+        return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:
         health = await self.engine.health()
@@ -186,15 +186,18 @@ class Session:
     @contextlib.asynccontextmanager
     async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
         """Pause generation and keep the lease; the body resumes or fences before it ends."""
-        began = time.monotonic()
-        longest = self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
+        began, longest = time.perf_counter(), self.longest_pause_s(spec)
         lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
-        pause = Pause(lease.lease_id, lease.mode, time.monotonic() - began, began)
+        pause = Pause(lease.lease_id, lease.mode, time.perf_counter() - began, began)
         renewal = asyncio.create_task(self._renew(pause))
         try:
             yield pause
         finally:
             renewal.cancel()
+
+    def longest_pause_s(self, spec: PauseSpec) -> float:
+        """Return how long vLLM may take to stand still, in seconds."""
+        return self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
 
     async def _renew(self, pause: Pause) -> None:
         while True:

@@ -8,28 +8,52 @@ INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Never
 
 from weightsync import failpoints
 from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply.journal import Entry, Journal
+from weightsync_server.apply import answers
+from weightsync_server.apply.journal import Cause, Entry
+from weightsync_server.apply.ranks import QUICK_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from weightsync.engine import PauseSpec
+    from weightsync_server.apply.answers import Reply
+    from weightsync_server.apply.journal import Answer, Journal
     from weightsync_server.apply.ranks import RankCommit
     from weightsync_server.apply.session import Pause, Prepared, Session
     from weightsync_server.metrics import Metrics
 
-__all__ = ["Switch", "Switched"]
+__all__ = ["Attempt", "Switch", "Switched"]
 
 logger = logging.getLogger(__name__)
 
 #: How often a resume is tried, and how long between two tries, seconds.
 _RESUMES, _AGAIN_S = 3, 0.1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One apply.
+
+    Attributes:
+        target: What every rank shall hold.
+        base: What every rank holds.
+        spec: How to pause.
+        cause: Who asked.
+    """
+
+    target: Prepared
+    base: Prepared
+    spec: PauseSpec
+    cause: Cause
 
 
 @dataclass
@@ -68,6 +92,17 @@ def _failures(replies: list[RankCommit], digest: str) -> list[str]:
     ]
 
 
+def _intent(attempt: Attempt) -> Entry:
+    target, base = attempt.target, attempt.base.record.version
+    return Entry("INTENT", target.apply_id, target.record.version, base, attempt.cause)
+
+
+def _ended(entry: Entry, answer: Answer) -> Entry:
+    # What it rejects is rejected by now.
+    cause = replace(entry.cause, rejects=0, reason="")
+    return replace(entry, event="DONE", cause=cause, answer=answer if cause.key else None)
+
+
 class Switch:
     """Makes one prepared version live, or puts the old one back.
 
@@ -86,36 +121,52 @@ class Switch:
         self._metrics = metrics
         self._timeout_s = commit_timeout_s
 
-    async def run(self, target: Prepared, base: Prepared | None, spec: PauseSpec) -> Switched:
-        """Return when the engine generates on `target`, proved on every rank.
+    async def run(self, attempt: Attempt) -> Switched:
+        """Return when the engine generates on the target, proved on every rank; `done` must follow.
 
         Raises:
-            WeightSyncError: APPLY_RESTORED: the engine generates on `base`, proved on every rank.
-                ENGINE_FENCED: the engine stands still, with the reason. ENGINE_AWAY: it is gone.
+            WeightSyncError: APPLY_RESTORED: the engine generates on the base, proved on every rank;
+                `restored` must follow. ENGINE_FENCED: the engine stands still, with the reason.
+                ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are asked.
+            OSError: Nothing was paused or written.
         """
         result = Switched()
         await failpoints.reach("apply.intent")
-        await self._write("INTENT", target, base)
+        self._refuse_second(attempt.cause)
+        await self._write(_intent(attempt))
         await failpoints.reach("apply.pause")
-        async with self._session.paused(spec) as pause:
-            result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            await failpoints.reach("apply.commit")
-            failures = await self._commit(target, result)
-            await failpoints.reach("apply.committed")
-            if failures:
-                await self._restore(base, pause, failures)
-            start = time.monotonic()
-            await failpoints.reach("apply.resume")
-            await self._resume(pause, target)
-            result.resume_s = time.monotonic() - start
-        result.paused_s = time.monotonic() - pause.began
-        await failpoints.reach("apply.resumed")
-        # After the resume, so that no fsync lies in the pause: after a crash in between the ranks
-        # themselves are asked what they hold.
-        await self._write("DONE", target, base)
-        await failpoints.reach("apply.done")
+        try:
+            with self._bounded(attempt):
+                await self._paused(attempt, result)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
+                "asked what it holds, and GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+        with self._told():
+            await failpoints.reach("apply.resumed")
         self._observe(result)
         return result
+
+    async def done(self, attempt: Attempt, reply: Reply) -> None:
+        """Write down that a run has ended well, and what its caller is told.
+
+        After the resume, so that no fsync lies in the pause: after a crash in between the ranks
+        themselves are asked what they hold.
+        """
+        done = _ended(_intent(attempt), answers.replied(reply))
+        with self._told():
+            await self._write(self._stored(done, attempt.target))
+            await failpoints.reach("apply.done")
+
+    async def restored(self, attempt: Attempt, message: str) -> None:
+        """Write down that a run has ended with the base, and what its caller is told."""
+        done = self._entry("DONE", attempt.base)
+        done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
+        with self._told():
+            await self._write(self._stored(_ended(done, answers.refused(message)), attempt.base))
 
     async def place(self, target: Prepared) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
@@ -123,16 +174,64 @@ class Switch:
         Raises:
             WeightSyncError: ENGINE_FENCED with the reason.
         """
-        await self._write("INTENT", target, None)
+        await self._write(self._entry("INTENT", target))
         failures = await self._commit(target, Switched())
         if failures:
             await self._fence(failures)
 
-    async def record(self, held: Prepared) -> None:
-        """Write down what every rank holds, when that is not what the journal says already."""
+    def intended(self, held: Prepared) -> Entry | None:
+        """Return the apply that nobody saw the end of, if it made every rank hold this."""
         last = self._journal.last
-        if last is None or (last.event, last.version) != ("DONE", held.record.version):
-            await self._write("DONE", held, None)
+        if last is None or (last.event, last.version) != ("INTENT", held.record.version):
+            return None
+        return last
+
+    async def record(self, held: Prepared, *, rejected: bool = False) -> None:
+        """Write down what every rank holds, when that is not what the journal says already.
+
+        Args:
+            held: What they hold. Who asked for it and has no answer yet gets one when he repeats
+                his call.
+            rejected: Whether the version that a rollback to this one left is rejected.
+        """
+        intent = self.intended(held)
+        if intent is not None:
+            entry = _ended(intent, answers.recovered(intent, held, rejected=rejected))
+        elif self._journal.tells(held.record.version):
+            return
+        else:
+            entry = self._entry("DONE", held)
+        with self._told():
+            await self._write(self._stored(entry, held))
+
+    async def _paused(self, attempt: Attempt, result: Switched) -> None:
+        async with self._session.paused(attempt.spec) as pause:
+            result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            await failpoints.reach("apply.commit")
+            failures = await self._commit(attempt.target, result)
+            await failpoints.reach("apply.committed")
+            if failures:
+                await self._restore(attempt.base, pause, failures)
+            start = time.perf_counter()
+            await failpoints.reach("apply.resume")
+            await self._resume(pause, attempt.target)
+            result.resume_s = time.perf_counter() - start
+        result.paused_s = time.perf_counter() - pause.began
+
+    def _refuse_second(self, cause: Cause) -> None:
+        if cause.key and self._journal.answered(cause.key) is not None:
+            logger.critical("invariant idempotent: a call that was answered is carried out again")
+            self._metrics.violate("idempotent")
+            raise WeightSyncError(
+                Reason.FAULT,
+                "this call was answered already, and nothing was done again; repeat it",
+            )
+
+    def _bounded(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
+        # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
+        longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
+        longest += 2 * _RESUMES * QUICK_S
+        return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
 
     async def _commit(self, target: Prepared, result: Switched) -> list[str]:
         try:
@@ -160,17 +259,14 @@ class Switch:
         result.verify_s = max(rank.verify_s for rank in result.ranks)
         return _failures(result.ranks, target.digest)
 
-    async def _restore(self, base: Prepared | None, pause: Pause, failures: list[str]) -> None:
+    async def _restore(self, base: Prepared, pause: Pause, failures: list[str]) -> Never:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
-        if base is None:
-            await self._fence(failures)
         await failpoints.reach("apply.restore")
         again = await self._commit(base, Switched())
         if again:
             await self._fence(failures + again)
         await failpoints.reach("apply.restored")
         await self._resume(pause, base)
-        await self.record(base)
         raise WeightSyncError(
             Reason.APPLY_RESTORED,
             f"the apply failed and version {base.record.version} was restored and verified on "
@@ -214,23 +310,30 @@ class Switch:
             retry_after_s=1.0,
         ) from failure
 
-    async def _write(self, event: str, target: Prepared, base: Prepared | None) -> None:
-        version = target.record.version
-        live, before = self._journal.live
-        if base is not None:
-            live, before = base.record.version, before if base.record.version == live else 0
+    def _entry(self, event: str, held: Prepared) -> Entry:
         # A version that is placed again keeps its way back.
-        entry = Entry(event, target.apply_id, version, before if version == live else live)
+        version, (live, before) = held.record.version, self._journal.live
+        return Entry(event, held.apply_id, version, before if version == live else live)
+
+    async def _write(self, entry: Entry) -> None:
         try:
             await asyncio.to_thread(self._journal.write, entry)
         except OSError as error:
-            if event == "INTENT":
-                raise WeightSyncError(
-                    Reason.DISK_EXHAUSTED,
-                    f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
-                ) from error
-            # The ranks are proved; after a crash they are asked, so the service goes on.
-            logger.critical("the journal cannot be written: %s", error)
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+            ) from error
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Go on whatever the disk says: the ranks are proved, and asked after a crash."""
+        try:
+            yield
+        except (OSError, WeightSyncError) as error:
+            logger.critical("what is live is not written down yet: %s", error)
+
+    def _stored(self, entry: Entry, held: Prepared) -> Entry:
+        return replace(entry, store=self._journal.store if held.record.commit is not None else "")
 
     def _observe(self, result: Switched) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):

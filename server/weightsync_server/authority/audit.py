@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.authority.caller import CALLER
 from weightsync_server.authority.roles import RULES, Role
@@ -80,8 +81,9 @@ class Audit:
             outcome: Name of its status.
         """
         roles = caller.rule.roles & caller.principal.roles or {Role.ADMIN}
+        now = dt.datetime.fromtimestamp(clock.wall(), dt.UTC)
         line = {
-            "time": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+            "time": now.isoformat(timespec="milliseconds"),
             "who": caller.principal.name,
             "role": "+".join(sorted(roles)),
             "method": caller.method.rpartition("/")[2],

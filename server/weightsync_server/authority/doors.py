@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.sockets import claimed, umask
 from weightsync_server.authority.file import AuthorityFile
 from weightsync_server.authority.gate import Gate
 from weightsync_server.authority.interceptor import AuthorityInterceptor
 from weightsync_server.authority.tls import Certificates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsync_server.authority.audit import Audit
     from weightsync_server.authority.endpoints import Endpoint
@@ -26,6 +26,8 @@ __all__ = ["Doors"]
 
 #: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
 _SOCKET_UMASK = 0o117
+#: Seconds between two looks at whether gRPC still lets callers in.
+_LOOK_S = 1.0
 
 
 class Doors:
@@ -70,6 +72,7 @@ class Doors:
             serve: Adds the services to a gRPC server.
 
         Raises:
+            WeightSyncError: A unix socket is somebody else's, or cannot be made.
             RuntimeError: An address cannot be bound.
         """
         addresses = []
@@ -90,6 +93,16 @@ class Doors:
         for server in self._servers:
             await server.start()
 
+    async def shut(self) -> str:
+        """Wait until gRPC lets nobody in any more, after a fault of its own; return what it was."""
+        watches = [asyncio.create_task(_why_shut(server)) for server in self._servers]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
     async def close(self, grace_s: float) -> None:
         """Stop listening; calls under way get so many seconds to end."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
@@ -100,7 +113,9 @@ class Doors:
 
     def _bind(self, server: grpc.aio.Server, address: str) -> str:
         if address.startswith("unix:"):
-            with _umask(_SOCKET_UMASK):
+            # gRPC itself would replace the socket of a server that lives.
+            path = unquote(address.removeprefix("unix:"))
+            with claimed(path, "choose another path with --listen"), umask(_SOCKET_UMASK):
                 server.add_insecure_port(address)
             return address
         if self._certificates is None:
@@ -108,6 +123,17 @@ class Doors:
         else:
             port = server.add_secure_port(address, self._certificates.credentials())
         return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _why_shut(server: grpc.aio.Server) -> str:
+    # Asked again and again: while calls are under way, it tells of a fault only when the time that
+    # it was given to end is over. True: that time is over; it serves.
+    try:
+        while await server.wait_for_termination(_LOOK_S):
+            pass
+    except Exception as error:  # noqa: BLE001 - whatever has ended gRPC's accept loop
+        return f"{type(error).__name__}: {error}"
+    return "it has ended"
 
 
 def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
@@ -118,13 +144,3 @@ def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
             "nobody could prove authority: the authority file has no token, and no certificate "
             "name that could be used; add tokens, or certificate names and --tls-client-ca",
         )
-
-
-@contextlib.contextmanager
-def _umask(value: int) -> Iterator[None]:
-    # From its first moment on nobody else may connect, which a chmod afterwards cannot promise.
-    before = os.umask(value)
-    try:
-        yield
-    finally:
-        os.umask(before)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AuthorityInterceptor"]
 
+#: Seconds from the begin of a call to its one request, of at most 4 MiB.
+_REQUEST_S = 10.0
+
 
 class AuthorityInterceptor(grpc.aio.ServerInterceptor):
     """Admits calls of principals that have the role, and nobody else. Must be the first one.
@@ -134,17 +137,25 @@ class _Entry:
         return self._caller
 
     async def _one(self, requests: AsyncIterator[Any]) -> Any:
-        async for data in requests:
-            try:
-                request = self._parse(data)
-            except DecodeError:
-                raise WeightSyncError(
-                    Reason.REQUEST_INVALID,
-                    "the request is not what the proto says; generate the stubs again",
-                ) from None
-            self._look(request)
-            return request
-        raise WeightSyncError(Reason.REQUEST_INVALID, "the call holds no request; send one")
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                data = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"no request came within {_REQUEST_S:g} s of the call's begin; call again",
+            ) from None
+        if data is None:
+            raise WeightSyncError(Reason.REQUEST_INVALID, "the call holds no request; send one")
+        try:
+            request = self._parse(data)
+        except DecodeError:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                "the request is not what the proto says; generate the stubs again",
+            ) from None
+        self._look(request)
+        return request
 
     def _parse(self, data: bytes) -> Any:
         parse: Any = self._handler and self._handler.request_deserializer

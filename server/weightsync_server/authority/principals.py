@@ -6,10 +6,10 @@ import hashlib
 import hmac
 import re
 import secrets
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync_server.authority.roles import Role
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Token:
     def matches(self, digest: str) -> bool:
         """Return whether this is the token with that hash, in time that tells nothing about it."""
         same = hmac.compare_digest(self.hash, digest)
-        return same and not 0 < self.expires <= time.time()
+        return same and not 0 < self.expires <= clock.wall()
 
 
 @dataclass(frozen=True, slots=True)

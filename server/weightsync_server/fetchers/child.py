@@ -27,6 +27,7 @@ from weightsync_server.fetchers.maps import MAX_MAPS, Maps
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
+_OF_DELTAS = ("copy", "inspect", "patch")
 
 
 class _Child:
@@ -53,6 +54,9 @@ class _Child:
             elif op == "tend":
                 for name in request["forget"]:
                     self._maps.forget(name)
+                if request["warm"]:
+                    # A thread of its own: to import alone takes longer than an answer may.
+                    threading.Thread(target=_warm, daemon=True).start()
                 self._send({"id": request["id"]})
             else:
                 stop = self._stops[request["id"]] = threading.Event()
@@ -66,7 +70,6 @@ class _Child:
         answer: dict[str, Any] = {"id": request["id"]}
         blob = b""
         try:
-            failpoints.hit("fetcher.task")
             blob = self._do(request, fds, stop)
         except tasks.Cancelled:
             answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
@@ -78,35 +81,44 @@ class _Child:
             answer |= {"reason": Reason.FAULT, "error": f"a fetcher failed: {error!r}"}
         finally:
             self._stops.pop(request["id"], None)
-        # Without a server the main thread meets the end of the socket and ends the process.
-        with contextlib.suppress(OSError):
+        try:
             failpoints.hit("fetcher.reply")
             self._send(answer, blob)
+        except OSError:
+            # Half an answer may be on its way. The server gives the task to another process at
+            # once, where it would wait long for this one; or it is gone itself.
+            os._exit(1)
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
-        op, size = request["op"], request["size"]
-        fills = op in ("load", "restore")
-        fault = read_fault if fills else write_fault
-        if len(fds) != request["fds"]:
-            # The kernel drops descriptors that would exceed the limit, and says so to nobody.
-            for fd in fds:
-                os.close(fd)
-            error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            raise fault(error, "handing a segment to a fetcher")
-        lent = self._maps.use(request["segment"], fds.pop(0), request["capacity"], writable=fills)
         try:
-            with lent as view, view[:size] as part:
-                return self._act(request, part, fds, stop)
+            failpoints.hit("fetcher.task")
+            if len(fds) != request["fds"]:
+                # The kernel drops descriptors over the limit, and says so to nobody.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            with contextlib.ExitStack() as lent:
+                views = []
+                for at, (name, capacity) in enumerate(request["segments"]):
+                    writable = request["fills"] and at == 0
+                    use = self._maps.use(name, fds.pop(0), capacity, writable=writable)
+                    views.append(lent.enter_context(use))
+                views[0] = lent.enter_context(views[0][: request["size"]])
+                return self._act(request, views, fds, stop)
         except OSError as error:
-            raise fault(error, "mapping a segment") from error
+            raise write_fault(error, "handing a segment to a fetcher") from error
         finally:
             for fd in fds:
                 os.close(fd)
 
     def _act(
-        self, request: dict[str, Any], view: memoryview, fds: list[int], stop: threading.Event
+        self,
+        request: dict[str, Any],
+        views: list[memoryview],
+        fds: list[int],
+        stop: threading.Event,
     ) -> bytes:
-        op = request["op"]
+        op, view = request["op"], views[0]
+        if op in _OF_DELTAS:
+            return self._on_delta(request, views, fds, stop)
         shard = ShardEntry(*request["shard"]) if "shard" in request else None
         if shard is not None:
             return _on_shard(request, shard, view, stop)
@@ -119,6 +131,31 @@ class _Child:
         msg = f"unknown op {op!r}"
         raise ValueError(msg)
 
+    def _on_delta(
+        self,
+        request: dict[str, Any],
+        views: list[memoryview],
+        fds: list[int],
+        stop: threading.Event,
+    ) -> bytes:
+        # Not at the top: numpy and the codec are only for who gets deltas.
+        from weightsync_server.fetchers import patching
+
+        patching.warm()
+        if request["op"] == "copy":
+            patching.copy(views[1], views[0], stop)
+            return b""
+        shard = ShardEntry(*request["delta"])
+        fd = self._open(request["source"], fds) if "source" in request else None
+        source = views[-1][: shard.size] if fd is None else patching.read(fd, shard, stop)
+        layouts = request["segments"]
+        if request["op"] == "inspect":
+            canonical = patching.canonical(layouts[0][0], views[0])
+            return patching.inspect(canonical, source, stop)
+        canonical = patching.canonical(layouts[1][0], views[1])
+        patching.patch(views[0], request["index"], canonical, source, stop)
+        return b""
+
     def _open(self, path: str, fds: list[int]) -> int:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -126,6 +163,12 @@ class _Child:
             raise read_fault(error, "opening a stored shard") from error
         fds.append(fd)
         return fd
+
+
+def _warm() -> None:
+    from weightsync_server.fetchers import patching
+
+    patching.warm()
 
 
 def _on_shard(

@@ -32,8 +32,8 @@ def keep(
         WeightSyncError: DISK_EXHAUSTED, FAULT.
         Cancelled: The server no longer wants it.
     """
-    failpoints.hit("fetcher.keep")
     try:
+        failpoints.hit("fetcher.keep")
         _write(view, shard, begin, target, stop)
         failpoints.hit("fetcher.kept")
         digest = tensor_digest(view[begin:]).hex()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync.digest import DIGEST_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.faults import write_fault
+from weightsync_server.fetchers.asking import Asking
 from weightsync_server.fetchers.process import FetcherProcess, Gone
 from weightsync_server.fetchers.queues import Task, TaskQueue
 from weightsync_server.fetchers.tending import Tending
@@ -22,7 +20,6 @@ from weightsync_server.threads import to_end
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
 
 __all__ = ["FetcherPool"]
@@ -36,8 +33,8 @@ _MAX_FAILED_STARTS = 3
 _MAX_BACKOFF_S = 5.0
 
 
-class FetcherPool:
-    """Keeps `count` processes that digest, write and read shards.
+class FetcherPool(Asking):
+    """Keeps `count` processes that digest, write, read and change shards.
 
     A task either has its whole effect or raises; once its method has returned or raised, also by
     cancellation, no fetcher touches the segment or the file for it any more. A fetcher that dies
@@ -130,83 +127,23 @@ class FetcherPool:
             self._executor.shutdown(wait=False)
             self._executor = None
 
-    async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
-        """Return the xxh3-128 of each tensor, in the order of `weightsync.layout.check_shard`.
-
-        Args:
-            segment: Holds the whole shard.
-            shard: Its declared sizes in bytes; the header in the segment is checked against them.
-
-        Raises:
-            WeightSyncError: SHARD_INVALID, LAYOUT_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
-        """
-        facts = {"shard": astuple(shard)}
-        blob = await self._work(self._digests, "digest", segment, shard.size, **facts)
-        return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
-
-    async def persist(self, segment: Segment, size: int, target: str) -> None:
-        """Write the first `size` bytes of a segment to the file `target`, replacing it.
-
-        When this returns the file's bytes are on disk; its name is once the directory is flushed
-        (`Store.commit`). When it raises, `target` is as it was.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
-        """
-        temporary = f"{target}.{secrets.token_hex(4)}.tmp"
-        await self._work(self._files, "persist", segment, size, target=target, temporary=temporary)
-
-    async def keep(
-        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
-    ) -> None:
-        """Make bytes of a shard that is still arriving durable, so that `restore` finds them.
-
-        Args:
-            segment: Holds the shard up to `end`.
-            shard: Its name and sizes in bytes.
-            begin: End of what was kept before; 0: nothing was.
-            end: One past the last byte to keep; the header is among the first bytes kept.
-            target: The shard's file; a list lies beside it.
-
-        Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; as many bytes are
-                kept as before.
-        """
-        facts = {"shard": astuple(shard), "begin": begin, "target": target}
-        await self._work(self._files, "keep", segment, end, **facts)
-
-    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
-        """Fill a segment with what `keep` kept of a shard; return how many bytes are undamaged.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT when it is none; FETCHER_FAILED, SHUTTING_DOWN.
-        """
-        facts = {"shard": astuple(shard), "source": source}
-        blob = await self._work(self._files, "restore", segment, shard.size, **facts)
-        return int.from_bytes(blob, "big")
-
-    async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
-        """Fill the first `size` bytes of a segment with a whole file.
-
-        Args:
-            source_fd: Path, or an open descriptor, whose offset stays and which the caller closes.
-            size: Exact length of the file in bytes.
-            segment: Takes the bytes; when this raises, it holds anything.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, FETCHER_FAILED, SHUTTING_DOWN.
-        """
-        if isinstance(source_fd, str):
-            await self._work(self._files, "load", segment, size, source=source_fd)
-        else:
-            await self._work(self._files, "load", segment, size, source_fd=source_fd)
-
     def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
         """Have every process unmap a segment that will not be used again.
 
         It is asked for at once; the result comes when all have done so and need not be awaited.
         """
         return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
+
+    def warm(self) -> None:
+        """Have every process get ready for deltas, so that the first one is not slow."""
+        for member in self._members.values():
+            member.warm()
+
+    async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        return await self._work(self._digests, op, segment, size, **facts)
+
+    async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        return await self._work(self._files, op, segment, size, **facts)
 
     async def _work(
         self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
@@ -305,7 +242,7 @@ class FetcherPool:
         task.running = False
         if task.cancelled.is_set():
             task.result.cancel()
-        elif task.attempts >= _MAX_ATTEMPTS:
+        elif task.attempts >= _MAX_ATTEMPTS or not task.again:
             what = f"{task.document['op']} of {task.document['size']} bytes"
             task.fail(
                 WeightSyncError(

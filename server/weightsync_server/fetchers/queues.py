@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from weightsync.segments import Segment
 
@@ -28,7 +28,10 @@ class Task:
         segment: With what.
         size: Its first bytes, as many.
         timeout_s: Deadline of one attempt in seconds.
-        source_fd: A second descriptor for the fetcher.
+        fills: The fetcher writes into the segment; else it gets it to read only.
+        others: Segments that it reads besides.
+        source_fd: A file that it reads besides.
+        again: The task may be tried again when a fetcher is lost over it.
         facts: What else the fetcher must know.
 
     Attributes:
@@ -45,17 +48,24 @@ class Task:
         segment: Segment,
         size: int,
         timeout_s: float,
+        *,
+        fills: bool = False,
+        others: Sequence[Segment] = (),
         source_fd: int | None = None,
+        again: bool = True,
         **facts: Any,
     ) -> None:
-        self.document: dict[str, Any] = {"op": op, "size": size, **facts}
-        self.document |= {"segment": segment.id, "capacity": segment.capacity}
+        self.document: dict[str, Any] = {"op": op, "size": size, "fills": fills, **facts}
+        self.document["segments"] = [(s.id, s.capacity) for s in (segment, *others)]
+        self.again = again
         self.timeout_s = timeout_s
         self.attempts = 0
         self.result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.cancelled = asyncio.Event()
         self.running = False
         self._segment = segment
+        self._fills = fills
+        self._others = others
         self._source_fd = source_fd
         self._order = next(_order)
 
@@ -66,14 +76,16 @@ class Task:
     @contextlib.contextmanager
     def lend_fds(self) -> Iterator[list[int]]:
         """Lend the descriptors to send: only who fills a segment gets a writable one."""
-        if self.document["op"] in ("load", "restore"):
-            yield [fd for fd in (self._segment.fd, self._source_fd) if fd is not None]
-            return
-        fd = self._segment.read_only_fd()
-        try:
-            yield [fd]
-        finally:
-            os.close(fd)
+        with contextlib.ExitStack() as opened:
+
+            def read_only(segment: Segment) -> int:
+                fd = segment.read_only_fd()
+                opened.callback(os.close, fd)
+                return fd
+
+            fds = [self._segment.fd if self._fills else read_only(self._segment)]
+            fds += [read_only(other) for other in self._others]
+            yield fds if self._source_fd is None else [*fds, self._source_fd]
 
     def answer(self, document: dict[str, Any], blob: bytes) -> None:
         """End the task with what the fetcher answered."""

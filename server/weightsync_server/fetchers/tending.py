@@ -1,4 +1,4 @@
-"""Signs of life of a fetcher, and the segments that it shall forget."""
+"""Signs of life of a fetcher, and what it is told with them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Tending:
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
         self._wanted = asyncio.Event()
+        self._warm = False
         self._forgetting: dict[str, asyncio.Future[None]] = {}
 
     def forget(self, segment_id: str) -> asyncio.Future[None]:
@@ -36,6 +37,11 @@ class Tending:
             self._forgetting[segment_id] = asyncio.get_running_loop().create_future()
         self._wanted.set()
         return self._forgetting[segment_id]
+
+    def warm(self) -> None:
+        """Have the fetcher get ready for deltas."""
+        self._warm = True
+        self._wanted.set()
 
     async def run(self) -> None:
         """Tend the fetcher until it is gone.
@@ -51,7 +57,8 @@ class Tending:
                 pass
             self._wanted.clear()
             batch = list(self._forgetting.items())[:_BATCH]
-            request = {"op": "tend", "forget": [name for name, _ in batch]}
+            request = {"op": "tend", "forget": [name for name, _ in batch], "warm": self._warm}
+            self._warm = False
             await self._process.call(request, (), self._timeout_s)
             for name, done in batch:
                 del self._forgetting[name]

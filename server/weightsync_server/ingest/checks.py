@@ -19,6 +19,7 @@ __all__ = ["check_begin", "check_digest", "check_size", "refused", "tensor_entri
 
 MAX_VERSION = (1 << 53) - 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_MAX_FALLBACK_BYTES = 64
 #: What framing may add to a message of the largest size.
 _SLACK = 1024
 
@@ -50,16 +51,15 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
         WeightSyncError: REQUEST_INVALID, NOT_SUPPORTED.
     """
     if request.kind == pb.PUSH_KIND_DELTA:
-        raise WeightSyncError(
-            Reason.NOT_SUPPORTED,
-            "this server takes no deltas yet; push every tensor in full (PUSH_KIND_FULL)",
-        )
-    if request.kind not in (pb.PUSH_KIND_UNSPECIFIED, pb.PUSH_KIND_FULL):
+        _check_delta(request)
+    elif request.kind not in (pb.PUSH_KIND_UNSPECIFIED, pb.PUSH_KIND_FULL):
         raise WeightSyncError(
             Reason.NOT_SUPPORTED, f"push kind {request.kind} is not known here; use PUSH_KIND_FULL"
         )
-    if request.base_content_digest:
+    elif request.base_content_digest:
         raise refused("base_content_digest belongs to a delta; leave it empty in a full push")
+    if len(request.fallback_reason.encode()) > _MAX_FALLBACK_BYTES:
+        raise refused(f"fallback_reason is over {_MAX_FALLBACK_BYTES} bytes; shorten it")
     if request.version > MAX_VERSION:
         raise refused(f"version {request.version} is above {MAX_VERSION}, the largest there is")
     if request.epoch > MAX_VERSION:
@@ -73,6 +73,16 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
     if request.shard_count > limits.max_shards:
         raise refused(f"{request.shard_count} shards; send at most {limits.max_shards}")
     _check_metadata(request, limits)
+
+
+def _check_delta(request: pb.BeginPushRequest) -> None:
+    if not request.base_content_digest:
+        raise refused("a delta needs base_content_digest, the content digest of what it changes")
+    check_digest("base_content_digest", request.base_content_digest)
+    if request.layout_digest:
+        raise refused("layout_digest belongs to a full push; a delta's layout is that of its base")
+    if request.fallback_reason:
+        raise refused("fallback_reason belongs to a full push; leave it empty in a delta")
 
 
 def _check_metadata(request: pb.BeginPushRequest, limits: PushLimits) -> None:

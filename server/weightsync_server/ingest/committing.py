@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Layout, Manifest
     from weightsync_server.ingest.push import Push
     from weightsync_server.versions import VersionRecord
+    from weightsync_server.versions.deltas import PushedDelta
 
 __all__ = ["answer", "check_complete", "commit"]
 
@@ -32,6 +33,7 @@ def answer(record: VersionRecord, *, durable: bool, already: bool) -> pb.CommitP
         already=already,
         size_bytes=commit.size_bytes,
         tensor_count=commit.tensor_count,
+        stored_bytes=commit.stored_bytes,
     )
 
 
@@ -80,17 +82,32 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     if existing is not None and existing.commit is not None:
         _repeat(push, existing, manifest)
         return answer(existing, durable=durable, already=True)
-    verified = all(upload.trainer_verified for upload in push.shards.values())
+    delta = await _delta(push, manifest)
+    # The content digest that a delta's commit must tell is made of all digests.
+    each = (upload.trainer_verified for upload in push.shards.values())
+    verified = delta is not None or all(each)
     if existing is not None:
         existing.push_id, existing.key = push.id, push.key
         await push.versions.orphans.revive(
-            existing, manifest, epoch=push.record.epoch, trainer_verified=verified
+            existing, manifest, epoch=push.record.epoch, trainer_verified=verified, delta=delta
         )
         push.versions.pool.release(push.record.place)
         return answer(existing, durable=durable, already=False)
-    await push.versions.commit(push.record, manifest, trainer_verified=verified)
-    _remember_headers(push, manifest.layout)
+    await push.versions.commit(push.record, manifest, trainer_verified=verified, delta=delta)
+    if push.delta is not None:
+        push.delta.committed()
+    else:
+        _remember_headers(push, manifest.layout)
     return answer(push.record, durable=durable, already=False)
+
+
+async def _delta(push: Push, manifest: Manifest) -> PushedDelta | None:
+    if push.delta is None or push.delta.pushed is None:
+        return None
+    pushed = push.delta.pushed = await push.versions.folder.admit(
+        push.record, manifest, push.delta.pushed
+    )
+    return pushed
 
 
 async def _verified(push: Push) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing
+from weightsync_server.ingest.room import stored_at
 
 if TYPE_CHECKING:
     from weightsync.segments import Segment
@@ -64,18 +65,15 @@ async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
 
 
 async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    versions = push.versions
-    target = versions.store.shard_target(versions.name, push.record.version, upload.index)
+    target = stored_at(push, upload)
     if target is None:
         raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
-    try:
+    with refusing(f"keeping shard {upload.index}"):
         await failpoints.reach("receive.keep")
-    except OSError as error:
-        raise write_fault(error, f"keeping shard {upload.index}") from error
-    begin, end, started = upload.kept, upload.received, time.monotonic()
-    await versions.fetchers.keep(segment, upload.entry, begin, end, target)
+    begin, end, started = upload.kept, upload.received, time.perf_counter()
+    await push.versions.fetchers.keep(segment, upload.entry, begin, end, target)
     upload.kept = end
     if begin == 0:
         # The first bytes reserve the whole file.
         push.disk.wrote(upload.entry.size)
-    push.meters.observe_phase("persist", time.monotonic() - started)
+    push.meters.observe_phase("persist", time.perf_counter() - started)

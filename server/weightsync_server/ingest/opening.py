@@ -6,14 +6,17 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.room import promise_room
 from weightsync_server.store import PushRecord
+from weightsync_server.versions import find_base
 
 if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
-    from weightsync_server.versions import Slot
+    from weightsync_server.versions import ModelVersions, Slot, VersionRecord
 
-__all__ = ["equip", "start"]
+__all__ = ["base_of", "equip", "start"]
 
 
 async def start(push: Push, deadline_s: float | None) -> None:
@@ -28,11 +31,25 @@ async def start(push: Push, deadline_s: float | None) -> None:
     except asyncio.CancelledError:
         push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
         raise
-    except WeightSyncError as error:
-        push.fail(error)
+    except Exception as error:
+        told = refusal(error, f"opening the push of version {push.record.version}")
+        push.fail(told)
         await push.closed()
-        raise
+        if told is error:
+            raise
+        raise told from error
     push.opened.set_result(None)
+
+
+def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRecord | None:
+    """Return the base of a delta, None of a full push.
+
+    Raises:
+        WeightSyncError: BASE_MISMATCH.
+    """
+    if request.kind != pb.PUSH_KIND_DELTA:
+        return None
+    return find_base(versions, request.base_content_digest, request.metadata.get("run_id", ""))
 
 
 async def equip(push: Push, deadline_s: float | None) -> None:
@@ -46,11 +63,14 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     if push.request.layout_digest:
         known = await push.versions.layout(push.request.layout_digest)
         push.check_open()
+    if push.delta is not None:
+        await push.delta.equip()
+        push.check_open()
     total = push.request.total_bytes or (known.layout.size if known else 0)
     await promise_room(push, total)
     push.check_open()
     if known is not None:
-        push.describe_known(known)
+        push.layout.take_known(known)
 
 
 async def _record(push: Push) -> None:
@@ -59,8 +79,9 @@ async def _record(push: Push) -> None:
         # What it repeats is committed already; what the store does not keep cannot survive.
         return
     record, request = push.record, push.request.SerializeToString().hex()
+    delta = push.delta is not None
     await versions.store.record_push(
-        PushRecord(push.id, versions.name, record.version, record.epoch, request)
+        PushRecord(push.id, versions.name, record.version, record.epoch, request, delta)
     )
     push.check_open()
     push.recorded = True

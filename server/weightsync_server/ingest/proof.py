@@ -11,7 +11,9 @@ from weightsync import failpoints
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.keeping import keep_rest
+from weightsync_server.ingest.room import stored_at
 from weightsync_server.ingest.sealing import proceed
 
 if TYPE_CHECKING:
@@ -62,6 +64,10 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
     A failure fails the push, but for that of a fetcher: the next commit tries again.
     """
     try:
+        if not upload.headed:
+            # The stream that brought the last bytes was cut before it came to that.
+            await check_arrived_header(upload, segment, push.known)
+            upload.headed = True
         digesting = asyncio.create_task(_digest(push, upload, segment))
         persisting = asyncio.create_task(_persist(push, upload, segment))
         try:
@@ -75,16 +81,18 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
         if error.reason not in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
             push.fail(error)
         raise
-    except Exception:
+    except Exception as error:
         logger.exception("shard %d of version %d", upload.index, push.record.version)
-        push.fail(WeightSyncError(Reason.FAULT, "the server failed to verify a shard; push again"))
+        push.fail(refusal(error, f"verifying shard {upload.index}"))
         raise
 
 
 async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
-    started = time.monotonic()
+    started = time.perf_counter()
     found = await push.versions.fetchers.digest(segment, upload.entry)
-    push.meters.observe_phase("digest", time.monotonic() - started)
+    push.meters.observe_phase("digest", time.perf_counter() - started)
+    if push.delta is not None:
+        await push.delta.inspect(upload, segment)
     if upload.found not in (None, found):
         # Digested again because a write failed; the version may be staged with the first digests.
         raise WeightSyncError(
@@ -102,10 +110,9 @@ async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
     if push.recorded:
         await keep_rest(push, upload, segment)
         return
-    versions, entry = push.versions, upload.entry
-    target = versions.store.shard_target(versions.name, push.record.version, upload.index)
+    entry, target = upload.entry, stored_at(push, upload)
     if target is not None:
-        started = time.monotonic()
-        await versions.fetchers.persist(segment, entry.size, target)
+        started = time.perf_counter()
+        await push.versions.fetchers.persist(segment, entry.size, target)
         push.disk.wrote(entry.size)
-        push.meters.observe_phase("persist", time.monotonic() - started)
+        push.meters.observe_phase("persist", time.perf_counter() - started)

@@ -9,25 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.layout import check_shard
-from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
-from weightsync_server.ingest.checks import refused, tensor_entries
+from weightsync_server.ingest.delta import DeltaPush
+from weightsync_server.ingest.describing import PushLayout
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
-from weightsync_server.ingest.room import make_room
 from weightsync_server.ingest.telling import progress
-from weightsync_server.ingest.upload import ShardUpload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.manifest import Manifest, TensorEntry
+    from weightsync.manifest import Manifest
     from weightsync.segments import Segment
     from weightsync_server.ingest.limits import PushLimits
+    from weightsync_server.ingest.upload import ShardUpload
     from weightsync_server.store import KeptShard
-    from weightsync_server.versions import Meters, ModelVersions, VersionRecord
+    from weightsync_server.versions import Meters, ModelVersions, Slot, VersionRecord
     from weightsync_server.versions.layouts import KnownLayout
 
 __all__ = ["FATAL", "Push"]
@@ -48,8 +46,6 @@ FATAL = frozenset(
         Reason.FAULT,
     }
 )
-#: Layouts with more tensors than this are worked on in a thread.
-_INLINE_TENSORS = 256
 
 
 class Push:
@@ -65,6 +61,8 @@ class Push:
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         shards: Uploads by index.
+        layout: What was told of them.
+        delta: What it has besides if it is a delta.
         disk: The room in the store that it was promised.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
@@ -99,9 +97,9 @@ class Push:
         self.record = record
         record.push_id, record.key = self.id, self.key
         self.existing: VersionRecord | None = None
+        self.delta: DeltaPush | None = None
         self.disk = versions.disk.share()
-        self.limits = limits
-        self.meters = meters
+        self.limits, self.meters = limits, meters
         self.shards: dict[int, ShardUpload] = {}
         self.known: KnownLayout | None = None
         self.request = request
@@ -118,8 +116,7 @@ class Push:
         self.streams = 0
         self.first_byte_at = self.last_byte_at = 0.0
         self.declared_bytes = 0
-        self._tensors = 0
-        self._names: set[str] = set()
+        self.layout = PushLayout(self)
         self.told: list[pb.ShardProgress] | None = None
         self._on_end = on_end
         self._closing: asyncio.Task[None] | None = None
@@ -132,6 +129,16 @@ class Push:
         """Its shards go to a disk; those of a repeated version lie there already."""
         again = self.existing and self.existing.commit
         return self.versions.store.durable and again is None
+
+    @property
+    def place(self) -> Slot:
+        """Where its shards go: the slot of its version or, of a delta, memory of their own."""
+        return self.record.place if self.delta is None else self.delta.parcel
+
+    def based_on(self, base: VersionRecord | None) -> None:
+        """Take note that this is a delta, and of which version; None: it is not."""
+        if base is not None:
+            self.delta = DeltaPush(self.versions, self.record, base, self.meters)
 
     def check_open(self) -> None:
         """Raise the error of a push that failed."""
@@ -150,6 +157,11 @@ class Push:
         if self.streams == 0 and self.error is None and self.committed is None:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self.limits.resume_timeout_s, self._too_idle)
+
+    @property
+    def until(self) -> float:
+        """When it is dropped unless somebody goes on with it, by the event loop's clock."""
+        return self._idle.when() if self._idle is not None else 0.0
 
     def join(self) -> None:
         """A stream begins to serve the push."""
@@ -204,9 +216,11 @@ class Push:
         """Keep only what may still be asked for: ended pushes are remembered by the hundred."""
         self.told = progress(self)
         self.disk.close()
+        if self.delta is not None:
+            self.delta.end()
         self.shards = {}
         self.known = self.sealing = self.asleep = None
-        self._names = set()
+        self.layout = PushLayout(self)
 
     async def closed(self) -> None:
         """Wait until a push that failed has freed everything."""
@@ -223,6 +237,10 @@ class Push:
             if upload.allocation is not None:
                 tasks.append(upload.allocation)
         tasks += [task for task in (self.committing, self.sealing) if task is not None]
+        if self.delta is not None:
+            if self.sealing is not None:
+                self.sealing.cancel()
+            await self.delta.cease()
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
@@ -247,122 +265,6 @@ class Push:
             ),
             "aborted",
         )
-
-    # Layout
-
-    def describe_known(self, known: KnownLayout) -> None:
-        """Take a whole layout that the server knows.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
-        """
-        if self.shard_count not in (0, len(known.layout.shards)):
-            raise refused(
-                f"shard_count is {self.shard_count}, the layout named by layout_digest has "
-                f"{len(known.layout.shards)} shards"
-            )
-        self.known = known
-        self.shard_count = len(known.layout.shards)
-        for index, (entry, tensors) in enumerate(
-            zip(known.layout.shards, known.layout.by_shard, strict=True)
-        ):
-            upload = self.shards[index] = ShardUpload(index, entry)
-            self._accept(upload, tensors)
-
-    async def add_layout(self, part: pb.LayoutPart, stream: object) -> None:
-        """Take a part of a shard's layout; the last one is checked and reserves memory.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, REQUEST_INVALID, SHARD_BUSY, MEMORY_EXHAUSTED.
-        """
-        if len(part.shard_name.encode()) > 255:
-            raise refused("shard_name is over 255 bytes; shorten it")
-        large = len(part.tensors) > _INLINE_TENSORS
-        entries = await asyncio.to_thread(tensor_entries, part) if large else tensor_entries(part)
-        self.check_open()
-        upload = self._upload_for(part)
-        if upload.tensors is not None:
-            same = upload.same_layout
-            if not (await asyncio.to_thread(same, part, entries) if large else same(part, entries)):
-                raise refused(
-                    f"shard {part.shard} has another layout already; the layout of a shard is sent "
-                    "once"
-                )
-            return
-        upload.own(stream)
-        upload.add(part, entries)
-        pending = sum(other.pending_tensors for other in self.shards.values())
-        if self._tensors + pending > self.limits.max_tensors:
-            raise WeightSyncError(
-                Reason.LAYOUT_INVALID,
-                f"the version holds over {self.limits.max_tensors} tensors, the most there may be",
-            )
-        if part.last:
-            parts = upload.take_parts()
-            if len(parts) > _INLINE_TENSORS:
-                tensors = await asyncio.to_thread(check_shard, upload.entry, parts)
-                self.check_open()
-            else:
-                tensors = check_shard(upload.entry, parts)
-            self._check_names(tensors)
-            self._accept(upload, tensors)
-            upload.owner = None
-
-    def _upload_for(self, part: pb.LayoutPart) -> ShardUpload:
-        upload = self.shards.get(part.shard)
-        if upload is not None:
-            return upload
-        most = self.shard_count or self.limits.max_shards
-        if part.shard >= most:
-            raise refused(f"shard {part.shard} of a version of at most {most} shards")
-        entry = ShardEntry(part.shard_name, part.size_bytes, part.header_bytes)
-        upload = self.shards[part.shard] = ShardUpload(part.shard, entry)
-        return upload
-
-    def _check_names(self, tensors: tuple[TensorEntry, ...]) -> None:
-        for tensor in tensors:
-            if tensor.name in self._names:
-                raise WeightSyncError(
-                    Reason.LAYOUT_INVALID, f"tensor {tensor.name[:100]!r} is in the version twice"
-                )
-            self._names.add(tensor.name)
-
-    def _accept(self, upload: ShardUpload, tensors: tuple[TensorEntry, ...]) -> None:
-        self.declared_bytes += upload.entry.size
-        if self.total_bytes and self.declared_bytes > self.total_bytes:
-            raise WeightSyncError(
-                Reason.LAYOUT_INVALID,
-                f"the shards so far hold {self.declared_bytes} bytes, total_bytes promised "
-                f"{self.total_bytes}; declare the right sum or none",
-            )
-        self._tensors += len(tensors)
-        upload.describe(tensors)
-        if not self.stores or self.disk.covers(self.declared_bytes):
-            upload.segment = self.record.place.reuse(upload.index, upload.entry.size)
-        if upload.segment is None:
-            # A task of its own, so that streams of other shards go on meanwhile.
-            upload.allocation = asyncio.create_task(make_room(self, upload, self.declared_bytes))
-            upload.allocation.add_done_callback(self._allocated)
-
-    def _allocated(self, task: asyncio.Task[Segment]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, WeightSyncError):
-            self.fail(error)
-
-    def described(
-        self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]
-    ) -> ShardUpload | None:
-        """Return the upload of a shard whose checked layout is known; None: it has another.
-
-        Raises:
-            WeightSyncError: LAYOUT_INVALID, MEMORY_EXHAUSTED.
-        """
-        upload = self.shards.get(index)
-        if upload is None:
-            upload = self.shards[index] = ShardUpload(index, entry)
-            self._check_names(tensors)
-            self._accept(upload, tensors)
-        return upload if (upload.entry, upload.tensors) == (entry, tensors) else None
 
     # Bytes
 

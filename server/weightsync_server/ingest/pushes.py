@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from functools import partial
@@ -12,10 +13,11 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
-from weightsync_server.ingest.checks import check_begin, check_digest
+from weightsync_server.faults import refusal
+from weightsync_server.ingest.checks import check_begin, check_digest, refused
 from weightsync_server.ingest.committing import check_complete, commit
 from weightsync_server.ingest.limits import PushLimits
-from weightsync_server.ingest.opening import start
+from weightsync_server.ingest.opening import base_of, start
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.resuming import Survivors, loaded, wake
 from weightsync_server.ingest.shares import Shares
@@ -24,7 +26,7 @@ from weightsync_server.ingest.telling import missing, progress, status
 from weightsync_server.versions import NoMeters
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
 
@@ -181,6 +183,14 @@ class Pushes:
         """Return the open pushes of a model."""
         return [status(push) for push in self._open.values() if push.versions.name == model]
 
+    def overdue(self) -> Iterator[str]:
+        """Yield a sentence for every push that nobody goes on with and that should be gone."""
+        now = asyncio.get_running_loop().time()
+        for push in self._open.values():
+            opening = not push.opened.done() and push.asleep is None
+            if push.error is None and push.streams == 0 and not opening and push.until < now:
+                yield f"the push of version {push.record.version} stays although it is idle"
+
     # For streams
 
     def find(self, push_id: str) -> Push:
@@ -222,6 +232,8 @@ class Pushes:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
         push.check_open()
+        if push.delta is not None and not request.content_digest:
+            raise refused("the commit of a delta needs content_digest, that of the new version")
         if push.committed is not None:
             self._check_same(push.committed, request)
             return push.again()
@@ -269,6 +281,14 @@ class Pushes:
                     f"the idempotency key belongs to a push of version {push.record.version}; "
                     "choose another key",
                 )
+            delta = request.kind == pb.PUSH_KIND_DELTA
+            if push.committed is None and delta != (push.delta is not None):
+                raise WeightSyncError(
+                    Reason.VERSION_CONFLICT,
+                    "the idempotency key belongs to an open push of another kind; abort that one, "
+                    "or choose another key",
+                    metadata={"push_id": push.id},
+                )
             await wake(push, deadline_s)
             return push
         return None
@@ -290,9 +310,15 @@ class Pushes:
             )
         version = request.version or versions.next_version()
         existing = self._existing(versions, version)
+        base = base_of(versions, request)
         record = versions.unlisted(version, epoch, dict(request.metadata))
         push = Push(versions, record, request, self.limits, self.meters, self._on_end)
         push.existing = existing
+        push.based_on(base)
+        if request.fallback_reason:
+            # The next push of this trainer will be a delta.
+            self.meters.count_fallback(request.fallback_reason)
+            versions.fetchers.warm()
         self._open[push.id] = push
         if existing is None:
             record.missing = partial(missing, push)
@@ -352,10 +378,12 @@ class Pushes:
             raise
         except Exception as error:
             logger.exception("commit of version %d", push.record.version)
-            push.fail(WeightSyncError(Reason.FAULT, "the commit failed in the server; push again"))
+            push.fail(refusal(error, f"the commit of version {push.record.version}"))
             raise push.error or error from error
         push.succeed(response)
-        await failpoints.reach("commit.reply")
+        # The version is there: no error may tell otherwise any more.
+        with contextlib.suppress(OSError):
+            await failpoints.reach("commit.reply")
         return response
 
     def _refuse_stale(self) -> None:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.faults import read_fault
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.committing import answer
 from weightsync_server.ingest.keeping import next_mark
-from weightsync_server.ingest.opening import equip
+from weightsync_server.ingest.opening import base_of, equip
 from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.room import stored_at
 from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
@@ -66,10 +67,16 @@ class Survivors:
         found = []
         for survivor in await self._versions.store.open_pushes(self._versions.name):
             record = survivor.record
-            if record.epoch == self._versions.epoch and record.version > self._versions.highest:
+            try:
+                if record.epoch != self._versions.epoch:
+                    raise self._versions.epochs.stale(record.epoch)
+                if record.version <= self._versions.highest:
+                    raise self._versions.not_above(record.version)
                 found.append(self._asleep(survivor))
-            else:
-                logger.info("the push of version %d can no longer be committed", record.version)
+            except WeightSyncError as error:
+                logger.info(
+                    "the push of version %d cannot go on: %s", record.version, error.message
+                )
                 await self._versions.store.discard(record.model, record.version)
         return found
 
@@ -84,7 +91,9 @@ class Survivors:
         told = survivor.record
         request = pb.BeginPushRequest.FromString(bytes.fromhex(told.request))
         record = self._versions.unlisted(told.version, told.epoch, dict(request.metadata))
+        base = base_of(self._versions, request)
         push = self._made(record, request, told.push_id)
+        push.based_on(base)
         push.asleep = {shard.index: shard for shard in survivor.shards}
         push.recorded = True
         record.missing = partial(missing, push)
@@ -133,18 +142,23 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
             _take_up(push, shard)
     except BaseException as error:
         push.waking = None
+        if push.delta is not None:
+            await push.delta.cease()
         if push.asleep is not None and push.error is None and push.record.slot is not None:
             push.versions.pool.release(push.record.slot)
-        if isinstance(error, OSError):
-            raise read_fault(error, "resuming a push") from error
-        if push.asleep is None and isinstance(error, WeightSyncError):
-            push.fail(error)
-        raise
+        if not isinstance(error, Exception):
+            raise
+        told = refusal(error, "resuming a push")
+        if push.asleep is None:
+            push.fail(told)
+        if told is error:
+            raise
+        raise told from error
     push.opened.set_result(None)
 
 
 def _take_up(push: Push, shard: KeptShard) -> None:
-    upload = push.described(shard.index, shard.entry, shard.tensors)
+    upload = push.layout.take(shard.index, shard.entry, shard.tensors)
     if upload is None:
         logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
         return
@@ -159,11 +173,10 @@ async def _restore(push: Push, upload: ShardUpload) -> Segment:
     segment = await push.allocated(upload)
     # Its file was reserved whole in the server's earlier life.
     push.disk.wrote(upload.entry.size)
-    versions = push.versions
-    source = versions.store.shard_source(versions.name, push.record.version, upload.index)
+    source = stored_at(push, upload)
     good = 0
     try:
-        good = await versions.fetchers.restore(segment, upload.entry, source or "")
+        good = await push.versions.fetchers.restore(segment, upload.entry, source or "")
     except WeightSyncError as error:
         if error.reason is Reason.SHUTTING_DOWN:
             raise

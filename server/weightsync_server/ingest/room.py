@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.upload import ShardUpload
 
-__all__ = ["make_room", "promise_room"]
+__all__ = ["make_room", "promise_room", "stored_at"]
 
 
 async def promise_room(push: Push, total: int) -> None:
@@ -20,7 +20,15 @@ async def promise_room(push: Push, total: int) -> None:
     """
     if push.stores:
         await push.disk.promise(total)
-    await push.versions.pool.promise(push.record.place, total)
+    await push.versions.pool.promise(push.place, total)
+
+
+def stored_at(push: Push, upload: ShardUpload) -> str | None:
+    """Return the path at which the store keeps a shard; None: it keeps none."""
+    versions, delta = push.versions, push.delta is not None
+    return versions.store.shard_target(
+        versions.name, push.record.version, upload.index, delta=delta
+    )
 
 
 async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
@@ -31,4 +39,4 @@ async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
     """
     if push.stores:
         await push.disk.promise(total)
-    return await push.versions.pool.segment(push.record.place, upload.index, upload.entry.size)
+    return await push.versions.pool.segment(push.place, upload.index, upload.entry.size)

@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
-from weightsync.errors import WeightSyncError
+from weightsync.errors import Reason
 from weightsync.layout import check_version
+from weightsync.manifest import Manifest
+from weightsync_server.faults import refusal
 from weightsync_server.ingest.telling import missing
 
 if TYPE_CHECKING:
-    from weightsync.manifest import Manifest
     from weightsync_server.ingest.push import Push
 
 __all__ = ["proceed", "seal"]
@@ -36,10 +37,10 @@ def seal(push: Push) -> asyncio.Task[Manifest]:
 
 
 async def _seal(push: Push) -> Manifest:
-    await failpoints.reach("commit.seal")
     ordered = [push.shards[index] for index in sorted(push.shards)]
     found = [digest for upload in ordered for digest in upload.found or ()]
     try:
+        await failpoints.reach("commit.seal")
         if push.known is not None:
             layout = push.known.layout
         else:
@@ -48,10 +49,20 @@ async def _seal(push: Push) -> Manifest:
                 [upload.entry for upload in ordered],
                 [upload.tensors or () for upload in ordered],
             )
-        manifest = await push.versions.seal(layout, found)
-    except WeightSyncError as error:
-        push.fail(error)
-        raise
+        if push.delta is not None:
+            manifest = await push.delta.build(Manifest(layout, tuple(found)))
+        else:
+            manifest = await push.versions.seal(layout, found)
+    except Exception as error:
+        told = refusal(error, f"sealing version {push.record.version}")
+        if told.reason in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
+            # The next commit tries again.
+            push.sealing = None
+        else:
+            push.fail(told)
+        if told is error:
+            raise
+        raise told from error
     if push.existing is None and push.error is None:
         push.versions.staged(push.record, manifest)
     return manifest

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
-
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Shares"]
 
@@ -22,12 +17,10 @@ class Shares:
 
     Args:
         total: Pushes open at once.
-        clock: Seconds that only rise.
     """
 
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, total: int) -> None:
         self._total = total
-        self._clock = clock
         self._wanted: dict[str, float] = {}
 
     def check(self, who: str, held: int) -> None:
@@ -40,7 +33,7 @@ class Shares:
         Raises:
             WeightSyncError: LIMIT_EXCEEDED.
         """
-        now = self._clock()
+        now = clock.monotonic()
         self._wanted[who] = now
         # No more callers count than can have a push each.
         recent = sorted(self._wanted.items(), key=lambda item: item[1])[-self._total :]

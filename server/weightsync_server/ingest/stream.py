@@ -185,7 +185,7 @@ class PushStream:
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
             await failpoints.reach("receive.layout")
-            await push.add_layout(message.layout, self)
+            await push.layout.add(message.layout, self)
         elif message.HasField("digests"):
             upload = push.shards.get(message.digests.shard)
             if upload is None or upload.tensors is None:

@@ -25,18 +25,25 @@ _LOAD_S = 600.0
 
 
 async def pull(
-    versions: ModelVersions, request: pb.PullWeightsRequest
+    versions: ModelVersions, request: pb.PullWeightsRequest, deadline_s: float | None = None
 ) -> AsyncIterator[pb.PullWeightsResponse]:
     """Yield the version, then layout, bytes and digests of each shard.
 
     The version stays in its slot until the last message is taken or the call ends.
+
+    Args:
+        versions: The registry.
+        request: The call.
+        deadline_s: Seconds left to it, if it has a deadline.
 
     Raises:
         WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID or NO_SLOT.
     """
     record = chosen(versions, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
-    lease = await versions.stage(record.version, _LOAD_S, for_engine=False)
+    # A little less than the caller waits, so that it is told why.
+    longest = _LOAD_S if deadline_s is None else min(_LOAD_S, deadline_s * 0.95)
+    lease = await versions.stage(record.version, longest, for_engine=False)
     try:
         manifest = record.manifest
         if manifest is None:

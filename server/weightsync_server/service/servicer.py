@@ -143,7 +143,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         self, request: pb.PullWeightsRequest, context: Any
     ) -> AsyncIterator[pb.PullWeightsResponse]:
         """Send bytes back out."""
-        async for message in pull(self._model(request.model), request):
+        versions, left = self._model(request.model), context.time_remaining()
+        async for message in pull(versions, request, left):
             yield message
 
     async def VerifyVersion(self, request: pb.VerifyVersionRequest, context: Any) -> Any:

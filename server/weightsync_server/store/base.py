@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from weightsync.manifest import Manifest, ShardEntry, TensorEntry
 
@@ -51,6 +51,11 @@ class CommitRecord:
         adopted: Whether it is an engine's checkpoint and no push.
         push_id: The push that brought it; empty: none.
         idempotency_key: Key of that push; empty: none.
+        base_version: The version whose bytes it is kept as a change of; 0: it is kept in full.
+        base_content_digest: Content of that version; empty: none.
+        delta_bytes: Sum of the sizes of the delta shards that are kept of it.
+        changed_elements: Where it was pushed as a delta: elements that the delta told.
+        changed_fraction: Their share of all elements.
     """
 
     model: str
@@ -68,6 +73,16 @@ class CommitRecord:
     adopted: bool
     push_id: str = ""
     idempotency_key: str = ""
+    base_version: int = 0
+    base_content_digest: str = ""
+    delta_bytes: int = 0
+    changed_elements: int = 0
+    changed_fraction: float = 0.0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of shards that the store keeps of it."""
+        return self.delta_bytes if self.base_version else self.size_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, read back by `from_json`."""
@@ -83,12 +98,11 @@ class CommitRecord:
         kinds = {"metadata": dict, "trainer_verified": bool, "adopted": bool}
         texts = ("model", "content_digest", "manifest_digest", "layout_digest")
         kinds |= dict.fromkeys(texts, str)
-        # Records of the first release lack these.
-        late = {name: document.get(name, "") for name in ("push_id", "idempotency_key")}
-        kinds |= dict.fromkeys(late, str)
-        return cls(
-            **_checked({**document, **late}, dict.fromkeys(cls.__annotations__, int) | kinds)
-        )
+        # Records of earlier releases lack what has a default.
+        late = {item.name: item.default for item in fields(cls) if item.default is not MISSING}
+        kinds |= {name: type(value) for name, value in late.items()}
+        every = dict.fromkeys(cls.__annotations__, int) | kinds
+        return cls(**_checked({**late, **document}, every))
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class PushRecord:
         version: The version it brings.
         epoch: Epoch of its writer.
         request: The call that opened it, as it came, hexadecimal.
+        delta: Its shards are those of a delta.
     """
 
     push_id: str
@@ -108,6 +123,7 @@ class PushRecord:
     version: int
     epoch: int
     request: str
+    delta: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, read back by `from_json`."""
@@ -121,7 +137,7 @@ class PushRecord:
             ValueError: It is no such document.
         """
         kinds = {"push_id": str, "model": str, "version": int, "epoch": int, "request": str}
-        return cls(**_checked(document, kinds))
+        return cls(**_checked({"delta": False, **document}, {**kinds, "delta": bool}))
 
 
 @dataclass(frozen=True)
@@ -174,11 +190,15 @@ class Store(Protocol):
     durable: bool
     url: str
 
+    @property
+    def lost(self) -> Sequence[str]:
+        """A sentence for each committed version that `open` did not find whole."""
+
     async def open(self) -> list[CommitRecord]:
         """Recover, and return the committed versions by model and version.
 
         Leftovers of uncommitted versions are removed; a committed version with a file that is
-        missing or has another length is put aside and not returned.
+        missing or has another length is put aside and not returned, nor is what is based on it.
 
         Raises:
             WeightSyncError: The store cannot be used.
@@ -191,19 +211,40 @@ class Store(Protocol):
             OSError: It cannot be asked.
         """
 
-    def shard_target(self, model: str, version: int, shard: int) -> str | None:
+    def shard_target(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return the path to persist a shard to; None: this store keeps none."""
 
-    def shard_source(self, model: str, version: int, shard: int) -> str | None:
+    def shard_source(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return the path to load a shard from; None: this store keeps none."""
 
-    async def commit(self, record: CommitRecord, manifest: Manifest) -> None:
+    async def commit(
+        self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
+    ) -> None:
         """Make a version exist, its shards having been persisted; when it raises, it does not.
 
         Repeating it with the same content changes nothing.
 
+        Args:
+            record: What makes it exist.
+            manifest: Of the whole version.
+            delta: Of the delta shards that were persisted in the place of the whole ones.
+
         Raises:
             WeightSyncError: EPOCH_STALE, VERSION_CONFLICT, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT.
+        """
+
+    async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
+        """Keep a delta in full from now on, its whole shards having been persisted.
+
+        All or nothing: when it raises, the version is kept in one form or the other, and both can
+        be read until the store is opened again. Nobody may read its delta shards any more.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT.
         """
 
     async def discard(self, model: str, version: int) -> None:
@@ -215,6 +256,16 @@ class Store(Protocol):
         Raises:
             WeightSyncError: VERSION_UNKNOWN, DATA_CORRUPT.
         """
+
+    async def delta(self, model: str, version: int) -> Manifest:
+        """Return the manifest of the delta shards of a version that is kept as a delta.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN, DATA_CORRUPT.
+        """
+
+    async def tidy(self, model: str, version: int) -> None:
+        """Remove whole shards that were persisted for a fold which is not to be."""
 
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine."""

@@ -4,7 +4,8 @@
     <root>/<model>/epoch.json, marks.json
     <root>/<model>/v<version>/<shard>.safetensors, manifest.json, commit.json
 
-Shards are byte for byte what was pushed. A version exists if and only if its commit record does.
+Shards are byte for byte what was pushed, in full or as a delta. A version exists if and only if its
+commit record does, which tells what else must be there (`weightsync_server.store.contents`).
 What lies there of a push that is still open tells `weightsync_server.store.partial`.
 """
 
@@ -15,27 +16,37 @@ import contextlib
 import logging
 import os
 import shutil
-import stat
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import xxhash
-
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.manifest import Manifest
 from weightsync_server import files
 from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.store.base import CommitRecord, check_epoch, check_model, check_version
-from weightsync_server.store.files import read_document, replace, write_document
-from weightsync_server.store.partial import RECORD, forget_push, is_partial, open_pushes
-from weightsync_server.store.recovery import COMMIT, MANIFEST, recover, shard_name
+from weightsync_server.store.contents import (
+    COMMIT,
+    DELTA,
+    MANIFEST,
+    check_files,
+    commit_document,
+    lengths,
+    read_manifest,
+    remove_unnamed,
+    shard_name,
+    shard_names,
+    write_manifests,
+)
+from weightsync_server.store.files import read_document, write_document
+from weightsync_server.store.partial import RECORD, forget_push, open_pushes
+from weightsync_server.store.recovery import recover
 from weightsync_server.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from weightsync.manifest import Manifest
     from weightsync_server.store.base import OpenPush, PushRecord
 
 __all__ = ["LocalStore"]
@@ -61,36 +72,50 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self.url = self._root.as_uri()
+        self.lost: list[str] = []
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def open(self) -> list[CommitRecord]:
         """Recover, and return the committed versions by model and version."""
         try:
-            return await in_thread(recover, self._root)
+            records, self.lost = await in_thread(recover, self._root)
         except OSError as error:
             raise write_fault(error, f"opening the store {self._root}") from error
+        return records
 
     def free_bytes(self) -> int:
         """Return what the disk has free for this user; blocks."""
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
-    def shard_target(self, model: str, version: int, shard: int) -> str | None:
+    def shard_target(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return the path to persist a shard to."""
-        return str(self._directory(model, version) / shard_name(shard))
+        return str(self._directory(model, version) / shard_name(shard, delta=delta))
 
-    def shard_source(self, model: str, version: int, shard: int) -> str | None:
+    def shard_source(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return the path to load a shard from."""
-        return self.shard_target(model, version, shard)
+        return self.shard_target(model, version, shard, delta=delta)
 
-    async def commit(self, record: CommitRecord, manifest: Manifest) -> None:
+    async def commit(
+        self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
+    ) -> None:
         """Make a version exist, its shards having been persisted; when it raises, it does not.
 
         One exception that no local file system can avoid: where flushing the directory and then
         removing the record both fail, the version may be there after a crash, whole.
         """
         what = f"committing version {record.version} of {record.model}"
-        await self._change(record.model, what, self._commit, record, manifest)
+        await self._change(record.model, what, self._commit, record, manifest, delta)
+
+    async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
+        """Keep a delta in full from now on, its whole shards having been persisted."""
+        directory = self._directory(record.model, record.version)
+        what = f"folding version {record.version} of {record.model}"
+        await self._change(record.model, what, _fold, directory, record, manifest)
 
     async def discard(self, model: str, version: int) -> None:
         """Remove what a failed push left; a committed version stays untouched."""
@@ -99,9 +124,16 @@ class LocalStore:
 
     async def manifest(self, model: str, version: int) -> Manifest:
         """Return the manifest of a committed version, proved by the digest in its record."""
+        return await self._manifest(model, version, MANIFEST)
+
+    async def delta(self, model: str, version: int) -> Manifest:
+        """Return the manifest of the delta shards of a version that is kept as a delta."""
+        return await self._manifest(model, version, DELTA)
+
+    async def _manifest(self, model: str, version: int, name: str) -> Manifest:
         what = f"reading the manifest of version {version} of {model}"
         try:
-            return await in_thread(_read_manifest, self._directory(model, version))
+            return await in_thread(read_manifest, self._directory(model, version), name)
         except FileNotFoundError:
             raise WeightSyncError(
                 Reason.VERSION_UNKNOWN, f"version {version} of {model} is not in the store"
@@ -110,6 +142,11 @@ class LocalStore:
             raise read_fault(error, what) from error
         except ValueError as error:
             raise _damaged(what, error) from error
+
+    async def tidy(self, model: str, version: int) -> None:
+        """Remove whole shards that were persisted for a fold which is not to be."""
+        directory = self._directory(model, version)
+        await self._change(model, f"tidying version {version} of {model}", _tidy, directory)
 
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine."""
@@ -178,32 +215,24 @@ class LocalStore:
         failpoints.hit("store.epoch")
         _write(self._model(model) / _EPOCH, {"epoch": epoch})
 
-    def _commit(self, record: CommitRecord, manifest: Manifest) -> None:
+    def _commit(
+        self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
+    ) -> None:
         directory = self._directory(record.model, record.version)
         if not record.adopted:
             check_epoch(record.epoch, self._epoch(record.model))
         if _is_committed(directory, record):
             return
-        sizes = [shard.size for shard in manifest.layout.shards]
-        _check_shards(directory, record, sizes)
-        body = manifest.to_json()
-        # Also flushes the names of the shards, which are in the same directory.
-        failpoints.hit("store.manifest")
-        replace(directory / MANIFEST, body)
+        shards = shard_names(delta or manifest, delta=delta is not None)
+        check_files(directory, record, shards)
+        # An earlier try of the same version may have had more shards, or others.
+        remove_unnamed(directory, shards, partial=False)
+        bodies = write_manifests(directory, manifest, delta)
         files.flush_directory(directory.parent)
         files.flush_directory(self._root)
         try:
             failpoints.hit("store.record")
-            write_document(
-                directory / COMMIT,
-                {
-                    "format": 1,
-                    "record": record.to_json(),
-                    "manifest_bytes": len(body),
-                    "manifest_xxh3_128": xxhash.xxh3_128_hexdigest(body),
-                    "shard_bytes": sizes,
-                },
-            )
+            write_document(directory / COMMIT, commit_document(record, shards, *bodies))
         except BaseException:
             # The record may be in place though its name could not be flushed.
             with contextlib.suppress(OSError):
@@ -228,35 +257,23 @@ def _is_committed(directory: Path, record: CommitRecord) -> bool:
     return True
 
 
-def _check_shards(directory: Path, record: CommitRecord, sizes: Sequence[int]) -> None:
-    expected = {shard_name(index): size for index, size in enumerate(sizes)}
-    lacking = []
-    for name, size in expected.items():
-        try:
-            status = (directory / name).lstat()
-        except FileNotFoundError:
-            lacking.append(f"{name} is missing")
-            continue
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            lacking.append(f"{name} has {status.st_size} of {size} bytes")
-    if lacking:
-        raise WeightSyncError(
-            Reason.PUSH_INCOMPLETE,
-            f"version {record.version} of {record.model} is not whole in the store: "
-            f"{'; '.join(lacking[:10])}; push it again",
-        )
-    # An earlier try of the same version may have had more shards.
-    for path in directory.iterdir():
-        if path.name not in expected and not is_partial(path):
-            files.unlink(path)
-
-
-def _read_manifest(directory: Path) -> Manifest:
-    commit = read_document(directory / COMMIT)
+def _fold(directory: Path, record: CommitRecord, manifest: Manifest) -> None:
+    shards = shard_names(manifest)
+    check_files(directory, record, shards)
     body = (directory / MANIFEST).read_bytes()
-    if xxhash.xxh3_128_hexdigest(body) != commit.get("manifest_xxh3_128"):
-        raise ValueError("its digest does not match the commit record")
-    return Manifest.from_json(body)
+    # The names of the whole shards are durable before the record that needs them.
+    files.flush_directory(directory)
+    failpoints.hit("delta.fold")
+    write_document(directory / COMMIT, commit_document(record, shards, body, b""))
+    with contextlib.suppress(OSError):
+        failpoints.hit("delta.folded")
+        # What cannot be removed is at the next start.
+        remove_unnamed(directory, shards, partial=False)
+
+
+def _tidy(directory: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove_unnamed(directory, lengths(read_document(directory / COMMIT)), partial=False)
 
 
 def _discard(directory: Path) -> None:
@@ -269,8 +286,10 @@ def _delete(directory: Path) -> None:
         failpoints.hit("store.delete")
         files.unlink(directory / COMMIT)
         files.flush_directory(directory)
-        failpoints.hit("store.deleted")
-        shutil.rmtree(directory)
+        # What cannot be removed is at the next start; the version is gone in any case.
+        with contextlib.suppress(OSError):
+            failpoints.hit("store.deleted")
+            shutil.rmtree(directory)
 
 
 def _record_push(path: Path, record: PushRecord) -> None:

@@ -21,6 +21,7 @@ class MemoryStore:
 
     durable = False
     url = "memory://"
+    lost = ()
 
     def __init__(self) -> None:
         self._versions: dict[tuple[str, int], tuple[CommitRecord, Manifest]] = {}
@@ -35,18 +36,24 @@ class MemoryStore:
         """Return a number without meaning: no shard is ever stored here."""
         return 1 << 62
 
-    def shard_target(self, model: str, version: int, shard: int) -> str | None:
+    def shard_target(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return None: shards stay in their slot."""
         _check(model, version, shard)
         return None
 
-    def shard_source(self, model: str, version: int, shard: int) -> str | None:
+    def shard_source(
+        self, model: str, version: int, shard: int, *, delta: bool = False
+    ) -> str | None:
         """Return None: a version that has left its slot is gone."""
         _check(model, version, shard)
         return None
 
-    async def commit(self, record: CommitRecord, manifest: Manifest) -> None:
-        """Make a version exist until this process ends."""
+    async def commit(
+        self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
+    ) -> None:
+        """Make a version exist until this process ends; its slot holds it in full."""
         key = _check(record.model, record.version)
         if not record.adopted:
             check_epoch(record.epoch, self._epochs.get(record.model, 0))
@@ -70,6 +77,21 @@ class MemoryStore:
             raise WeightSyncError(
                 Reason.VERSION_UNKNOWN, f"version {version} of {model} is not committed"
             ) from None
+
+    async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
+        """Take the record; a version is never kept as a delta here."""
+        self._versions[_check(record.model, record.version)] = (record, manifest)
+
+    async def delta(self, model: str, version: int) -> Manifest:
+        """Refuse: a version is never kept as a delta here."""
+        _check(model, version)
+        raise WeightSyncError(
+            Reason.VERSION_UNKNOWN, f"version {version} of {model} is not kept as a delta"
+        )
+
+    async def tidy(self, model: str, version: int) -> None:
+        """Do nothing: no shard is kept."""
+        _check(model, version)
 
     async def delete(self, model: str, version: int) -> None:
         """Forget a version."""

@@ -1,7 +1,7 @@
 """What a local store keeps of pushes that are not committed, so that they survive a crash.
 
 <version>/push.json                 who pushes what
-<version>/<shard>.safetensors       the bytes of a shard that came so far
+<version>/<shard>.safetensors       the bytes of a shard that came so far; of a delta: delta-<shard>
 <version>/<shard>.safetensors.kept  which of them are there (`weightsync_server.kept`)
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RECORD = "push.json"
 
-_SHARD = re.compile(r"(0|[1-9][0-9]{0,5})\.safetensors")
+_SHARD = re.compile(r"(delta-)?(0|[1-9][0-9]{0,5})\.safetensors")
 
 
 def is_partial(path: Path) -> bool:
@@ -75,14 +75,14 @@ def open_pushes(model: Path, commit: str) -> list[OpenPush]:
     for directory in sorted(path for path in model.iterdir() if path.is_dir()):
         record = None if (directory / commit).exists() else read_push(directory)
         if record is not None:
-            shards = [_kept_shard(path) for path in directory.iterdir()]
+            shards = [_kept_shard(path, delta=record.delta) for path in directory.iterdir()]
             found.append(OpenPush(record, tuple(shard for shard in shards if shard is not None)))
     return found
 
 
-def _kept_shard(path: Path) -> KeptShard | None:
+def _kept_shard(path: Path, *, delta: bool) -> KeptShard | None:
     match = _SHARD.fullmatch(path.name)
-    if match is None:
+    if match is None or bool(match[1]) != delta:
         return None
     try:
         told = kept.read(str(path))
@@ -92,8 +92,8 @@ def _kept_shard(path: Path) -> KeptShard | None:
             header = file.read(told.entry.data_start)[8:]
         if tensor_digest(header).hex() != told.header_digest:
             raise ValueError("its header is damaged")
-        tensors = check_shard(told.entry, parse_header(header, int(match[1])))
+        tensors = check_shard(told.entry, parse_header(header, int(match[2])))
     except (OSError, ValueError, WeightSyncError) as error:
         logger.warning("what was kept of %s is of no use: %s", path, error)
         return None
-    return KeptShard(int(match[1]), told.entry, tensors, tensor_digest(header), told.end)
+    return KeptShard(int(match[2]), told.entry, tensors, tensor_digest(header), told.end)

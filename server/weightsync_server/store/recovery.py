@@ -12,53 +12,68 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server import files
 from weightsync_server.store.base import MAX_VERSION, CommitRecord, check_model
+from weightsync_server.store.contents import COMMIT, lengths, remove_unnamed
 from weightsync_server.store.files import TEMPORARY, read_document, write_document
-from weightsync_server.store.partial import is_partial, read_push
+from weightsync_server.store.partial import read_push
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["COMMIT", "MANIFEST", "MARKER", "recover", "shard_name"]
+__all__ = ["MARKER", "recover"]
 
 logger = logging.getLogger(__name__)
 
-COMMIT = "commit.json"
-MANIFEST = "manifest.json"
 #: Without it nothing in a directory is ever removed: it may be somebody's own.
 MARKER = "weightsync-store.json"
 
 _VERSION = re.compile(r"v([1-9][0-9]{0,15})")
 
 
-def shard_name(shard: int) -> str:
-    """Return the file name of a shard.
+def recover(root: Path) -> tuple[list[CommitRecord], list[str]]:
+    """Make or check the store at `root`; leftovers are removed.
 
-    Raises:
-        WeightSyncError: REQUEST_INVALID for a negative index.
-    """
-    if type(shard) is not int or shard < 0:
-        raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
-    return f"{shard}.safetensors"
-
-
-def recover(root: Path) -> list[CommitRecord]:
-    """Make or check the store at `root` and return its whole versions; leftovers are removed.
+    Returns:
+        Its whole versions, and a sentence for each that has a record and is not whole.
 
     Raises:
         OSError: The directory cannot be used. Nothing is put aside for that: it may pass.
         WeightSyncError: REQUEST_INVALID when it is not a store of ours and not empty.
     """
     _claim(root)
-    records = []
+    records: list[CommitRecord] = []
+    lost: list[str] = []
     for model in sorted(root.iterdir()):
         if not _is_plain_directory(model) or not _is_model(model.name):
             continue
+        found = []
         for entry in model.iterdir():
             if _is_plain_directory(entry):
-                records += _recover_version(entry)
+                try:
+                    found += _recover_version(entry)
+                except _LostError as error:
+                    lost.append(str(error))
             elif entry.name.endswith(TEMPORARY):
                 files.unlink(entry)
-    return sorted(records, key=lambda record: (record.model, record.version))
+        records += _based(model, sorted(found, key=lambda record: record.version), lost)
+    return records, lost
+
+
+def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[CommitRecord]:
+    """Return the versions that can be read; a delta without its base is put aside."""
+    good: dict[int, CommitRecord] = {}
+    # A base was there before what is based on it, and so has the lower number.
+    for record in records:
+        base = good.get(record.base_version)
+        if record.base_version and (
+            base is None
+            or (base.content_digest, base.layout_digest)
+            != (record.base_content_digest, record.layout_digest)
+        ):
+            why = f"its base, version {record.base_version}, is not there or another one"
+            lost.append(str(_put_aside(model / f"v{record.version}", why)))
+        else:
+            good[record.version] = record
+    return list(good.values())
 
 
 def _claim(root: Path) -> None:
@@ -105,6 +120,10 @@ def _is_model(name: str) -> bool:
     return True
 
 
+class _LostError(Exception):
+    """A version that was committed is not whole."""
+
+
 def _recover_version(directory: Path) -> list[CommitRecord]:
     match = _VERSION.fullmatch(directory.name)
     if match is None or int(match[1]) > MAX_VERSION:
@@ -118,33 +137,30 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
             shutil.rmtree(directory)
         return []
     except ValueError as error:
-        _put_aside(directory, f"the commit record: {error}")
-        return []
+        raise _put_aside(directory, f"the commit record: {error}") from error
     try:
-        record = _whole(directory, commit, int(match[1]))
+        named = lengths(commit)
+        record = _whole(directory, commit, int(match[1]), named)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        _put_aside(directory, str(error))
-        return []
-    for entry in directory.iterdir():
-        if entry.name.endswith(TEMPORARY) or is_partial(entry):
-            files.unlink(entry)
+        raise _put_aside(directory, str(error)) from error
+    remove_unnamed(directory, named, partial=True)
     return [record]
 
 
-def _whole(directory: Path, commit: dict[str, Any], version: int) -> CommitRecord:
+def _whole(
+    directory: Path, commit: dict[str, Any], version: int, named: dict[str, int]
+) -> CommitRecord:
     record = CommitRecord.from_json(commit["record"])
     if (record.model, record.version) != (directory.parent.name, version):
         raise ValueError(f"the commit record is of version {record.version} of {record.model}")
-    lengths = {shard_name(index): size for index, size in enumerate(commit["shard_bytes"])}
-    lengths[MANIFEST] = commit["manifest_bytes"]
-    for name, length in lengths.items():
+    for name, length in named.items():
         found = (directory / name).lstat().st_size
         if found != length:
             raise ValueError(f"{name} has {found} bytes and should have {length}")
     return record
 
 
-def _put_aside(directory: Path, why: str) -> None:
+def _put_aside(directory: Path, why: str) -> _LostError:
     aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
         files.rename(directory, aside)
@@ -152,3 +168,4 @@ def _put_aside(directory: Path, why: str) -> None:
         logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
     else:
         logger.error("version %s is damaged (%s): moved to %s", directory, why, aside)
+    return _LostError(f"{directory.parent.name}/{directory.name} is damaged ({why})")

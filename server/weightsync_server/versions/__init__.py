@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightsync_server.versions.budget import SegmentBudget
+from weightsync_server.versions.deltas import ChainLimits, DeltaCounts, find_base
 from weightsync_server.versions.feed import Change
 from weightsync_server.versions.leases import SlotLease
 from weightsync_server.versions.ports import Fetchers, Meters, NoMeters
@@ -13,7 +14,9 @@ from weightsync_server.versions.scrubber import Scrubber
 from weightsync_server.versions.slots import Slot
 
 __all__ = [
+    "ChainLimits",
     "Change",
+    "DeltaCounts",
     "Fetchers",
     "Meters",
     "ModelVersions",
@@ -24,4 +27,5 @@ __all__ = [
     "Slot",
     "SlotLease",
     "VersionRecord",
+    "find_base",
 ]

@@ -28,6 +28,8 @@ class Catalog:
         self._marks = marks
         self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
+        # Highest number that is being deleted, before it is written down.
+        self._spent = 0
 
     @property
     def newest(self) -> int:
@@ -37,7 +39,7 @@ class Catalog:
     @property
     def highest(self) -> int:
         """Highest number that was ever committed, deleted versions included."""
-        return max(self.newest, self._marks.highest)
+        return max(self.newest, self._marks.highest, self._spent)
 
     def find(self, version: int) -> VersionRecord | None:
         """Return a version, or None."""
@@ -84,7 +86,8 @@ class Catalog:
 
     def adoption_version(self) -> int:
         """Return the number for the engine's checkpoint: the reserved one, unless it was used."""
-        used = self._reserved in self._records or self._marks.highest >= self._reserved
+        spent = max(self._marks.highest, self._spent)
+        used = self._reserved in self._records or spent >= self._reserved
         return self.next_version() if used or not self._reserved else self._reserved
 
     def same_content(self, content_digest: str) -> VersionRecord | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,9 +46,37 @@ class Collector:
             return "staged for an apply or being read; retry when that has ended"
         return ""
 
-    def order(self, record: VersionRecord) -> tuple[int, int] | None:
-        """Tell when a version loses its slot, smallest first; None: it keeps it."""
+    def deletable(self, record: VersionRecord) -> VersionRecord:
+        """Return a version that may be deleted.
+
+        Raises:
+            WeightSyncError: VERSION_IN_USE.
+        """
+        need = self.need(record)
+        if need:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"version {record.version} of model {record.model} is {need}",
+                metadata={"version": str(record.version)},
+            )
+        return record
+
+    def need(self, record: VersionRecord) -> str:
+        """Tell why a version must not be deleted, with what to do; empty: it may be."""
+        use = self.use(record)
+        if use or not record.holds:
+            above = [r.version for r in self._versions.list() if r.base is record]
+            if use or not above:
+                return use
+            return f"the base of version {min(above)}; delete that one first"
+        return "the base of a delta that is being pushed; retry when that push has ended"
+
+    def order(self, record: VersionRecord, claimer: VersionRecord) -> tuple[int, int] | None:
+        """Tell when a version loses its slot to another, smallest first; None: it keeps it."""
         if self.use(record):
+            return None
+        if record.holds and not self._versions.store.durable and claimer.base is not record:
+            # Its only copy, which a delta needs.
             return None
         if record.version == self._versions.newest and not record.rejected_reason:
             return (2, record.version)
@@ -75,13 +104,16 @@ class Collector:
 
     def _kept(self, record: VersionRecord) -> bool:
         ours = self._versions
-        in_use = bool(self.use(record)) or record.slot is not None
+        in_use = bool(self.use(record)) or record.slot is not None or record.holds > 0
         return in_use or record.version in (ours.newest, ours.rollback_to)
 
     async def _collect(self) -> None:
         records = [r for r in self._versions.list() if r.durability == pb.DURABILITY_COMMITTED]
-        for record in self._retention.surplus(records, self._kept):
-            if self._versions.find(record.version) is record and not self._kept(record):
+        surplus = self._retention.surplus(records, self._kept)
+        self._versions.folder.consider(surplus, self._retention.versions)
+        for record in surplus.doomed:
+            there = self._versions.find(record.version) is record
+            if there and not self._kept(record) and not self.need(record):
                 await self._versions.delete(record.version)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.segments import Segment, reserved_size
-from weightsync_server.faults import write_fault
+from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from weightsync_server.versions.budget import SegmentBudget
     from weightsync_server.versions.ports import Fetchers
 
-__all__ = ["SegmentKeeper"]
+__all__ = ["MAKERS", "SegmentKeeper"]
 
 _UNMAP_S = 10.0
+#: Threads that make segments: half of the cores. Who is taken off its core while it touches pages
+#: keeps every other thread from mapping, the one with the GIL included.
+MAKERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 class SegmentKeeper:
@@ -43,6 +47,7 @@ class SegmentKeeper:
         self._exposed: set[str] = set()
         self._retired: dict[str, int] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._makers = ThreadPoolExecutor(MAKERS, thread_name_prefix="segment")
 
     @property
     def exposed(self) -> frozenset[str]:
@@ -70,11 +75,12 @@ class SegmentKeeper:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); nothing is reserved.
         """
-        await failpoints.reach("stage.allocate")
+        with refusing("reserving shared memory"):
+            await failpoints.reach("stage.allocate")
         capacity = reserved_size(size)
         more = capacity - min(reserved, capacity)
         self.budget.reserve(more)
-        making = asyncio.get_running_loop().run_in_executor(None, _make, size)
+        making = asyncio.get_running_loop().run_in_executor(self._makers, _make, size)
         try:
             segment, fd = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -118,6 +124,11 @@ class SegmentKeeper:
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=_UNMAP_S)
 
+    async def close(self) -> None:
+        """Wait as `unmapped` does and end the threads; nothing is made any more."""
+        await self.unmapped()
+        self._makers.shutdown(wait=False)
+
     def expose(self, ids: Iterable[str]) -> None:
         """Remember that an engine may map these from now on."""
         self._exposed.update(ids)
@@ -157,7 +168,5 @@ def _make(size: int) -> tuple[Segment, int]:
 
 
 def _offered(segment: Segment) -> int:
-    try:
+    with refusing("offering shared memory to the engine"):
         return segment.read_only_fd()
-    except OSError as error:
-        raise write_fault(error, "offering shared memory to the engine") from error

@@ -36,12 +36,7 @@ class Marks:
         self.highest = int(marks.get("highest", 0))
 
     async def change(
-        self,
-        version: int,
-        *,
-        pinned: bool | None = None,
-        rejected: str | None = None,
-        deleted: bool = False,
+        self, version: int, *, pinned: bool | None = None, rejected: str | None = None
     ) -> None:
         """Persist a change, then make it; what is not given stays.
 
@@ -49,27 +44,31 @@ class Marks:
             version: The version.
             pinned: Pin or unpin it.
             rejected: Reason to reject it; empty: no longer.
-            deleted: It is gone: forget its marks and never use the number again.
         """
         async with self._lock:
-            pins, reasons, highest = set(self.pinned), dict(self.rejected), self.highest
+            pins, reasons = set(self.pinned), dict(self.rejected)
             if pinned is not None:
                 (pins.add if pinned else pins.discard)(version)
             if rejected is not None:
                 reasons[version] = rejected
-            if deleted:
-                pins.discard(version)
-                highest = max(highest, version)
-            if deleted or not reasons.get(version):
+            if not reasons.get(version):
                 reasons.pop(version, None)
-            if (pins, reasons, highest) == (self.pinned, self.rejected, self.highest):
-                return
-            await self._store.write_marks(
-                self._model,
-                {
-                    "pinned": sorted(pins),
-                    "rejected": {str(v): reason for v, reason in sorted(reasons.items())},
-                    "highest": highest,
-                },
-            )
-            self.pinned, self.rejected, self.highest = pins, reasons, highest
+            await self._write(pins, reasons, self.highest)
+
+    async def use(self, version: int) -> None:
+        """Persist that a number was used, so that it is not used again when its version is gone."""
+        async with self._lock:
+            await self._write(self.pinned, self.rejected, max(self.highest, version))
+
+    async def _write(self, pins: set[int], reasons: dict[int, str], highest: int) -> None:
+        if (pins, reasons, highest) == (self.pinned, self.rejected, self.highest):
+            return
+        await self._store.write_marks(
+            self._model,
+            {
+                "pinned": sorted(pins),
+                "rejected": {str(v): reason for v, reason in sorted(reasons.items())},
+                "highest": highest,
+            },
+        )
+        self.pinned, self.rejected, self.highest = pins, reasons, highest

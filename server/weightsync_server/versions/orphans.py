@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from weightsync.manifest import Manifest
+    from weightsync_server.versions.deltas import PushedDelta
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
 
@@ -81,7 +82,13 @@ class Orphans:
             self._spawn(self._versions.unmark(record.version))
 
     async def revive(
-        self, record: VersionRecord, manifest: Manifest, *, epoch: int, trainer_verified: bool
+        self,
+        record: VersionRecord,
+        manifest: Manifest,
+        *,
+        epoch: int,
+        trainer_verified: bool,
+        delta: PushedDelta | None = None,
     ) -> None:
         """Commit a failed version that is still live, its shards having been stored anew.
 
@@ -103,7 +110,9 @@ class Orphans:
         record.durability = pb.DURABILITY_RECEIVING
         record.epoch = epoch
         try:
-            await ours.commit(record, record.manifest, trainer_verified=trainer_verified)
+            await ours.commit(
+                record, record.manifest, trainer_verified=trainer_verified, delta=delta
+            )
         except BaseException:
             await self.drop(record)
             raise

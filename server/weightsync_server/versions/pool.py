@@ -52,7 +52,7 @@ class SlotPool:
     Args:
         count: Number of slots.
         keeper: Makes their segments.
-        order: When a version may lose its slot.
+        order: When a version may lose its slot to another one.
         evict: Called when it does, before the slot is emptied.
         durable: What loses its slot can be read from the store again.
     """
@@ -61,12 +61,15 @@ class SlotPool:
         self,
         count: int,
         keeper: SegmentKeeper,
-        order: Callable[[VersionRecord], Order | None],
+        order: Callable[[VersionRecord, VersionRecord], Order | None],
         evict: Callable[[VersionRecord], None],
         *,
         durable: bool,
     ) -> None:
         self.slots = [Slot(index, keeper) for index in range(count)]
+        #: Told when somebody waits for a slot.
+        self.on_wait: Callable[[], None] = lambda: None
+        self._parcels: set[Slot] = set()
         self._keeper = keeper
         self._order = order
         self._evict = evict
@@ -85,6 +88,7 @@ class SlotPool:
         future: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         entry = (future, record)
         self._waiting.append(entry)
+        self.on_wait()
         try:
             await asyncio.wait([future], timeout=max(0.0, timeout_s))
         except asyncio.CancelledError:
@@ -104,6 +108,31 @@ class SlotPool:
         self._waiting.remove(entry)
         # Whoever stood behind may want another slot than this one.
         self.wake()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the budget that slots and parcels hold."""
+        return sum(slot.reserved_bytes for slot in (*self.slots, *self._parcels))
+
+    def parcel(self) -> Slot:
+        """Return memory outside of all slots, for what is no version; `discard` must follow."""
+        parcel = Slot(-1, self._keeper)
+        self._parcels.add(parcel)
+        return parcel
+
+    def discard(self, parcel: Slot) -> None:
+        """Give the memory of a parcel back."""
+        self._parcels.discard(parcel)
+        parcel.empty()
+        parcel.trim()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for parcel in list(self._parcels):
+            self.discard(parcel)
+        for slot in self.slots:
+            slot.empty()
+            slot.trim()
 
     def release(self, slot: Slot) -> None:
         """Empty a slot; its memory stays for the next version."""
@@ -177,8 +206,9 @@ class SlotPool:
     def _claim(self, record: VersionRecord) -> Slot | None:
         free = [slot for slot in self.slots if slot.free]
         if free:
-            # The one with the most warm memory.
-            slot = max(free, key=lambda s: s.reserved_bytes)
+            # The one that holds what the version is based on, else that with most warm memory.
+            bases = {r.commit.manifest_digest for r in record.chain if r.commit}
+            slot = max(free, key=lambda s: (s.holds(bases), s.reserved_bytes))
         else:
             ranked = [
                 (order, slot.index)
@@ -188,7 +218,7 @@ class SlotPool:
                 and slot.record is not None
                 # A version that only its slot holds must not make room for its own repetition.
                 and (self._durable or slot.record.version != record.version)
-                and (order := self._order(slot.record)) is not None
+                and (order := self._order(slot.record, record)) is not None
             ]
             if not ranked:
                 return None

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
+    from weightsync_server.changes import Change, DeltaTold
+    from weightsync_server.versions.deltas import DeltaCounts
 
 __all__ = ["Fetchers", "Meters", "NoMeters"]
 
@@ -33,6 +35,27 @@ class Fetchers(Protocol):
     async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
         """Fill the first `size` bytes with a whole file."""
 
+    async def copy(self, source: Segment, size: int, segment: Segment) -> None:
+        """Fill the first `size` bytes with those of another segment."""
+
+    async def inspect(
+        self, layout: Segment, shard: ShardEntry, source: Segment | str
+    ) -> tuple[DeltaTold, list[Change]]:
+        """Prove that a delta shard is whole; return what it is of, and what it changes."""
+
+    async def patch(
+        self,
+        segment: Segment,
+        index: int,
+        layout: Segment,
+        shard: ShardEntry,
+        source: Segment | str,
+    ) -> None:
+        """Change the canonical shard `index` as a delta shard tells; never tried twice."""
+
+    def warm(self) -> None:
+        """Get ready for deltas: the first one would be slow."""
+
     def forget(self, segment_id: str) -> Future[list[None]]:
         """Unmap a segment everywhere; the result tells when."""
 
@@ -41,13 +64,19 @@ class Meters(Protocol):
     """Counts pushes, bytes and durations. Called on the event loop; never blocks."""
 
     def observe_phase(self, phase: str, seconds: float) -> None:
-        """Add one duration of `receive`, `digest` or `persist`."""
+        """Add one duration of `receive`, `digest`, `persist` or `patch`."""
 
     def count_push(self, outcome: str) -> None:
         """Count the end of a push: `committed`, `already`, `failed` or `aborted`."""
 
     def add_received(self, size: int) -> None:
         """Count received bytes."""
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push of a trainer that would have sent a delta, and why it did not."""
 
 
 class NoMeters:
@@ -60,4 +89,10 @@ class NoMeters:
         """Ignore it."""
 
     def add_received(self, size: int) -> None:
+        """Ignore it."""
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Ignore it."""
+
+    def count_fallback(self, reason: str) -> None:
         """Ignore it."""

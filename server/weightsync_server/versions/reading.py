@@ -1,18 +1,21 @@
-"""Whole shards into segments, through fetchers: the part that staging and adoption share."""
+"""Whole shards into segments, through fetchers, and the proof of them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, TypeVar
+
+from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable, Sequence
 
-    from weightsync.manifest import Layout, TensorEntry
+    from weightsync.manifest import Layout, Manifest, TensorEntry
     from weightsync_server.versions.registry import ModelVersions
     from weightsync_server.versions.slots import Slot
 
-__all__ = ["all_done", "first_difference", "load_shard"]
+__all__ = ["all_done", "compare", "first_difference", "load_shard"]
 
 _T = TypeVar("_T")
 
@@ -39,6 +42,29 @@ async def load_shard(
     segment = await versions.pool.segment(slot, shard, entry.size)
     await versions.fetchers.load(source, entry.size, segment)
     return await versions.fetchers.digest(segment, entry)
+
+
+def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) -> None:
+    """Refuse shards that do not hold what a manifest tells.
+
+    Args:
+        manifest: What they must hold.
+        found: Digests of their tensors, shard by shard.
+        where: Where they lie, for the sentence.
+
+    Raises:
+        WeightSyncError: DATA_CORRUPT, naming the first tensor that differs.
+    """
+    flat = [digest for digests in found for digest in digests]
+    if len(flat) == len(manifest.digests):
+        tensor = first_difference(manifest.layout.tensors, manifest.digests, flat)
+        if tensor is None:
+            return
+        name = json.dumps(tensor.name[:100])
+        raise WeightSyncError(
+            Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
+        )
+    raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
 
 
 def first_difference(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.manifest import Manifest
+    from weightsync_server.versions.deltas import PushedDelta
     from weightsync_server.versions.slots import Slot
 
 __all__ = ["VersionRecord"]
@@ -42,6 +43,8 @@ class VersionRecord:
         push_id: The push that brings it; empty: none.
         key: Idempotency key of that push; empty: none.
         orphaned: Its push failed; it stays for as long as it is live or leased.
+        base: The version whose bytes it is kept as a change of; None: it is kept in full.
+        holds: Pushes of deltas that are based on it.
         live_check: While it is live: whether its live parameters were compared as a whole.
         live_check_ns: When they were, Unix time in nanoseconds.
     """
@@ -64,6 +67,8 @@ class VersionRecord:
     push_id: str = ""
     key: str = ""
     orphaned: bool = False
+    base: VersionRecord | None = None
+    holds: int = 0
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
     live_check_ns: int = 0
 
@@ -78,6 +83,14 @@ class VersionRecord:
             durability=pb.DURABILITY_COMMITTED,
             commit=commit,
         )
+
+    @property
+    def chain(self) -> list[VersionRecord]:
+        """The version and all that it is based on, down to one that is kept in full."""
+        found = [self]
+        while (base := found[-1].base) is not None:
+            found.append(base)
+        return found
 
     @property
     def place(self) -> Slot:
@@ -101,7 +114,14 @@ class VersionRecord:
         relied_on = self.serving == pb.SERVING_LIVE or (self.slot is not None and self.slot.leases)
         return self.manifest.content_digest if self.manifest and relied_on else ""
 
-    def sealed(self, manifest: Manifest, *, trainer_verified: bool, adopted: bool) -> CommitRecord:
+    def sealed(
+        self,
+        manifest: Manifest,
+        *,
+        trainer_verified: bool,
+        adopted: bool,
+        delta: PushedDelta | None = None,
+    ) -> CommitRecord:
         """Return the commit record of this content, dated now."""
         layout = manifest.layout
         return CommitRecord(
@@ -111,7 +131,7 @@ class VersionRecord:
             manifest_digest=manifest.manifest_digest,
             layout_digest=layout.digest,
             epoch=self.epoch,
-            commit_time_ns=time.time_ns(),
+            commit_time_ns=clock.wall_ns(),
             metadata=dict(self.metadata),
             size_bytes=layout.size,
             tensor_count=len(layout.tensors),
@@ -120,13 +140,14 @@ class VersionRecord:
             adopted=adopted,
             push_id=self.push_id,
             idempotency_key=self.key,
+            **(delta.facts if delta is not None else {}),
         )
 
     def check(self, outcome: pb.LiveCheck.ValueType) -> None:
         """Take note of whether the live parameters were compared as a whole, now."""
         self.live_check = outcome
         # While a comparison is pending there is the time of none.
-        self.live_check_ns = 0 if outcome == pb.LIVE_CHECK_PENDING else time.time_ns()
+        self.live_check_ns = 0 if outcome == pb.LIVE_CHECK_PENDING else clock.wall_ns()
 
     def missing_text(self) -> str:
         """Tell what has not arrived; empty when nothing is known of it."""
@@ -159,6 +180,11 @@ class VersionRecord:
             info.shard_count = commit.shard_count
             info.trainer_verified = commit.trainer_verified
             info.commit_time.FromNanoseconds(commit.commit_time_ns)
+            info.kind = pb.PUSH_KIND_DELTA if self.base is not None else pb.PUSH_KIND_FULL
+            info.base_version = self.base.version if self.base is not None else 0
+            info.stored_bytes = commit.stored_bytes
+            info.chain_length = len(self.chain) - 1
+            info.changed_fraction = commit.changed_fraction
         elif manifest is not None:
             # Staged, not durable.
             info.content_digest = manifest.content_digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -14,6 +15,7 @@ from weightsync_server.store import CommitRecord
 from weightsync_server.versions.adoption import adopt
 from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
+from weightsync_server.versions.deltas import Builder, ChainLimits, Folder
 from weightsync_server.versions.disk import DiskBudget
 from weightsync_server.versions.epochs import Epochs
 from weightsync_server.versions.feed import Feed
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import Layout
     from weightsync_server.store import Store
     from weightsync_server.versions.budget import SegmentBudget
+    from weightsync_server.versions.deltas import PushedDelta
     from weightsync_server.versions.feed import Change
     from weightsync_server.versions.layouts import KnownLayout
     from weightsync_server.versions.leases import SlotLease
@@ -55,6 +58,7 @@ class ModelVersions(Catalog):
         budget: Shared memory of all models.
         slots: Versions held in memory at once.
         retention: Bounds on what the store keeps.
+        chains: Bounds on deltas in a row.
         disk_floor_bytes: Free space of the store that no push may use.
         reserved: Number kept for the engine's checkpoint: pushes that begin before it is adopted
             get higher ones. 0: none.
@@ -70,6 +74,7 @@ class ModelVersions(Catalog):
         budget: SegmentBudget,
         slots: int = 2,
         retention: Retention | None = None,
+        chains: ChainLimits | None = None,
         disk_floor_bytes: int = 0,
         reserved: int = 0,
     ) -> None:
@@ -82,6 +87,8 @@ class ModelVersions(Catalog):
         self.keeper = SegmentKeeper(budget, server, fetchers)
         self._collector = Collector(self, retention or Retention())
         self.orphans = Orphans(self, self._collector.spawn)
+        self.builder = Builder(self)
+        self.folder = Folder(self, chains or ChainLimits())
         self.pool = SlotPool(
             slots,
             self.keeper,
@@ -89,6 +96,7 @@ class ModelVersions(Catalog):
             self._collector.evict,
             durable=store.durable,
         )
+        self.pool.on_wait = self.folder.stand_back
         self.layouts = Layouts()
         self._feed = Feed()
         self._history = History()
@@ -102,6 +110,7 @@ class ModelVersions(Catalog):
         await self.epochs.open(max((r.epoch for r in self._records.values()), default=0))
         await self._marks.open()
         for record in self._records.values():
+            record.base = self._records.get(record.commit.base_version) if record.commit else None
             record.pinned = record.version in self._marks.pinned
             record.rejected_reason = self._marks.rejected.get(record.version, "")
             self._settle_serving(record)
@@ -110,11 +119,10 @@ class ModelVersions(Catalog):
         """End watches, finish deletions, give all memory back."""
         self._feed.close()
         await self._stager.close()
+        await self.folder.close()
         await self._collector.close()
-        for slot in self.pool.slots:
-            slot.empty()
-            slot.trim()
-        await self.keeper.unmapped()
+        self.pool.close()
+        await self.keeper.close()
 
     # Writers
 
@@ -140,8 +148,8 @@ class ModelVersions(Catalog):
         """The version that was live before and is still good; 0: none."""
 
         def good(version: int) -> bool:
-            record = self._records.get(version)
-            return record is not None and record.commit is not None and not record.rejected_reason
+            record = self.find(version)
+            return bool(record and record.commit and not record.rejected_reason)
 
         return self._history.before(self.live, good)
 
@@ -196,6 +204,7 @@ class ModelVersions(Catalog):
         *,
         trainer_verified: bool = False,
         adopted: bool = False,
+        delta: PushedDelta | None = None,
     ) -> CommitRecord:
         """Make a version exist, once and for ever; every shard is verified and durable.
 
@@ -204,6 +213,7 @@ class ModelVersions(Catalog):
             manifest: From `seal`.
             trainer_verified: The trainer's own digests were compared.
             adopted: It is the engine's checkpoint, which no writer's epoch guards.
+            delta: What was pushed of it, from `folder.admit`; None: all.
 
         Raises:
             WeightSyncError: EPOCH_STALE, VERSION_NOT_ABOVE or what the store says; nothing changed.
@@ -217,15 +227,21 @@ class ModelVersions(Catalog):
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
                 )
-            commit = record.sealed(manifest, trainer_verified=trainer_verified, adopted=adopted)
+            told = {"trainer_verified": trainer_verified, "adopted": adopted}
+            commit = record.sealed(manifest, **told, delta=delta)
+            kept = delta if delta and delta.kept else None
             await failpoints.reach("commit.store")
-            await self.store.commit(commit, manifest)
-            record.commit = commit
+            await self.store.commit(commit, manifest, kept.manifest if kept else None)
+            record.commit, record.base = commit, kept.base if kept else None
             record.durability = pb.DURABILITY_COMMITTED
             record.missing = None
             self.staged(record, manifest)
-        self._collector.collect()
+        self.collect()
         return commit
+
+    def collect(self) -> None:
+        """Begin to delete what exceeds the retention, and to fold what keeps too much."""
+        self._collector.collect()
 
     def staged(self, record: VersionRecord, manifest: Manifest) -> None:
         """Take note that all bytes lie in the version's slot, verified."""
@@ -236,13 +252,11 @@ class ModelVersions(Catalog):
 
     async def layout(self, digest: str) -> KnownLayout | None:
         """Return a layout that an earlier version had, or None."""
-        known = self.layouts.get(digest)
-        if known is None:
-            for record in self.list():
-                if record.commit is not None and record.commit.layout_digest == digest:
-                    await self.manifest(record)
-                    return self.layouts.get(digest)
-        return known
+        if self.layouts.get(digest) is None:
+            same = (r for r in self.list() if r.commit and r.commit.layout_digest == digest)
+            if (record := next(same, None)) is not None:
+                await self.manifest(record)
+        return self.layouts.get(digest)
 
     async def manifest(self, record: VersionRecord) -> Manifest:
         """Return the manifest of a committed version, from memory or the store."""
@@ -341,34 +355,40 @@ class ModelVersions(Catalog):
         Raises:
             WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
         """
-        record = self.get(version)
-        use = self._collector.use(record)
-        if use:
-            raise WeightSyncError(
-                Reason.VERSION_IN_USE,
-                f"version {version} of model {self.name} is {use}",
-                metadata={"version": str(version)},
-            )
-        await self.erase(record)
+        await self.erase(self._collector.deletable(self.get(version)))
 
     async def erase(self, record: VersionRecord) -> None:
-        """Delete a committed version that nobody uses; no check is made."""
+        """Delete a committed version that nobody uses; no check is made.
+
+        Raises:
+            WeightSyncError: What the store says; the version is there as before, or gone.
+        """
         # Gone for everybody before the first await, so that nothing can begin to use it.
         self.forget(record)
         if record.slot is not None:
             self.pool.release(record.slot)
-        await self.scrub(record)
+        try:
+            await self.scrub(record)
+        except WeightSyncError:
+            await self._put_back(record)
+            raise
 
     def forget(self, record: VersionRecord) -> None:
         """Take a version out of the registry at once; `scrub` must follow."""
+        if record.commit is not None or record.served:
+            # Nor does anybody get its number, while that is being written down.
+            self._spent = max(self._spent, record.version)
         del self._records[record.version]
         record.residency = pb.RESIDENCY_ABSENT
         self._feed.emit(record.to_info(), deleted=True)
 
     async def scrub(self, record: VersionRecord) -> None:
         """Remove what the store holds of a version, for ever."""
-        await self._marks.change(record.version, deleted=True)
+        await self._marks.use(record.version)
         await self.store.delete(self.name, record.version)
+        # A mark of a version that is gone harms nobody.
+        with contextlib.suppress(WeightSyncError):
+            await self._marks.change(record.version, pinned=False, rejected="")
 
     def changed(self, record: VersionRecord) -> None:
         """Tell watchers, and those who wait for a slot."""
@@ -380,6 +400,16 @@ class ModelVersions(Catalog):
         self._feed.emit(record.to_info())
 
     # Inside
+
+    async def _put_back(self, record: VersionRecord) -> None:
+        """Register a version again whose deletion failed, unless its record is gone already."""
+        try:
+            await self.store.manifest(self.name, record.version)
+        except WeightSyncError as error:
+            if error.reason is Reason.VERSION_UNKNOWN:
+                return
+        self._records[record.version] = record
+        self.changed(record)
 
     async def _mark(
         self, version: int, *, pinned: bool | None = None, rejected: str | None = None

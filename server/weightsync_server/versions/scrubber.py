@@ -11,6 +11,7 @@ from weightsync.digest import TensorDigester
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import read_fault
 from weightsync_server.threads import in_thread
 
 if TYPE_CHECKING:
@@ -23,8 +24,17 @@ __all__ = ["Scrubber"]
 logger = logging.getLogger(__name__)
 
 _PIECE = 4 << 20
-#: Seconds between two rounds over all versions.
-_ROUND_S = 60.0
+#: Seconds until the first round, which leaves a start to those who wait for it, and between rounds.
+_FIRST_S, _ROUND_S = 10.0, 60.0
+#: What tells that stored bytes are not what was committed; anything else is a fault of this host.
+_DAMAGE = frozenset(
+    {
+        Reason.DATA_CORRUPT,
+        Reason.SHARD_INVALID,
+        Reason.LAYOUT_INVALID,
+        Reason.VERSION_UNKNOWN,
+    }
+)
 
 
 class Scrubber:
@@ -41,21 +51,36 @@ class Scrubber:
 
     async def run(self) -> None:
         """Scrub every version, oldest first, and begin again."""
+        await asyncio.sleep(_FIRST_S)
         while True:
             for record in reversed(self._versions.list()):
                 if record.durability == pb.DURABILITY_COMMITTED:
-                    await self.scrub(record)
+                    await self._scrub(record)
             await asyncio.sleep(_ROUND_S)
 
+    async def _scrub(self, record: VersionRecord) -> None:
+        try:
+            await self.scrub(record)
+        except Exception:
+            # The other versions are looked at all the same.
+            logger.exception("version %d could not be checked", record.version)
+
     async def scrub(self, record: VersionRecord) -> None:
-        """Digest a stored version and note what is wrong with it."""
+        """Digest a stored version and note what is wrong with it, unless that cannot be told."""
+        base, damage = record.base, ""
         try:
             await self._check(record)
-            damage = ""
         except (WeightSyncError, OSError) as error:
-            if self._versions.find(record.version) is not record:
-                return  # It was deleted meanwhile.
-            damage = getattr(error, "message", None) or str(error)
+            async with self._versions.builder.lock:
+                folded = record.base is not base
+            if folded or self._versions.find(record.version) is not record:
+                return  # It was deleted meanwhile, or is kept in full now.
+            told = read_fault(error, "reading it") if isinstance(error, OSError) else error
+            if told.reason not in _DAMAGE:
+                # Too few descriptors, no memory: nothing is known, and it passes.
+                logger.warning("version %d is checked later: %s", record.version, told.message)
+                return
+            damage = told.message
         if damage and not record.damaged:
             logger.error("version %d is damaged in the store: %s", record.version, damage)
         elif record.damaged and not damage:
@@ -63,17 +88,24 @@ class Scrubber:
         record.damaged = damage
 
     async def _check(self, record: VersionRecord) -> None:
-        store = self._versions.store
-        manifest = await store.manifest(record.model, record.version)
+        store, delta = self._versions.store, record.base is not None
+        if delta:
+            manifest = await store.delta(record.model, record.version)
+        else:
+            manifest = await store.manifest(record.model, record.version)
         digests = iter(manifest.digests)
         for shard, tensors in enumerate(manifest.layout.by_shard):
-            source = store.shard_source(record.model, record.version, shard)
+            source = store.shard_source(record.model, record.version, shard, delta=delta)
             if source is None:
                 return
             expected = [next(digests) for _ in tensors]
             fd = await in_thread(os.open, source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
+                # What lies on the disk counts, not what memory still has of it; and a scrubber
+                # leaves memory to those who serve.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 await self._check_shard(fd, manifest, shard, expected)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
 
@@ -81,6 +113,8 @@ class Scrubber:
         self, fd: int, manifest: Manifest, shard: int, expected: list[bytes]
     ) -> None:
         entry, tensors = manifest.layout.shards[shard], manifest.layout.by_shard[shard]
+        if os.fstat(fd).st_size != entry.size:
+            raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} has another length")
         header = await in_thread(os.pread, fd, entry.header_size, 8)
         await in_thread(check_header, header, tensors)
         for tensor, digest in zip(tensors, expected, strict=True):

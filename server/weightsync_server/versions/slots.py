@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.segments import reserved_size
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from weightsync.segments import Segment
     from weightsync_server.versions.keeper import SegmentKeeper
     from weightsync_server.versions.records import VersionRecord
 
-__all__ = ["Slot"]
+__all__ = ["Remains", "Slot"]
+
+
+class Remains(NamedTuple):
+    """The bytes of a version that lost its slot, as long as nobody has written over them.
+
+    Attributes:
+        manifest_digest: Which version it was.
+        segments: Its shards, in order; all of them are spare segments of the slot.
+    """
+
+    manifest_digest: str
+    segments: tuple[Segment, ...]
 
 
 class Slot:
@@ -24,6 +38,7 @@ class Slot:
         leases: Readers that rely on the bytes.
         segments: Segment of each shard.
         document: The staged document, once somebody asked for it.
+        remains: What the spare segments still hold; None: nothing that is of use.
     """
 
     def __init__(self, index: int, keeper: SegmentKeeper) -> None:
@@ -33,6 +48,7 @@ class Slot:
         self.leases = 0
         self.segments: dict[int, Segment] = {}
         self.document: Segment | None = None
+        self.remains: Remains | None = None
         self._keeper = keeper
         self._spares: list[Segment] = []
         self._promised = 0
@@ -88,7 +104,24 @@ class Slot:
         segment = min(fits, key=lambda s: s.capacity)
         self._spares.remove(segment)
         self.segments[shard] = segment
+        # Somebody is about to write into it.
+        self.remains = None
         return segment
+
+    def holds(self, digests: Collection[str]) -> bool:
+        """Tell whether what remains here is one of these versions, by manifest digest."""
+        return self.remains is not None and self.remains.manifest_digest in digests
+
+    def revive(self) -> None:
+        """Put the segments of what remains back into their places, for somebody to change them."""
+        if self.remains is not None:
+            self._spares = [spare for spare in self._spares if spare not in self.remains.segments]
+            self.segments = dict(enumerate(self.remains.segments))
+            self.remains = None
+
+    def spoil(self) -> None:
+        """Take note that the bytes are not what they should be: nothing of use will remain."""
+        self.writing = True
 
     async def create(self, shard: int, size: int) -> Segment:
         """Put a new segment in the shard's place.
@@ -114,6 +147,7 @@ class Slot:
 
     def trim(self) -> None:
         """Retire the spare segments."""
+        self.remains = None
         while self._spares:
             self._keeper.retire(self._spares.pop())
 
@@ -121,6 +155,10 @@ class Slot:
         """Forget the version; its segments become spare ones."""
         if self.record is not None:
             self.record.slot = None
+            # Whatever was being written is no version.
+            commit = None if self.writing else self.record.commit
+            whole = Remains(commit.manifest_digest, tuple(self.ordered())) if commit else None
+            self.remains = whole
         self.record = None
         self.writing = False
         self._drop_promise()

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.staged import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.faults import refusing
 from weightsync_server.versions.leases import SlotLease
-from weightsync_server.versions.reading import all_done, first_difference, load_shard
+from weightsync_server.versions.reading import all_done, compare
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from weightsync.manifest import Manifest
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
     from weightsync_server.versions.slots import Slot
 
 __all__ = ["Stager"]
 
-#: Shards read at once; the fetchers order the reads among themselves.
-_READERS = 8
 _RESTORE = "restore the store from a copy, or delete the version and push its content anew"
 
 
@@ -77,14 +72,15 @@ class Stager:
 
     async def verify(self, lease: SlotLease) -> None:
         """Digest the segments again; see `ModelVersions.verify_staged`."""
-        await failpoints.reach("stage.verify")
+        with refusing("verifying a staged version"):
+            await failpoints.reach("stage.verify")
         record, fetchers = lease.record, self._versions.fetchers
         self._refuse_failed(record)
         manifest = await self._versions.manifest(record)
         shards = zip(lease.segments, manifest.layout.shards, strict=True)
         try:
             found = await all_done([fetchers.digest(segment, shard) for segment, shard in shards])
-            self._compare(manifest, found, "in shared memory")
+            compare(manifest, found, "in shared memory")
         except WeightSyncError as error:
             if error.reason not in _DAMAGE:
                 raise
@@ -139,51 +135,29 @@ class Stager:
         task.result()
 
     async def _load(self, record: VersionRecord, timeout_s: float) -> None:
-        await failpoints.reach("stage.load")
-        if record.damaged:
-            raise _not_ours(record, record.damaged, _RESTORE)
+        with refusing(f"reading version {record.version} from the store"):
+            await failpoints.reach("stage.load")
         ours = self._versions
+        try:
+            ours.builder.check(record)
+        except WeightSyncError as error:
+            raise _not_ours(record, error.message, _RESTORE) from error
         # A little earlier than the caller gives up, so that the caller is told why.
         slot = await ours.pool.take(record, timeout_s * 0.9)
         record.residency = pb.RESIDENCY_STAGING
         ours.changed(record)
         try:
             manifest = await ours.manifest(record)
-            self._compare(manifest, await self._read(record, slot, manifest), "in the store")
+            await ours.builder.build(slot, record, manifest)
         except BaseException as error:
             record.residency = pb.RESIDENCY_ABSENT
+            slot.spoil()
             ours.pool.release(slot)
             ours.changed(record)
             if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
                 raise _not_ours(record, error.message, _RESTORE) from error
             raise
         ours.staged(record, manifest)
-
-    async def _read(
-        self, record: VersionRecord, slot: Slot, manifest: Manifest
-    ) -> list[list[bytes]]:
-        gate = asyncio.Semaphore(_READERS)
-
-        async def read(shard: int) -> list[bytes]:
-            source = self._versions.store.shard_source(record.model, record.version, shard)
-            if source is None:
-                raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} was not kept")
-            async with gate:
-                return await load_shard(self._versions, slot, manifest.layout, shard, source)
-
-        return await all_done([read(shard) for shard in range(len(manifest.layout.shards))])
-
-    def _compare(self, manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) -> None:
-        flat = [digest for digests in found for digest in digests]
-        if len(flat) == len(manifest.digests):
-            tensor = first_difference(manifest.layout.tensors, manifest.digests, flat)
-            if tensor is None:
-                return
-            name = json.dumps(tensor.name[:100])
-            raise WeightSyncError(
-                Reason.DATA_CORRUPT, f"the bytes of tensor {name} {where} have another digest"
-            )
-        raise WeightSyncError(Reason.DATA_CORRUPT, f"the shards {where} hold other tensors")
 
     def _damaged(self, record: VersionRecord, slot: Slot) -> None:
         if record.slot is not slot:
@@ -199,6 +173,7 @@ class Stager:
         if not self._versions.store.durable:
             # Its only copy is gone: no apply may choose it.
             record.durability = pb.DURABILITY_FAILED
+        slot.spoil()
         self._versions.pool.release(slot)
         self._versions.changed(record)
 

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from weightsync.delta import apply_change, parse_shard
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 
-__all__ = ["Answers", "Shard", "StatusError", "Upload", "fail"]
+__all__ = ["Answers", "Shard", "StatusError", "Upload", "fail", "materialise"]
 
 
 class StatusError(Exception):
@@ -50,12 +52,33 @@ class Shard:
         return [tensor_digest(view[start + t.begin : start + t.end]) for t in tensors]
 
 
+def materialise(base: dict[int, Shard], parcel: dict[int, Shard]) -> dict[int, Shard]:
+    """Return the shards of the version that a delta makes of its base."""
+    made = {
+        index: Shard(shard.entry, shard.parts, shard.tensors, bytearray(shard.data))
+        for index, shard in base.items()
+    }
+    places = {t.name: (made[t.shard], t) for shard in base.values() for t in shard.tensors}
+    expect = {name: (t.dtype, t.shape) for name, (_, t) in places.items()}
+    for pushed in parcel.values():
+        for change in parse_shard(memoryview(bytes(pushed.data)), expect).changes.values():
+            shard, t = places[change.name]
+            start = shard.entry.data_start
+            target = np.frombuffer(shard.data, np.uint8)[start + t.begin : start + t.end]
+            apply_change(change, target)
+            if tensor_digest(target.data) != change.digest:
+                raise WeightSyncError(Reason.DIGEST_MISMATCH, f"{change.name} has another digest")
+    return made
+
+
 @dataclass
 class Upload:
     request: pb.BeginPushRequest
     push_id: str
     version: int
     shards: dict[int, Shard] = field(default_factory=dict)
+    #: Of a delta, as pushed; its `shards` become those of the whole version.
+    parcel: dict[int, Shard] = field(default_factory=dict)
     commit: Any = None
     manifest: Any = None
     aborted: bool = False
@@ -108,6 +131,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.requests: list[Any] = []
         self.metadata: list[dict[str, str]] = []
         self.peers: set[str] = set()
+        self.takes_deltas = True
         self.models = ["policy"]
         self.live = 0
         self.epoch = 0
@@ -149,6 +173,7 @@ class Answers(pb_grpc.WeightSyncServicer):
             content_digest=upload.commit.content_digest,
             size_bytes=upload.commit.size_bytes,
             tensor_count=upload.commit.tensor_count,
+            kind=upload.request.kind,
             shard_count=len(upload.shards),
             metadata=upload.request.metadata,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from tests.unit.client.answers import Answers, Shard, StatusError, Upload, fail
+from tests.unit.client.answers import Answers, Shard, StatusError, Upload, fail, materialise
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_header, check_shard, check_version
 from weightsync.manifest import Manifest, ShardEntry, TensorEntry
@@ -36,10 +36,28 @@ class Servicer(Answers):
                 same = upload.request.idempotency_key == request.idempotency_key
                 if same and not upload.aborted:
                     return self._begun(upload)
+            self._check_base(request, context)
             newest = max((u.version for u in self.uploads.values() if u.commit), default=0)
             upload = Upload(request, f"push-{len(self.uploads)}", request.version or newest + 1)
             self.uploads[upload.push_id] = upload
             return self._begun(upload)
+
+    def _check_base(self, request: Any, context: Any) -> None:
+        if request.kind != pb.PUSH_KIND_DELTA:
+            return
+        if not self.takes_deltas:
+            fail(context, WeightSyncError(Reason.NOT_SUPPORTED, "no deltas here; push in full"))
+        base = self._base(request)
+        run_id = request.metadata.get("run_id", "")
+        theirs = base.request.metadata.get("run_id", run_id) if base else ""
+        if base is None or (run_id and run_id != theirs):
+            error = WeightSyncError(Reason.BASE_MISMATCH, "another base is held; push in full")
+            fail(context, error)
+
+    def _base(self, request: Any) -> Upload | None:
+        wanted = request.base_content_digest
+        bases = [u for u in self.uploads.values() if u.commit and u.commit.content_digest == wanted]
+        return bases[-1] if bases else None
 
     def _begun(self, upload: Upload) -> pb.BeginPushResponse:
         return pb.BeginPushResponse(
@@ -144,6 +162,14 @@ class Servicer(Answers):
             if missing or len(shards) != request.shard_count:
                 raise WeightSyncError(Reason.PUSH_INCOMPLETE, f"shards {missing} are missing")
             assert all(len(s.claimed) == len(s.tensors) for s in shards), "digests are missing"
+            if upload.request.kind == pb.PUSH_KIND_DELTA:
+                base = self._base(upload.request)
+                assert base is not None
+                upload.parcel, upload.shards = (
+                    upload.shards,
+                    materialise(base.shards, upload.shards),
+                )
+                shards = [upload.shards[i] for i in sorted(upload.shards)]
             layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
             upload.manifest = Manifest(layout, tuple(d for s in shards for d in s.digests()))
             if upload.manifest.content_digest != request.content_digest:

@@ -18,7 +18,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from safetensors.numpy import save_file
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_client.cli import main
 from weightsync_client.cli.exits import MEANINGS
 from weightsync_client.cli.render import size
 
@@ -30,21 +29,6 @@ def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
     save_file({"a": np.arange(100_000, dtype=np.float32), "b": np.ones(3)}, path)
     return path
-
-
-@pytest.fixture
-def run(running: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("WEIGHTSYNC_ADDRESS", running.address)
-    monkeypatch.delenv("WEIGHTSYNC_NAME", raising=False)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["weightsync", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, told.err
-
-    return run
 
 
 def test_push_apply_rollback_and_reading_back(run: Run, weights: Path, tmp_path: Path) -> None:

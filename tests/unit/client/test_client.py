@@ -41,6 +41,7 @@ PUBLIC = [
     "ApplyOutcome",
     "ApplyPlan",
     "ApplyReport",
+    "ApplyStrategy",
     "AsyncClient",
     "AsyncPushHandle",
     "CacheMode",
@@ -53,7 +54,9 @@ PUBLIC = [
     "EngineState",
     "EngineStatus",
     "ExhaustedError",
+    "Fallback",
     "InvalidError",
+    "LiveCheck",
     "ModelStatus",
     "NotFoundError",
     "PauseChoices",
@@ -63,6 +66,7 @@ PUBLIC = [
     "PullResult",
     "PulledTensor",
     "PushHandle",
+    "PushKind",
     "PushOptions",
     "PushResult",
     "PushSource",
@@ -234,13 +238,16 @@ def test_the_token_goes_with_every_call_and_is_not_shown(running: Any, servicer:
     assert "s3cret" not in repr(Link("localhost:1", Access(token="s3cret")))
 
 
-def test_unary_calls_are_tried_again(client: Client, servicer: Any, status_error: Any) -> None:
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_unary_calls_are_tried_again(
+    client: Client, servicer: Any, status_error: Any, code: grpc.StatusCode
+) -> None:
     failures = [1, 2]
 
     def refuse(method: str, _request: Any) -> None:
         if method == "ListVersions" and failures:
             failures.pop()
-            raise status_error(grpc.StatusCode.UNAVAILABLE, "connection reset")
+            raise status_error(code, "connection reset")
 
     servicer.before = refuse
     assert client.versions() == []

@@ -353,6 +353,28 @@ def test_only_owner_and_group_may_connect(tmp_path: Path, mode: int) -> None:
     assert not path.exists()
 
 
+def test_it_has_its_mode_before_anybody_can_connect(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Watched(socket.socket):
+        def listen(self, *queue: int) -> None:
+            seen.append(stat.S_IMODE(path.stat().st_mode))
+            with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
+                early.connect(str(path))
+            super().listen(*queue)
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    old = os.umask(0)
+    try:
+        server = SegmentServer(path)
+    finally:
+        os.umask(old)
+    server.close()
+    assert seen == [0o660]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_is_kept_out(server: SegmentServer, path: Path) -> None:
     for folder in (path.parent, *path.parent.parents[:3]):
@@ -381,7 +403,7 @@ def test_a_stale_socket_is_replaced(path: Path) -> None:
 
 
 def test_a_live_socket_is_refused(server: SegmentServer, path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="another server listens") as caught:
+    with pytest.raises(WeightSyncError, match=r"another process listens.*--run-dir") as caught:
         SegmentServer(path)
     assert caught.value.reason is Reason.REQUEST_INVALID
     with SegmentClient(path) as client:
@@ -390,13 +412,13 @@ def test_a_live_socket_is_refused(server: SegmentServer, path: Path) -> None:
 
 def test_a_file_that_is_no_socket_is_left_alone(path: Path) -> None:
     path.write_text("precious")
-    with pytest.raises(OSError):
+    with pytest.raises(WeightSyncError, match="is no socket"):
         SegmentServer(path)
     assert path.read_text() == "precious"
 
 
 def test_a_folder_that_is_missing_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(OSError):
+    with pytest.raises(WeightSyncError, match="make its folder"):
         SegmentServer(tmp_path / "missing" / "s")
 
 

@@ -42,6 +42,7 @@ def test_the_layout_digest_is_that_of_the_proto() -> None:
         '"scalar" F32  0 12 16',
         '"z" BF16 2,3 0 0 12',
         '"\\u00e4 \\u2603" F4 4 1 0 2',
+        *(f"{at} {s.size} {s.header_size}" for at, s in enumerate(_manifest().layout.shards)),
     ]
     assert _manifest().layout.digest == lines_digest(lines)
 

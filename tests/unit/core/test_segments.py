@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -65,6 +66,26 @@ def test_capacity_is_what_it_takes(size: int, capacity: int) -> None:
     try:
         assert made.capacity == len(made.view) == os.fstat(made.fd).st_size == capacity
         assert not any(made.view)
+    finally:
+        made.close()
+
+
+def _resident(address: int) -> int:
+    """Return the bytes of the mapping at an address that this process can touch without a fault."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            return next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
+    msg = f"no mapping begins at {address:x}"
+    raise AssertionError(msg)
+
+
+@pytest.mark.parametrize("size", [1, 3 * _PAGE, GRANULE, 3 * GRANULE - 1, 4 * GRANULE + 1])
+def test_every_page_is_touched(size: int) -> None:
+    made = Segment.create(size)
+    try:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(made.view))
+        assert _resident(address) == made.capacity
     finally:
         made.close()
 

@@ -2,8 +2,8 @@
 
 Every buffer lies against a page that may not be touched, at its end or at its beginning, so a look
 or a write outside ends this process. Streams are legal, worst cases, and hostile ones with sizes
-that follow from their counts; each result must be numpy's. With `packs` the kernels are those for
-processors whose vectors pack; elsewhere LLVM spells them out.
+that follow from their counts; each result must be numpy's. An argument chooses the
+kernels of another processor; LLVM spells out what this one lacks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weightsync.delta.kernels import plain, processor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-if "packs" in sys.argv:
-    processor.packs_vectors = lambda: True
+if len(sys.argv) > 1:
+    processor.vectors = lambda: sys.argv[1]
 
-from weightsync.delta.kernels import compiled, encoding
+from weightsync.delta.kernels import compiled, finding
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
@@ -90,7 +90,7 @@ def check_encoders() -> int:
     """Encode tensors of awkward sizes; return how many."""
     done = 0
     rng = np.random.default_rng(1)
-    block = encoding.BLOCK
+    block = finding.BLOCK
     sizes = [1, 63, 64, 65, 1000, block - 1, block, block + 65, 3 * block + 7]
     compiled._PIECE = 2 * block
     for width in (1, 2, 4, 8):
@@ -105,7 +105,9 @@ def check_encoders() -> int:
                 base, new = _pair(rng, width, elements, density, kind)
                 for at_end in (True, False):
                     before, after = (guarded_copy(each, at_end=at_end) for each in (base, new))
-                    assert compiled.count(before, after, width) == plain.count(base, new, width)
+                    for each in ((64, 64), (1024, 1024), (1024, 5000), (100, 101)):
+                        theirs = plain.count(base, new, width, *each)
+                        assert compiled.count(before, after, width, *each) == theirs
                     for where in _WHERE:
                         for what in (Values.ABS, Values.SM) if width == 2 else (Values.ABS,):
                             coding = Coding(where, what)

@@ -78,6 +78,9 @@ def apply(shard: bytes, tensors: dict[str, bytes]) -> dict[str, bytes]:
     manifest.take(8)
     count = int.from_bytes(manifest.take(4), "little")
     manifest.take(32)
+    size = int.from_bytes(manifest.take(4), "little")
+    rest = manifest.data[manifest.at : -8]
+    manifest = _Cursor(rest if len(rest) == size else zstandard.decompress(rest))
     result = dict(tensors)
     name = b""
     for _ in range(count):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+# The first test of a process may compile all kernels.
+pytestmark = pytest.mark.timeout(300)
+
 _EXPECT = {"w": ("BF16", (64,))}
 _REASONS = (Reason.SHARD_INVALID, Reason.LAYOUT_INVALID, Reason.DIGEST_MISMATCH)
 
@@ -299,8 +302,9 @@ def test_huge_claims_take_no_memory() -> None:
 
 
 def _manifest(*records: bytes, count: int | None = None, magic: bytes = b"WSD1") -> bytes:
-    body = struct.pack("<4sII16s16s", magic, 0, len(records) if count is None else count, b"", b"")
-    body += b"".join(records)
+    body = b"".join(records)
+    count = len(records) if count is None else count
+    body = struct.pack("<4sII16s16sI", magic, 0, count, b"", b"", len(body)) + body
     return body + xxhash.xxh3_64_digest(body)
 
 
@@ -325,8 +329,11 @@ def test_the_manifest_above_is_a_good_one() -> None:
         (b"", "delta"),
         (_manifest(_record(), magic=b"WSD2"), "begin"),
         (_manifest(_record(), count=2), "ends within"),
-        (_manifest(_record(), count=0), "after its last record"),
-        (_manifest(_record(), count=200_001), "at most"),
+        (_manifest(_record(), b"x"), "shares"),
+        (_manifest(_record(), count=0), "0 records of"),
+        (_manifest(b"", _record()[:-4]), "ends within"),
+        (_manifest(_record() + b"x", count=1), "after its last record"),
+        (_manifest(_record(), count=4), "of a base that has 3"),
         (_manifest(_record(), _record(name=b"\x01\x00")), "ascending"),
         (_manifest(_record(), _record(name=b"\x00\x01a")), "ascending"),
         (_manifest(_record(name=b"\x01\x01w")), "shares"),
@@ -352,7 +359,31 @@ def test_the_manifest_above_is_a_good_one() -> None:
     ],
 )
 def test_manifests_that_are_refused(manifest: bytes, why: str) -> None:
-    assert why in _refused(forge.from_manifest(manifest, b"\x00", b"\x01\x00")).message
+    expect = _EXPECT | {"x": ("U8", ()), "y": ("U8", ())}
+    assert why in _refused(forge.from_manifest(manifest, b"\x00", b"\x01\x00"), expect).message
+
+
+def _packed(stored: bytes, size: int) -> NDArray[np.uint8]:
+    body = struct.pack("<4sII16s16sI", b"WSD1", 0, 1, b"", b"", size) + stored
+    manifest = body + xxhash.xxh3_64_digest(body)
+    return forge.from_manifest(manifest, b"\x00", b"\x01\x00")
+
+
+def test_a_packed_manifest_is_what_it_says() -> None:
+    name = "w" * 1000
+    expect = {name: ("BF16", (64,))}
+    records = _record(name=b"\x00\xe8\x07" + name.encode())
+    frame = _frame(records)
+    assert list(parse_shard(_packed(frame, len(records)), expect).changes) == [name]
+    for stored, size, why in (
+        (frame, len(records) - 1, "in place of"),
+        (frame, len(frame) - 1, "are stored in"),
+        (frame, 2049, "are stored in"),
+        (_frame(bytes(2040)), 2048, "in place of"),
+        (b"x" * 50, len(records), "no zstd frame"),
+        (frame + b"x", len(records), "no zstd frame"),
+    ):
+        assert why in _refused(_packed(stored, size), expect).message
 
 
 def test_sm_needs_two_bytes() -> None:

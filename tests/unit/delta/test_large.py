@@ -13,6 +13,9 @@ from weightsync.delta import Item, apply_change, decode_tensor, parse_shard, pat
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The first test of a process may compile all kernels.
+pytestmark = pytest.mark.timeout(300)
+
 _ELEMENTS = (1 << 31) + 1000
 
 
@@ -26,7 +29,6 @@ def pair(tmp_path: Path) -> Any:
     return [np.memmap(path, np.uint8, mode).view(np.ndarray) for mode in ("r", "c")]
 
 
-@pytest.mark.timeout(300)
 def test_positions_beyond_31_bits(pair: Any) -> None:
     base, new = pair
     where = [0, 1, 70_000, (1 << 31) - 2, (1 << 31) - 1, 1 << 31, _ELEMENTS - 1]

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+# The first test of a process may compile all kernels.
+pytestmark = pytest.mark.timeout(300)
+
+
 def _check(items: list[Item], **options: bool | int) -> dict[str, str]:
     """Encode, decode in both ways and undo; return the codings."""
     encoded = encode(items, **options)  # type: ignore[arg-type] # the test's own keywords

@@ -19,6 +19,9 @@ from weightsync.delta import DeltaError, Encoder, Item, apply_change, parse_shar
 from weightsync.delta.coding import Positions, Values
 from weightsync.digest import tensor_digest
 
+# The first test of a process may compile all kernels.
+pytestmark = pytest.mark.timeout(300)
+
 DOCUMENT: dict[str, Any] = json.loads(VECTORS.read_text())
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "delta-format.md"
 

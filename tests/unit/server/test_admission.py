@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from tests.support.clocks import Clocks
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import from_call
 from weightsync_server.admission import Admission, CallLimits, Rates
@@ -22,32 +23,29 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks.over(monkeypatch)
 
 
-def test_a_caller_gets_its_rate_and_two_seconds_of_it_at_once() -> None:
-    clock = Clock()
-    rates = Rates(8, clock)
+def test_a_caller_gets_its_rate_and_two_seconds_of_it_at_once(clocks: Clocks) -> None:
+    rates = Rates(8)
     a, b = ("a", "s"), ("b", "s")
     assert [rates.take(a) for _ in range(16)] == [0] * 16
     wait = rates.take(a)
     assert wait == 0.125
     assert rates.take(a) == wait
     assert rates.take(b) == 0
-    clock.now += wait
+    clocks.let_pass(wait)
     assert rates.take(a) == 0
     assert rates.take(a) > 0
-    clock.now += 3600
+    clocks.let_pass(3600)
     assert [rates.take(a) for _ in range(16)] == [0] * 16
     assert rates.take(a) > 0
 
 
-def test_only_so_many_callers_are_remembered() -> None:
-    rates = Rates(10, Clock())
+def test_only_so_many_callers_are_remembered(clocks: Clocks) -> None:
+    rates = Rates(10)
     for number in range(5000):
         assert rates.take((str(number), "s")) == 0
     assert len(rates._due) <= 1024
@@ -61,14 +59,13 @@ def refused_share(shares: Shares, who: str, held: int) -> bool:
     return False
 
 
-def test_a_lone_caller_may_hold_every_push_until_others_come() -> None:
-    clock = Clock()
-    shares = Shares(4, clock)
+def test_a_lone_caller_may_hold_every_push_until_others_come(clocks: Clocks) -> None:
+    shares = Shares(4)
     assert not any(refused_share(shares, "a", held) for held in range(4))
     assert not refused_share(shares, "b", 0)
     assert refused_share(shares, "a", 2)
     assert not refused_share(shares, "a", 1)
-    clock.now += 601
+    clocks.let_pass(601)
     assert not refused_share(shares, "a", 3)
     # However many callers there are, one push is everybody's.
     assert not any(refused_share(shares, str(number), 0) for number in range(1000))

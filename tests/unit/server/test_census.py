@@ -23,7 +23,8 @@ _NONE = dict.fromkeys(INVARIANTS, 0)
 @pytest.fixture
 async def here(tmp_path: Path) -> AsyncIterator[World]:
     async with world(tmp_path) as made:
-        await made.push(simple(1), 1)
+        await made.push(simple(0), 1)
+        await made.push(simple(1), 2)
         await made.versions.acquire_epoch("a")
         yield made
 
@@ -35,7 +36,7 @@ def _census(here: World) -> tuple[Census, Metrics]:
 
 async def test_a_server_at_work_violates_nothing(here: World) -> None:
     made, metrics = _census(here)
-    for version in range(2, 6):
+    for version in range(3, 7):
         made.look()
         await here.push(simple(version), version)
         made.look()
@@ -64,6 +65,11 @@ def _half(here: World) -> None:
     here.versions.get(1).commit = None
 
 
+def _share_a_key(here: World) -> None:
+    for record in here.versions.list():
+        record.commit = replace(record.commit, idempotency_key="k")  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize(
     ("spoil", "invariant"),
     [
@@ -72,6 +78,7 @@ def _half(here: World) -> None:
         (_fall_back, "stale_writer"),
         (_change, "version_immutable"),
         (_half, "commit_atomic"),
+        (_share_a_key, "idempotent"),
     ],
 )
 async def test_what_must_not_be_is_counted_once_when_it_stays(
@@ -87,6 +94,26 @@ async def test_what_must_not_be_is_counted_once_when_it_stays(
     made.look()
     assert metrics.violations() == _NONE | {invariant: 1}
     here.budget.reserved, here.budget.limit = reserved, limit
+
+
+async def test_a_leak_that_grows_is_one_and_one_that_comes_again_another(here: World) -> None:
+    made, metrics = _census(here)
+    for leaked in (1, 1, 1, -3, 0, 1, 0):
+        here.budget.reserved += 4096 * leaked
+        made.look()
+    here.budget.reserved -= 4096
+    assert metrics.violations() == _NONE | {"no_leak": 2}
+
+
+async def test_what_goes_on_past_its_bound_is_counted_once(here: World) -> None:
+    late = ["a pause goes on past its bound"]
+    metrics = Metrics("m")
+    made = Census(here.versions, here.budget, metrics, [lambda: late, list])
+    made.look()
+    assert metrics.violations() == _NONE
+    for _ in range(3):
+        made.look()
+    assert metrics.violations() == _NONE | {"time_bounded": 1}
 
 
 async def test_what_passes_is_not_counted(here: World) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,7 @@ async def test_our_error_becomes_a_rich_status(served: Served, method: str) -> N
 
 @pytest.mark.parametrize("method", KINDS)
 @pytest.mark.parametrize(
-    "error", [RuntimeError("secret token"), KeyError("secret"), OSError(5, "secret")]
+    "error", [RuntimeError("secret token"), KeyError("secret"), TimeoutError("secret")]
 )
 async def test_a_fault_tells_nothing_and_is_counted(
     served: Served, method: str, error: Exception, caplog: pytest.LogCaptureFixture
@@ -165,6 +166,35 @@ async def test_a_fault_tells_nothing_and_is_counted(
     assert method in back.message
     await served.handled(method, "Unavailable")
     assert len(served.faults) == 1
+    assert "secret" in caplog.text, "the log tells why"
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize(
+    ("error", "reason", "words"),
+    [
+        (OSError(errno.EIO, "secret"), Reason.FAULT, "Input/output error"),
+        (OSError(errno.ENOSPC, "secret"), Reason.DISK_EXHAUSTED, "No space left"),
+        (PermissionError(errno.EACCES, "secret", "/a/secret"), Reason.FAULT, "Permission denied"),
+        (MemoryError("secret"), Reason.MEMORY_EXHAUSTED, "no memory is left"),
+    ],
+    ids=["EIO", "ENOSPC", "EACCES", "memory"],
+)
+async def test_what_the_system_refuses_is_told_and_no_violation(
+    served: Served,
+    method: str,
+    error: Exception,
+    reason: Reason,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served.service.error = error
+    back = from_call(await served.refused(method))
+    assert back is not None
+    assert back.reason is reason
+    assert words in back.message
+    assert "secret" not in f"{back.message} {back.metadata}"
+    assert not served.faults
     assert "secret" in caplog.text, "the log tells why"
 
 

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weightsync import __version__
 from weightsync_server import metrics as module
 from weightsync_server.metrics import INVARIANTS, PAUSE_BUCKETS, PHASES, Metrics, MetricsEndpoint
+from weightsync_server.versions import DeltaCounts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -100,6 +101,32 @@ def test_what_happens_is_counted(metrics: Metrics) -> None:
     stamp = value("weightsync_last_apply_timestamp_seconds")
     assert stamp is not None
     assert abs(stamp - time.time()) < 5
+
+
+def test_deltas_are_counted(metrics: Metrics) -> None:
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"weightsync_delta_{name}", {"model": "m"} | labels
+        )
+
+    for coding in ("unchanged", "gap16", "gap8", "bitmap", "dense"):
+        assert value("tensors_total", coding=coding) == 0
+    for reason in ("first", "no_room", "new_run", "base_mismatch", "layout_changed", "too_dense"):
+        assert value("fallbacks_total", reason=reason) == 0
+    for name in ("bytes_total", "dense_bytes_total", "folds_total", "changed_fraction"):
+        assert value(name) == 0
+    metrics.count_delta(DeltaCounts(10, 1000, 0.01, {"unchanged": 3, "gap8": 2}))
+    metrics.count_delta(DeltaCounts(20, 1000, 0.02, {"gap8": 5}))
+    metrics.count_fallback("too_dense")
+    metrics.count_fallback("whatever a stranger says")
+    metrics.deltas.count_fold()
+    assert (value("bytes_total"), value("dense_bytes_total")) == (30, 2000)
+    assert value("changed_fraction") == 0.02
+    assert value("tensors_total", coding="gap8") == 7
+    assert value("tensors_total", coding="unchanged") == 3
+    assert value("fallbacks_total", reason="too_dense") == 1
+    assert value("fallbacks_total", reason="other") == 1
+    assert value("folds_total") == 1
 
 
 def test_ranks_that_are_gone_disappear(metrics: Metrics) -> None:

@@ -98,6 +98,8 @@ def test_bad_names(name: str) -> None:
         ({"engine": "embedded"}, "give both or neither"),
         ({"model": "/models/x"}, "give both or neither"),
         ({"listen": []}, "at least one address"),
+        ({"listen": ["unix:/a?role=push", "unix:/a?role=read"]}, "unix:/a is named twice"),
+        ({"listen": ["unix:/a", "127.0.0.1:1", "unix:/a"]}, "unix:/a is named twice"),
         ({"slots": 1}, "slots"),
         ({"fetchers": 0}, "fetchers"),
         ({"memory_bytes": -1}, "memory_bytes"),
@@ -124,9 +126,32 @@ def test_every_setting_is_explained() -> None:
         assert field.description.endswith("."), name
 
 
+@pytest.mark.parametrize("metrics", ["127.0.0.1:0", "[::1]:9551", "localhost:9551", ""])
+def test_metrics_for_this_host(metrics: str) -> None:
+    assert _made(metrics=metrics).metrics == metrics
+
+
+@pytest.mark.parametrize(
+    "metrics", ["0.0.0.0:9551", "[::]:9551", ":9551", "10.0.0.1:9551", "unix:9551", "example:9551"]
+)
+def test_metrics_for_other_hosts_must_be_meant(metrics: str) -> None:
+    with pytest.raises(ValidationError, match="give --metrics-open where"):
+        _made(metrics=metrics)
+    assert _flags("--metrics", metrics, "--metrics-open").metrics == metrics
+
+
+@pytest.mark.parametrize(
+    "metrics", ["9551", "127.0.0.1", "127.0.0.1:", "localhost:http", "a:65536"]
+)
+def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
+    with pytest.raises(ValidationError, match="metrics must be HOST:PORT"):
+        _made(metrics=metrics, metrics_open=True)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (["--metrics", "0.0.0.0:1"], "give --metrics-open"),
         (["--listen", "0.0.0.0:1"], "Value error, 0.0.0.0:1 can be reached"),
         (["--name", "a/b"], "name: Value error"),
         (["--slots", "many"], "slots: "),
@@ -157,5 +182,5 @@ def test_every_limit_is_explained_with_its_default() -> None:
         else str(getattr(made, name))
         for name in rows
     }
-    prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_")
+    prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
     assert set(rows) == {name for name in Settings.model_fields if name.startswith(prefixes)}

@@ -199,10 +199,10 @@ async def test_lease_that_ends_during_a_hanging_call_fences_then_asks() -> None:
 async def test_renewed_lease_holds_and_an_old_one_is_refused() -> None:
     llm = Llm()
     engine = await _serving(llm)
-    lease = await engine.pause(PauseSpec(), 0.05)
+    lease = await engine.pause(PauseSpec(), 0.3)
     for _ in range(4):
-        await asyncio.sleep(0.03)
-        await engine.renew(lease.lease_id, 0.05)
+        await asyncio.sleep(0.1)
+        await engine.renew(lease.lease_id, 0.3)
     assert _state(engine) is EngineState.PAUSED
     assert (await _refused(engine.pause(PauseSpec(), 1))).reason is Reason.APPLY_BUSY
     await engine.resume(lease.lease_id, 7, DIGEST)

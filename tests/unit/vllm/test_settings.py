@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import grpc
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentServer
 from weightsync.vllm.checkpoint import checkpoint_files, offer_files
-from weightsync.vllm.endpoint import Bridge, _claim
+from weightsync.vllm.endpoint import Bridge, _bind
 from weightsync.vllm.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -87,22 +89,42 @@ def test_no_safetensors_no_adoption(tmp_path: Path, load_format: str) -> None:
     assert caught.value.reason is Reason.ENGINE_UNSUPPORTED
 
 
-def test_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+class Watched:
+    """A gRPC server, and the mode of its socket as soon as it listens."""
+
+    def __init__(self, path: Path) -> None:
+        self.server = grpc.aio.server()
+        self._path = path
+        self.first_mode = 0o777
+
+    def add_insecure_port(self, address: str) -> int:
+        port = self.server.add_insecure_port(address)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(self._path))
+        self.first_mode = stat.S_IMODE(self._path.stat().st_mode)
+        return port
+
+
+async def test_the_bridge_is_closed_to_others_from_its_first_moment(tmp_path: Path) -> None:
     path = tmp_path / "e.sock"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        with pytest.raises(RuntimeError, match="another engine listens"):
-            _claim(str(path))
-    _claim(str(path))
-    assert not path.exists()
-    _claim(str(path))
+    watched = Watched(path)
+    old = os.umask(0)
+    try:
+        _bind(cast("Any", watched), str(path))
+        assert os.umask(0) == 0
+    finally:
+        os.umask(old)
+    assert watched.first_mode & 0o007 == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    with pytest.raises(WeightSyncError, match=r"another process listens.*ENGINE_SOCKET"):
+        _bind(grpc.aio.server(), str(path))
+    await watched.server.stop(None)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all/e.sock", "/tmp/" + "x" * 120])
 def test_impossible_socket_paths_are_named(path: str) -> None:
-    with pytest.raises(RuntimeError, match="WEIGHTSYNC_ENGINE_SOCKET"):
-        _claim(path)
+    with pytest.raises(WeightSyncError, match="WEIGHTSYNC_ENGINE_SOCKET"):
+        _bind(cast("Any", None), path)
 
 
 async def test_several_api_servers_are_refused() -> None:

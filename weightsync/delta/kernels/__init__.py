@@ -35,12 +35,22 @@ def _choose() -> ModuleType:
 
 
 def chosen() -> ModuleType:
-    """Return the module of kernels to use; the first call compiles them or loads them."""
-    if not _chosen:
-        with _lock:
-            if not _chosen:
-                _chosen.append(_choose())
+    """Return the module of kernels to use; the first call compiles them or loads them.
+
+    While another thread does that, for seconds or on a busy host for a minute, numpy's serve.
+    """
+    if not _chosen and _lock.locked():
+        from weightsync.delta.kernels import plain
+
+        return plain
+    _prepare()
     return _chosen[0]
+
+
+def _prepare() -> None:
+    with _lock:
+        if not _chosen:
+            _chosen.append(_choose())
 
 
 def warm_up() -> str:
@@ -52,4 +62,5 @@ def warm_up() -> str:
     Returns:
         `compiled`, or `plain` for numpy's.
     """
-    return chosen().__name__.rpartition(".")[2]
+    _prepare()
+    return _chosen[0].__name__.rpartition(".")[2]

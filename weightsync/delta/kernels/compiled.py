@@ -9,7 +9,7 @@ import numpy as np
 
 from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
 from weightsync.delta.errors import Broken
-from weightsync.delta.kernels import decoding, encoding
+from weightsync.delta.kernels import decoding, encoding, finding
 from weightsync.delta.kernels.shapes import (
     WRONG_BITMAP,
     WRONG_GAPS,
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 #: Elements of one call: the room for all that it may write is made before.
-_PIECE = 1 << 20
+_PIECE = 1 << 22
 #: Planes: two of positions, eight of values.
 _PLANES = 10
 #: Whole vectors are written behind the end.
@@ -54,8 +54,8 @@ class _Arena(threading.local):
     def __init__(self) -> None:
         self.planes = [np.empty(0, np.uint8) for _ in range(_PLANES)]
         self.addresses = np.zeros(_PLANES, np.int64)
-        self.state = np.zeros(6, np.int64)
-        self.scratch = np.zeros(encoding.SCRATCH, np.uint8)
+        self.state = np.zeros(7, np.int64)
+        self.scratch = finding.make_scratch()
 
     def room(self, plane: int, used: int, more: int) -> None:
         """Let `more` bytes follow the `used` ones of a plane."""
@@ -72,7 +72,7 @@ _arena = _Arena()
 
 def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: int) -> None:
     """Make room for all that a piece can write."""
-    distance, entries, done, pending, large, wide = arena.state.tolist()
+    distance, entries, done, pending, large, wide, _ = arena.state.tolist()
     if coding.positions is Positions.BITMAP:
         arena.room(0, begin // 8, elements // 8 + _SLACK)
     else:
@@ -88,11 +88,10 @@ def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: 
         arena.room(2 + at, used, more)
 
 
-def count(base: Bytes, new: Bytes, width: int) -> int:
-    """Return how many elements differ."""
-    scratch = _address(_arena.scratch)
-    elements = len(new) // width
-    found: int = encoding.count_changes(_address(base), _address(new), elements, width, scratch)
+def count(base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
+    """Return how many elements differ in runs that begin every `stride` elements."""
+    facts = len(new) // width, width, run, stride, _address(_arena.scratch)
+    found: int = encoding.count_changes(_address(base), _address(new), *facts)
     return found
 
 
@@ -125,7 +124,7 @@ def encode(base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded:
 
 
 def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
-    _, entries, changed, _, large, wide = arena.state.tolist()
+    _, entries, changed, _, large, wide, _ = arena.state.tolist()
     first = {
         Positions.GAP16: (entries, entries),
         Positions.GAP8: (entries,),

@@ -1,20 +1,26 @@
 """The compiled loops that make streams. Addresses in, counts out; the caller made room for all.
 
 A tensor goes through in blocks that stay in the cache, and each block through simple passes: which
-elements differ (64 at a time), where they are, by how much, and then the planes. Passes without
-branches on data beat one clever loop.
+elements differ, where and by how much (`finding`), and then plane by plane.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from weightsync.delta.kernels.finding import (
+    BLOCK,
+    GROUP,
+    MASKS,
+    PLACES,
+    RANKS,
+    VALUES,
+    find,
+    mark,
+    mark_tail,
+)
 from weightsync.delta.kernels.intrinsics import (
     count_ones,
-    differ8,
-    differ16,
-    differ32,
-    differ64,
     first_one,
     gaps_fit,
     is_large,
@@ -22,155 +28,20 @@ from weightsync.delta.kernels.intrinsics import (
     is_wide,
     load8,
     load16,
-    load32,
     load64,
-    pack_changes,
     pack_magnitudes,
+    shuffle_magnitudes,
     store8,
     store16,
-    store32,
     store64,
 )
 from weightsync.delta.kernels.jit import inner, kernel
-from weightsync.delta.kernels.processor import packs_vectors
+from weightsync.delta.kernels.processor import PACKS, SHUFFLES, vectors
 
-__all__ = ["BLOCK", "SCRATCH", "count_changes", "encode_piece"]
+__all__ = ["count_changes", "encode_piece"]
 
-#: Elements of one block: places in it fit into 16 bits, and two blocks of two bytes into the cache.
-BLOCK = 1 << 15
-_GROUP = 64
-#: Scratch: masks, places, values, and two copies of the last elements. Whole vectors are written.
-_MASKS = 0
-_PLACES = _MASKS + BLOCK // 8 + 64
-_VALUES = _PLACES + 2 * BLOCK + 256
-_TAILS = _VALUES + 8 * (BLOCK + _GROUP) + 256
-SCRATCH = _TAILS + 2 * 8 * _GROUP
-
-_GAP16, _GAP8, _BITMAP = 1, 2, 3
-_PACKS = packs_vectors()
-
-
-@inner
-def _differ(base: Any, new: Any, words: Any, width: Any, masks: Any) -> Any:
-    """Write a mask for each 64 elements."""
-    if width == 1:
-        for at in range(words):
-            store64(masks + 8 * at, differ8(base + 64 * at, new + 64 * at))
-    elif width == 2:
-        for at in range(words):
-            store64(masks + 8 * at, differ16(base + 128 * at, new + 128 * at))
-    elif width == 4:
-        for at in range(words):
-            store64(masks + 8 * at, differ32(base + 256 * at, new + 256 * at))
-    else:
-        for at in range(words):
-            store64(masks + 8 * at, differ64(base + 512 * at, new + 512 * at))
-
-
-@inner
-def _differ_tail(base: Any, new: Any, left: Any, width: Any, scratch: Any) -> Any:
-    """Return the mask of fewer than 64 elements, without a look behind them."""
-    tails = scratch + _TAILS
-    for at in range(0, 2 * 8 * _GROUP, 8):
-        store64(tails + at, 0)
-    for at in range(left * width):
-        store8(tails + at, load8(base + at))
-        store8(tails + 8 * _GROUP + at, load8(new + at))
-    _differ(tails, tails + 8 * _GROUP, 1, width, tails)
-    return load64(tails)
-
-
-@inner
-def _places_of(mask: Any, first: Any, places: Any) -> Any:
-    """Write the places of bits that are set, up to two more; return how many there are."""
-    count = count_ones(mask)
-    done = 0
-    while True:
-        # Two at a time, needed or not, spare most of the guesses at how many there are.
-        store16(places + 2 * done, first + first_one(mask))
-        mask &= mask - 1
-        store16(places + 2 * done + 2, first + first_one(mask))
-        mask &= mask - 1
-        done += 2
-        if done >= count:
-            return count
-
-
-@inner
-def _flatten(masks: Any, words: Any, places: Any) -> Any:
-    """Write the places of all bits that are set; return how many there are."""
-    count = 0
-    for at in range(words):
-        count += _places_of(load64(masks + 8 * at), _GROUP * at, places + 2 * count)
-    return count
-
-
-@inner
-def _take(
-    base: Any, new: Any, places: Any, count: Any, width: Any, relative: Any, values: Any
-) -> Any:
-    """Write the values, or the differences of two bytes, at these places."""
-    if relative:
-        for at in range(count):
-            place = 2 * load16(places + 2 * at)
-            store16(values + 2 * at, load16(new + place) - load16(base + place))
-    elif width == 1:
-        for at in range(count):
-            store8(values + at, load8(new + load16(places + 2 * at)))
-    elif width == 2:
-        for at in range(count):
-            store16(values + 2 * at, load16(new + 2 * load16(places + 2 * at)))
-    elif width == 4:
-        for at in range(count):
-            store32(values + 4 * at, load32(new + 4 * load16(places + 2 * at)))
-    else:
-        for at in range(count):
-            store64(values + 8 * at, load64(new + 8 * load16(places + 2 * at)))
-
-
-@inner
-def _pack(base: Any, new: Any, words: Any, scratch: Any, values: Any) -> Any:
-    """Do what the three above do for differences of two bytes, with vectors that pack."""
-    count = 0
-    for at in range(words):
-        mask = 0
-        for half in range(2):
-            place = _GROUP * at + 32 * half
-            found = pack_changes(
-                base + 2 * place,
-                new + 2 * place,
-                place,
-                scratch + _PLACES + 2 * count,
-                values + 2 * count,
-            )
-            mask |= found << (32 * half)
-            count += count_ones(found)
-        store64(scratch + _MASKS + 8 * at, mask)
-    return count
-
-
-@inner
-def _find(
-    base: Any, new: Any, elements: Any, width: Any, relative: Any, scratch: Any, values: Any
-) -> Any:
-    """Write masks, places and values of a block; return how many elements differ."""
-    words, left = elements // _GROUP, elements % _GROUP
-    masks, places = scratch + _MASKS, scratch + _PLACES
-    if _PACKS and relative:
-        count = _pack(base, new, words, scratch, values)
-    else:
-        _differ(base, new, words, width, masks)
-        count = _flatten(masks, words, places)
-        _take(base, new, places, count, width, relative, values)
-    if left:
-        at = _GROUP * words * width
-        mask = _differ_tail(base + at, new + at, left, width, scratch)
-        store64(masks + 8 * words, mask)
-        more = _places_of(mask, _GROUP * words, places + 2 * count)
-        end = values + (2 if relative else width) * count
-        _take(base, new, places + 2 * count, more, width, relative, end)
-        count += more
-    return count
+_GAP8, _BITMAP = 2, 3
+_PACKS, _SHUFFLES = vectors() == PACKS, vectors() == SHUFFLES
 
 
 @inner
@@ -225,9 +96,9 @@ def _gaps16(places: Any, count: Any, distance: Any, low: Any, high: Any) -> Any:
 
 @inner
 def _copy_bits(masks: Any, elements: Any, out: Any) -> Any:
-    for at in range(elements // _GROUP):
+    for at in range(elements // GROUP):
         store64(out + 8 * at, load64(masks + 8 * at))
-    for at in range(elements // _GROUP * 8, (elements + 7) // 8):
+    for at in range(elements // GROUP * 8, (elements + 7) // 8):
         store8(out + at, load8(masks + at))
 
 
@@ -240,47 +111,58 @@ def _wide(values: Any, at: Any, low: Any, high: Any) -> Any:
 
 
 @inner
-def _magnitudes(
-    values: Any, mask: Any, large: Any, wide: Any, out: Any, low: Any, high: Any
-) -> Any:
-    """Write magnitudes of 64 differences that are large; return how many are wide in all."""
-    if _PACKS:
-        pack_magnitudes(values, out + large)
-        mask = is_wide(values)
-        while mask:
-            _wide(values, first_one(mask), low + wide, high + wide)
-            wide += 1
-            mask &= mask - 1
-        return wide
+def _all_wide(values: Any, wide: Any, low: Any, high: Any) -> Any:
+    """Write what is wide of 64 differences; return how many are in all."""
+    mask = is_wide(values)
     while mask:
-        at = first_one(mask)
-        value = load16(values + 2 * at)
-        magnitude = value if value <= 32768 else 65536 - value
-        if magnitude <= 256:
-            store8(out + large, magnitude - 2)
-        else:
-            store8(out + large, 255)
-            _wide(values, at, low + wide, high + wide)
-            wide += 1
-        large += 1
+        _wide(values, first_one(mask), low + wide, high + wide)
+        wide += 1
         mask &= mask - 1
     return wide
 
 
 @inner
-def _signed(values: Any, count: Any, planes: Any, state: Any) -> Any:
+def _magnitudes(values: Any, mask: Any, large: Any, wide: Any, planes: Any, scratch: Any) -> Any:
+    """Write magnitudes of 64 differences that are large; return how many are wide in all."""
+    out = load64(planes + 32) + large
+    low, high = load64(planes + 40), load64(planes + 48)
+    if _PACKS:
+        pack_magnitudes(values, out)
+        return _all_wide(values, wide, low, high)
+    if _SHUFFLES and count_ones(mask) > 5:
+        for at in range(8):
+            byte = mask >> (8 * at) & 255
+            shuffle_magnitudes(values + 16 * at, byte, scratch + RANKS, out)
+            out += count_ones(byte)
+        return _all_wide(values, wide, low, high)
+    while mask:
+        at = first_one(mask)
+        value = load16(values + 2 * at)
+        magnitude = value if value <= 32768 else 65536 - value
+        if magnitude <= 256:
+            store8(out, magnitude - 2)
+        else:
+            store8(out, 255)
+            _wide(values, at, low + wide, high + wide)
+            wide += 1
+        out += 1
+        mask &= mask - 1
+    return wide
+
+
+@inner
+def _signed(values: Any, count: Any, planes: Any, state: Any, scratch: Any) -> Any:
     """Write whole groups of differences; return how many differences that were."""
     done, large, wide = load64(state + 16), load64(state + 32), load64(state + 40)
-    signs, larges, out = load64(planes + 16), load64(planes + 24), load64(planes + 32)
-    low, high = load64(planes + 40), load64(planes + 48)
-    for at in range(0, count - _GROUP + 1, _GROUP):
+    signs, larges = load64(planes + 16), load64(planes + 24)
+    for at in range(0, count - GROUP + 1, GROUP):
         group = values + 2 * at
         store64(signs + (done + at) // 8, is_negative(group))
         mask = is_large(group)
         store64(larges + (done + at) // 8, mask)
-        wide = _magnitudes(group, mask, large, wide, out, low, high)
+        wide = _magnitudes(group, mask, large, wide, planes, scratch)
         large += count_ones(mask)
-    flushed = count // _GROUP * _GROUP
+    flushed = count // GROUP * GROUP
     store64(state + 16, done + flushed)
     store64(state + 32, large)
     store64(state + 40, wide)
@@ -303,9 +185,9 @@ def _positions(
 ) -> Any:
     """Write the positions of a block that begins at element `begin` of the piece's bitmap."""
     distance, entries = load64(state), load64(state + 8)
-    places = scratch + _PLACES
+    places = scratch + PLACES
     if where == _BITMAP:
-        _copy_bits(scratch + _MASKS, elements, load64(planes) + begin // 8)
+        _copy_bits(scratch + MASKS, elements, load64(planes) + begin // 8)
         return
     if not count:
         store64(state, distance + elements)
@@ -320,12 +202,12 @@ def _positions(
 
 
 @inner
-def _finish(values: Any, pending: Any, planes: Any, state: Any) -> Any:
+def _finish(values: Any, pending: Any, planes: Any, state: Any, scratch: Any) -> Any:
     """Write the last differences, fewer than 64, with ones behind them."""
-    for at in range(pending, _GROUP):
+    for at in range(pending, GROUP):
         store16(values + 2 * at, 1)
     done = load64(state + 16)
-    _signed(values, _GROUP, planes, state)
+    _signed(values, GROUP, planes, state, scratch)
     store64(state + 16, done + pending)
 
 
@@ -356,26 +238,28 @@ def encode_piece(
         last: 1 for the last piece.
         planes: Address of the planes' addresses: two of positions, then those of values.
         state: Address of: elements since the last change, entries, values written, values pending,
-            large ones, wide ones.
-        scratch: Address of SCRATCH bytes that stay as they are between pieces of one tensor.
+            large ones, wide ones, changes in the block before.
+        scratch: Address of what `make_scratch` made, with what the piece before left in it.
     """
-    values = scratch + _VALUES
+    values = scratch + VALUES
     for at in range(0, elements, BLOCK):
         block = min(BLOCK, elements - at)
         pending = load64(state + 24)
         size = 2 if relative else width
-        found = _find(
+        found = find(
             base + at * width,
             new + at * width,
             block,
             width,
             relative,
+            load64(state + 48),
             scratch,
             values + size * pending,
         )
+        store64(state + 48, found)
         _positions(where, begin + at, block, found, planes, state, scratch)
         if relative:
-            flushed = _signed(values, pending + found, planes, state)
+            flushed = _signed(values, pending + found, planes, state, scratch)
             pending += found - flushed
             for each in range(pending):
                 store16(values + 2 * each, load16(values + 2 * (flushed + each)))
@@ -383,22 +267,34 @@ def encode_piece(
         else:
             _planar(values, found, width, planes, state)
     if last and relative and load64(state + 24):
-        _finish(values, load64(state + 24), planes, state)
+        _finish(values, load64(state + 24), planes, state, scratch)
     return 0
 
 
 @kernel
-def count_changes(base: Any, new: Any, elements: Any, width: Any, scratch: Any) -> Any:
-    """Return how many elements differ; see `encode_piece`."""
+def count_changes(
+    base: Any, new: Any, elements: Any, width: Any, run: Any, stride: Any, scratch: Any
+) -> Any:
+    """Return how many elements differ in runs that begin every `stride` elements.
+
+    Args:
+        base: Address of the tensor before.
+        new: Address of the tensor after.
+        elements: Elements of the tensor.
+        width: Bytes per element.
+        run: Elements of a run, at most BLOCK; the last may be shorter.
+        stride: Elements from one beginning to the next.
+        scratch: Address of what `make_scratch` made.
+    """
     count = 0
-    for at in range(0, elements, BLOCK):
-        block = min(BLOCK, elements - at)
-        words, left = block // _GROUP, block % _GROUP
+    for at in range(0, elements, stride):
+        block = min(run, elements - at)
+        words, left = block // GROUP, block % GROUP
         here, there = base + at * width, new + at * width
-        _differ(here, there, words, width, scratch + _MASKS)
+        mark(here, there, words, width, scratch + MASKS)
         for word in range(words):
-            count += count_ones(load64(scratch + _MASKS + 8 * word))
+            count += count_ones(load64(scratch + MASKS + 8 * word))
         if left:
-            end = _GROUP * words * width
-            count += count_ones(_differ_tail(here + end, there + end, left, width, scratch))
+            end = GROUP * words * width
+            count += count_ones(mark_tail(here + end, there + end, left, width, scratch))
     return count

@@ -35,6 +35,9 @@ __all__ = [
     "pack_changes",
     "pack_magnitudes",
     "prefetch",
+    "shuffle_changes",
+    "shuffle_magnitudes",
+    "shuffle_places",
     "spread_signs",
     "store8",
     "store16",
@@ -59,6 +62,7 @@ def _made(emit: Callable[..., Value]) -> Any:
     typed: dict[int, Callable[..., Any]] = {
         1: lambda _typing, _1: (kind, generate),
         2: lambda _typing, _1, _2: (kind, generate),
+        4: lambda _typing, _1, _2, _3, _4: (kind, generate),
         5: lambda _typing, _1, _2, _3, _4, _5: (kind, generate),
     }
     return intrinsic(typed[count])
@@ -160,12 +164,18 @@ def gaps_fit(builder: ir.IRBuilder, places: Value, out: Value) -> Value:
     return builder.zext(builder.icmp_unsigned("==", beyond, _ZERO), _I64)
 
 
-def _magnitudes(builder: ir.IRBuilder, address: Value) -> Value:
-    """Return the magnitudes of 64 differences; that of -32768 is 32768, without a sign."""
-    kind = _vector(16, 64)
-    values = _load(builder, address, kind)
+def _magnitudes_of(builder: ir.IRBuilder, values: Value) -> Value:
+    """Return the magnitudes of differences; that of -32768 is 32768, without a sign."""
+    kind = values.type
     negative = builder.icmp_signed("<", values, _splat(kind, 0))
     return builder.select(negative, builder.sub(_splat(kind, 0), values), values)
+
+
+def _clipped(builder: ir.IRBuilder, magnitudes: Value) -> Value:
+    """Return magnitudes less 2, at most 255."""
+    kind = magnitudes.type
+    rest, most = builder.sub(magnitudes, _splat(kind, 2)), _splat(kind, 255)
+    return builder.select(builder.icmp_unsigned("<", rest, most), rest, most)
 
 
 @_made
@@ -177,7 +187,7 @@ def is_negative(builder: ir.IRBuilder, address: Value) -> Value:
 
 def _exceeds(limit: int) -> Any:
     def emit(builder: ir.IRBuilder, address: Value) -> Value:
-        values = _magnitudes(builder, address)
+        values = _magnitudes_of(builder, _load(builder, address, _vector(16, 64)))
         return _mask(builder, builder.icmp_unsigned(">", values, _splat(values.type, limit)))
 
     return _made(emit)
@@ -227,10 +237,80 @@ def pack_changes(
 @_made
 def pack_magnitudes(builder: ir.IRBuilder, deltas: Value, out: Value) -> Value:
     """Write a byte for each of 64 differences that is large; 64 bytes, whatever is."""
-    values = _magnitudes(builder, deltas)
-    kind = values.type
-    rest = builder.sub(values, _splat(kind, 2))
-    most = _splat(kind, 255)
-    clipped = builder.select(builder.icmp_unsigned("<", rest, most), rest, most)
-    large = builder.icmp_unsigned(">", values, _splat(kind, 1))
-    return _store(builder, out, _compressed(builder, builder.trunc(clipped, _vector(8, 64)), large))
+    values = _magnitudes_of(builder, _load(builder, deltas, _vector(16, 64)))
+    clipped = builder.trunc(_clipped(builder, values), _vector(8, 64))
+    large = builder.icmp_unsigned(">", values, _splat(values.type, 1))
+    return _store(builder, out, _compressed(builder, clipped, large))
+
+
+def _shuffled(builder: ir.IRBuilder, value: Value, table: Value, mask: Value) -> Value:
+    """Move bytes to the front as the table tells for a mask of 8 bits; x86 with SSSE3 only."""
+    kind = _vector(8, 16)
+    row = builder.add(table, builder.shl(mask, ir.Constant(_I64, 4)))
+    order = _load(builder, row, kind)
+    return _call(builder, "llvm.x86.ssse3.pshuf.b.128", kind, value, order)
+
+
+@_made
+def shuffle_changes(
+    builder: ir.IRBuilder, base: Value, new: Value, mask: Value, table: Value, deltas: Value
+) -> Value:
+    """Write the differences of those of 8 elements whose bit is set; 16 bytes, whatever is.
+
+    `table` holds for each mask the order of the bytes of 8 elements.
+    """
+    kind = _vector(16, 8)
+    values = builder.sub(_load(builder, new, kind), _load(builder, base, kind))
+    values = builder.bitcast(values, _vector(8, 16))
+    return _store(builder, deltas, _shuffled(builder, values, table, mask))
+
+
+@_made
+def shuffle_places(
+    builder: ir.IRBuilder, place: Value, mask: Value, table: Value, out: Value
+) -> Value:
+    """Write the places of bits that are set, the first of which is `place`; 16 bytes.
+
+    `table` holds for each mask the places of its bits, in bytes.
+    """
+    kind = _vector(16, 8)
+    row = builder.add(table, builder.shl(mask, ir.Constant(_I64, 3)))
+    places = builder.zext(_load(builder, row, _vector(8, 8)), kind)
+    first = builder.insert_element(
+        ir.Constant(kind, ir.Undefined), builder.trunc(place, ir.IntType(16)), ir.Constant(_I64, 0)
+    )
+    lanes = ir.Constant(_vector(32, 8), [0] * 8)
+    spread = builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), lanes)
+    return _store(builder, out, builder.add(places, spread))
+
+
+@_made
+def shuffle_magnitudes(
+    builder: ir.IRBuilder, deltas: Value, mask: Value, table: Value, out: Value
+) -> Value:
+    """Write a byte for those of 8 differences whose bit is set; 8 bytes, whatever is.
+
+    `table` holds for each mask the places of its bits, in bytes.
+    """
+    values = _magnitudes_of(builder, _load(builder, deltas, _vector(16, 8)))
+    clipped = builder.trunc(_clipped(builder, values), _vector(8, 8))
+    order = _load(
+        builder, builder.add(table, builder.shl(mask, ir.Constant(_I64, 3))), _vector(8, 8)
+    )
+    wide = [
+        builder.shuffle_vector(
+            half,
+            ir.Constant(half.type, ir.Undefined),
+            ir.Constant(_vector(32, 16), [*range(8)] * 2),
+        )
+        for half in (clipped, order)
+    ]
+    kind = _vector(8, 16)
+    moved = _call(builder, "llvm.x86.ssse3.pshuf.b.128", kind, *wide)
+    return _store(
+        builder,
+        out,
+        builder.shuffle_vector(
+            moved, ir.Constant(kind, ir.Undefined), ir.Constant(_vector(32, 8), list(range(8)))
+        ),
+    )

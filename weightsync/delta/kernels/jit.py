@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import xxhash
 
-from weightsync.delta.kernels.processor import packs_vectors
+from weightsync.delta.kernels.processor import vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,17 +31,22 @@ def _folder() -> Path | None:
     Its name depends on all sources of the kernels: numba itself looks at one file only.
     """
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    name = f"{xxhash.xxh3_128_hexdigest(sources)}-{'packs' if packs_vectors() else 'counts'}"
+    name = f"{xxhash.xxh3_128_hexdigest(sources)}-{vectors()}"
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "weightsync-kernels" / name
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.lstat()
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # What lies there is loaded as code, and who owns the parent could put another folder there.
+        return folder if _is_ours(folder) and _is_ours(folder.parent) else None
     except (OSError, RuntimeError):
         return None
+
+
+def _is_ours(folder: Path) -> bool:
+    facts = folder.lstat()
     ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
-    # What lies there is loaded as code.
-    return folder if ours and not facts.st_mode & 0o022 else None
+    return ours and not facts.st_mode & 0o022
 
 
 @contextlib.contextmanager

@@ -50,10 +50,11 @@ def _pieces(size: int) -> Iterator[slice]:
     return (slice(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
 
 
-def count(base: Bytes, new: Bytes, width: int) -> int:
-    """Return how many elements differ."""
+def count(base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
+    """Return how many elements differ in runs that begin every `stride` elements."""
     before, after = _words(base, width), _words(new, width)
-    return sum(int(np.count_nonzero(before[at] != after[at])) for at in _pieces(len(before)))
+    runs = (slice(at, at + run) for at in range(0, len(before), stride))
+    return sum(int(np.count_nonzero(before[at] != after[at])) for at in runs)
 
 
 def _entries(where: NDArray[np.int64], last: int, skip: int) -> NDArray[np.int64]:

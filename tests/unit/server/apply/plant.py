@@ -197,7 +197,8 @@ async def plant(
     slots, retention = more.pop("slots", 3), more.pop("retention", None)
     async with world(folder, store=store, slots=slots, retention=retention) as here:
         engine = engine or Engine(folder / "segments.sock")
-        journal = Journal(folder / "journal")
+        lasting = here.versions.store.url if here.versions.store.durable else ""
+        journal = Journal(folder / "journal", lasting)
         live, previous = journal.live
         here.versions.restore_history(previous, live)
         metrics = Metrics(MODEL)

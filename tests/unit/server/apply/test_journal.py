@@ -190,3 +190,24 @@ def test_it_leaves_no_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     _write(path, *(_done(version) for version in range(1, 30)))
     assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "rename", "flush_directory", "append"])
+def test_a_record_after_a_rotation_that_failed_is_found(
+    path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    journal = Journal(path)
+    journal.write(_done(1))
+    monkeypatch.setattr(module, "_ROTATE_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, step, refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.write(_done(2, 1))
+    monkeypatch.undo()
+    # What is appended goes to the file that has the name now.
+    journal.write(_done(3, 1))
+    journal.close()
+    assert _seen(path) == (_done(3, 1), (3, 1))

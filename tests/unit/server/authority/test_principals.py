@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.clocks import Clocks
 from tests.support.secured import authority_text
 from weightsync.errors import WeightSyncError
 from weightsync_server.authority import Role
@@ -33,9 +33,10 @@ def test_tokens_are_long_and_never_twice() -> None:
 
 def test_a_token_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     token = Token(token_hash("t"), expires=1000.0)
-    monkeypatch.setattr(time, "time", lambda: 999.0)
+    clocks = Clocks.over(monkeypatch)
+    clocks.wall = 999.0
     assert token.matches(token_hash("t"))
-    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    clocks.wall = 1000.0
     assert not token.matches(token_hash("t"))
     assert Token(token_hash("t")).matches(token_hash("t"))
 

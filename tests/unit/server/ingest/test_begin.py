@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CODE = grpc.StatusCode
 
 
+DELTA = pb.PUSH_KIND_DELTA
+
+
 async def refused(here: World, reason: Reason, **fields: Any) -> WeightSyncError:
     with pytest.raises(WeightSyncError) as caught:
         await here.pushes.begin(begin(**fields), 0)
@@ -34,7 +37,21 @@ async def test_unknown_model_lists_the_configured_ones(here: World) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "word"),
     [
-        ({"kind": pb.PUSH_KIND_DELTA}, Reason.NOT_SUPPORTED, "PUSH_KIND_FULL"),
+        ({"kind": 9}, Reason.NOT_SUPPORTED, "PUSH_KIND_FULL"),
+        ({"kind": DELTA}, Reason.REQUEST_INVALID, "base_content_digest"),
+        ({"kind": DELTA, "base_content_digest": "x"}, Reason.REQUEST_INVALID, "hexadecimal"),
+        ({"kind": DELTA, "base_content_digest": "0" * 32}, Reason.BASE_MISMATCH, "in full"),
+        (
+            {"kind": DELTA, "base_content_digest": "0" * 32, "layout_digest": "0" * 32},
+            Reason.REQUEST_INVALID,
+            "layout_digest",
+        ),
+        (
+            {"kind": DELTA, "base_content_digest": "0" * 32, "fallback_reason": "first"},
+            Reason.REQUEST_INVALID,
+            "fallback_reason",
+        ),
+        ({"fallback_reason": "x" * 65}, Reason.REQUEST_INVALID, "fallback_reason"),
         ({"base_content_digest": "0" * 32}, Reason.REQUEST_INVALID, "delta"),
         ({"version": 1 << 53}, Reason.REQUEST_INVALID, "largest"),
         ({"idempotency_key": "k" * 129}, Reason.REQUEST_INVALID, "idempotency_key"),

@@ -23,6 +23,7 @@ from tests.unit.server.versions.world import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ingest import push as ingest_push
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -404,3 +405,26 @@ async def test_memory_that_is_not_there(tmp_path: Path) -> None:
         assert str(8 << 20) in error.message
         assert_nothing_left(here, push)
         assert here.budget.reserved == 0
+
+
+async def test_a_header_that_no_stream_came_to_is_checked_before_the_commit(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = await opened(here)
+    shard = make_shard(0, [("x", "U8", (0,), b"")])
+    shard.__dict__.update(S.__dict__)
+    shard.data = with_header(_GOOD.replace(b"s0.a", b"s0.c")) + S.data[8 + len(_GOOD) :]
+
+    async def cut(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    await here.join(push, shard.layout())
+    with monkeypatch.context() as patch:
+        patch.setattr(ingest_push, "check_arrived_header", cut)
+        with pytest.raises(asyncio.CancelledError):
+            await here.join(push, shard.chunks())
+    assert state(here, push).shards[0].received_bytes == len(shard.data)
+    with pytest.raises(WeightSyncError) as caught:
+        await here.pushes.commit(pb.CommitPushRequest(push_id=push))
+    assert caught.value.reason is Reason.SHARD_INVALID
+    assert_nothing_left(here, push)

@@ -328,8 +328,8 @@ async def test_a_deletion_that_is_interrupted_is_finished_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
-        with pytest.raises(WeightSyncError):
-            await store.delete("m", 1)
+        # Its record is gone for good, and with it the version.
+        await store.delete("m", 1)
     assert "0.safetensors" in names(root / "m" / "v1")
     assert await _reopened(root) == []
     assert names(root / "m") == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from tests.unit.server.versions.world import World, begin, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server import files
 from weightsync_server.versions import Retention
 from weightsync_server.versions.history import History
 
@@ -219,3 +222,51 @@ async def test_a_watcher_that_is_too_slow_is_told(here: World) -> None:
         await anext(watch)
     assert caught.value.reason is Reason.LIMIT_EXCEEDED
     assert not here.versions._feed._queues
+
+
+async def test_a_deletion_that_the_store_refuses_changes_nothing(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pushed(here, 3)
+    await here.versions.set_rejected(3, "wrong outputs")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for step in ("write", "fsync", "rename", "unlink"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, step, refuse)
+            with pytest.raises(WeightSyncError) as caught:
+                await here.versions.delete(3)
+        assert caught.value.reason is Reason.FAULT
+        assert numbers(here) == [3, 2, 1]
+        assert here.versions.get(3).to_info().rejected_reason == "wrong outputs"
+        with await here.versions.stage(3, 5, for_engine=False):
+            assert here.read(3) == [shard.data for shard in simple(2)]
+    await here.versions.delete(3)
+    assert numbers(here) == [2, 1]
+
+
+async def test_nobody_gets_the_number_of_a_version_while_it_is_deleted(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await pushed(here, 2)
+    go = threading.Event()
+    real = files.fsync
+
+    def wait(fd: int) -> None:
+        assert go.wait(10)
+        real(fd)
+
+    monkeypatch.setattr(files, "fsync", wait)
+    deleting = asyncio.create_task(here.versions.delete(2))
+    await asyncio.sleep(0)
+    assert numbers(here) == [1]
+    try:
+        with pytest.raises(WeightSyncError) as caught:
+            await here.pushes.begin(begin(version=2), 5)
+        assert caught.value.reason is Reason.VERSION_NOT_ABOVE
+        assert here.versions.next_version() == 3
+    finally:
+        go.set()
+    await deleting

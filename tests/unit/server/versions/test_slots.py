@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from tests.unit.server.versions.world import (
     simple,
     world,
 )
+from weightsync import memory
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentClient
 from weightsync.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.versions import SegmentBudget
 from weightsync_server.versions import budget as budgets
+from weightsync_server.versions.keeper import MAKERS
 
 
 def held(here: World) -> list[tuple[int, str]]:
@@ -216,6 +220,30 @@ async def test_a_cancelled_creation_leaks_nothing(
         os.fstat(made[0].fd)
 
 
+async def test_few_segments_are_made_at_once(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, lock, begun, most = Segment.create, threading.Lock(), [0], [0]
+
+    def counted(size: int) -> Segment:
+        with lock:
+            begun[0] += 1
+            most[0] = max(most[0], begun[0])
+        time.sleep(0.02)
+        try:
+            return create(size)
+        finally:
+            with lock:
+                begun[0] -= 1
+
+    monkeypatch.setattr("weightsync_server.versions.keeper.Segment.create", counted)
+    keeper = here.versions.keeper
+    made = await asyncio.gather(*(keeper.create(1) for _ in range(3 * MAKERS + 1)))
+    assert most[0] == MAKERS
+    for segment in made:
+        keeper.retire(segment)
+    await keeper.unmapped()
+    assert here.budget.reserved == 0
+
+
 async def test_memory_that_the_host_refuses(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(size: int) -> Any:
         raise WeightSyncError(Reason.MEMORY_EXHAUSTED, f"the host refused {size}")
@@ -237,16 +265,16 @@ def cgroup(folder: Path, limit: str, used: int, inactive: int) -> None:
 
 
 def test_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "_own_cgroup", lambda: "a/b")
-    host = budgets.available_bytes(tmp_path)
+    monkeypatch.setattr(memory, "_own_cgroup", lambda: "a/b")
+    host = memory.available_bytes(tmp_path)
     assert host > 1 << 20
     cgroup(tmp_path / "a" / "b", "max", 0, 0)
-    assert budgets.available_bytes(tmp_path) > 1 << 20
+    assert memory.available_bytes(tmp_path) > 1 << 20
     cgroup_of = tmp_path / "a"
     (cgroup_of / "memory.max").write_text("5000000")
     (cgroup_of / "memory.current").write_text("4000000")
     (cgroup_of / "memory.stat").write_text("inactive_file 300000\nx 1")
-    assert budgets.available_bytes(tmp_path) == 1_300_000
+    assert memory.available_bytes(tmp_path) == 1_300_000
 
 
 def test_a_budget_looks_at_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,26 +9,29 @@ import os
 import struct
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.digest import content_digest, tensor_digest
+from weightsync.errors import WeightSyncError
 from weightsync.handover import SegmentServer
 from weightsync.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.changes import unpack_changes
 from weightsync_server.faults import write_fault
-from weightsync_server.fetchers import FetcherPool, keeping, tasks
+from weightsync_server.fetchers import FetcherPool, keeping, patching, tasks
 from weightsync_server.ingest import Pushes, PushLimits
 from weightsync_server.store import open_store
 from weightsync_server.threads import in_thread
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from weightsync.manifest import ShardEntry, TensorEntry
     from weightsync.segments import Segment
-    from weightsync_server.versions import Fetchers
+    from weightsync_server.changes import Change, DeltaTold
+    from weightsync_server.versions import ChainLimits, DeltaCounts, Fetchers
 
 MODEL = "m"
 
@@ -159,6 +162,8 @@ class Counts:
     phases: dict[str, list[float]] = field(default_factory=dict)
     pushes: dict[str, int] = field(default_factory=dict)
     received: int = 0
+    deltas: list[DeltaCounts] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
 
     def observe_phase(self, phase: str, seconds: float) -> None:
         self.phases.setdefault(phase, []).append(seconds)
@@ -168,6 +173,12 @@ class Counts:
 
     def add_received(self, size: int) -> None:
         self.received += size
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        self.deltas.append(counts)
+
+    def count_fallback(self, reason: str) -> None:
+        self.fallbacks.append(reason)
 
 
 @dataclass
@@ -209,6 +220,7 @@ async def world(
     slots: int = 2,
     limits: Mapping[str, float] | None = None,
     retention: Retention | None = None,
+    chains: ChainLimits | None = None,
     memory: int = 1 << 30,
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
@@ -225,6 +237,7 @@ async def world(
         budget=budget,
         slots=slots,
         retention=retention,
+        chains=chains,
     )
     await versions.open(records)
     meters = Counts()
@@ -254,6 +267,7 @@ class Threads:
         self.full = False
         self.forgotten: list[str] = []
         self.persisted: list[str] = []
+        self.warmed = False
 
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:
@@ -295,11 +309,58 @@ class Threads:
         finally:
             os.close(fd)
 
+    async def copy(self, source: Segment, size: int, segment: Segment) -> None:
+        with memoryview(source.view)[:size] as theirs, memoryview(segment.view)[:size] as ours:
+            await in_thread(patching.copy, theirs, ours, threading.Event())
+
+    async def inspect(
+        self, layout: Segment, shard: ShardEntry, source: Segment | str
+    ) -> tuple[DeltaTold, list[Change]]:
+        known = patching.canonical(layout.id, layout.view)
+        with _delta(shard, source) as delta:
+            return unpack_changes(await _apart(patching.inspect, known, delta))
+
+    async def patch(
+        self,
+        segment: Segment,
+        index: int,
+        layout: Segment,
+        shard: ShardEntry,
+        source: Segment | str,
+    ) -> None:
+        known = patching.canonical(layout.id, layout.view)
+        with memoryview(segment.view) as view, _delta(shard, source) as delta:
+            await _apart(patching.patch, view, index, known, delta)
+
+    def warm(self) -> None:
+        self.warmed = True
+
     def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
         self.forgotten.append(segment_id)
         done: asyncio.Future[list[None]] = asyncio.get_running_loop().create_future()
         done.set_result([])
         return done
+
+
+async def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Work in a thread and bring errors back without the memory that their tracebacks hold."""
+
+    def work() -> tuple[Any, WeightSyncError | None]:
+        try:
+            return function(*args, threading.Event()), None
+        except WeightSyncError as error:
+            return None, WeightSyncError(error.reason, error.message)
+
+    result, error = await in_thread(work)
+    if error is not None:
+        raise error
+    return result
+
+
+def _delta(shard: ShardEntry, source: Segment | str) -> memoryview:
+    if isinstance(source, str):
+        return memoryview(Path(source).read_bytes())
+    return memoryview(source.view)[: shard.size]
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,250 @@
+"""The codecs that the delta benchmark compares: ours, int32 and bfloat16 pairs, and dense XOR."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from benchmarks.delta_model import Model
+from weightsync.delta import Encoder, Item, apply_change, parse_shard
+from weightsync.delta.coding import Coding, Values
+from weightsync.delta.encode import choose_coding
+from weightsync.delta.kernels import chosen
+from weightsync.delta.packing import pack
+from weightsync.digest import tensor_digest
+
+__all__ = ["Ours", "Pairs", "Xor"]
+
+#: Dense bytes from which the next tensor begins a new shard: 60 MiB of delta at most.
+_SHARD_BYTES = 512 << 20
+_DIGEST = "0" * 32
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def _over(threads: int, call: Callable[[Any], object], items: Iterable[Any]) -> None:
+    """Call for every item, the largest first."""
+    if threads == 1:
+        for item in items:
+            call(item)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, items))
+
+
+class Ours:
+    """The delta codec.
+
+    Args:
+        model: Both versions.
+        target: As many elements as the model, touched.
+    """
+
+    def __init__(self, model: Model, target: Any) -> None:
+        self._model = model
+        self._target = target
+        self._by_size = sorted(model.items, key=lambda item: -len(item.new))
+        self._expect = {item.name: (item.dtype, item.shape) for item in model.items}
+        self._places: dict[str, Any] = {}
+        at = 0
+        for item in model.items:
+            self._places[item.name] = target.view(np.uint8)[at : at + len(item.new)]
+            at += len(item.new)
+        self._groups: list[list[Item]] = [[]]
+        for item in model.items:
+            if sum(len(each.new) for each in self._groups[-1]) >= _SHARD_BYTES:
+                self._groups.append([])
+            self._groups[-1].append(item)
+
+    def encode(self, *, zstd: bool, threads: int = 1) -> list[Any]:
+        """Return all shards."""
+        with Encoder(zstd=zstd, threads=threads) as encoder:
+            return [
+                encoder.encode_shard(
+                    group, base_content_digest=_DIGEST, layout_digest=_DIGEST, index=index
+                ).blob
+                for index, group in enumerate(self._groups)
+            ]
+
+    def pack_parts(self) -> tuple[float, float]:
+        """Return the seconds of comparing and packing, and of zstd."""
+        seconds = [0.0, 0.0]
+        for item in self._model.items:
+            begun = time.perf_counter()
+            coding, planes = self._planes(item)
+            packed = time.perf_counter()
+            _zstd(coding, planes)
+            seconds[0] += packed - begun
+            seconds[1] += time.perf_counter() - packed
+        return seconds[0], seconds[1]
+
+    def pack_all(self, threads: int) -> float:
+        """Return the seconds of both together."""
+        return _timed(
+            lambda: _over(threads, lambda item: _zstd(*self._planes(item)), self._by_size)
+        )
+
+    @staticmethod
+    def _planes(item: Item) -> tuple[Coding, list[Any]]:
+        coding = choose_coding(item.base, item.new, 2, absolute=False)
+        coded = chosen().encode(item.base, item.new, 2, coding)
+        return coding, [coded.positions, coded.values]
+
+    def decode_parts(self, shards: list[Any]) -> dict[str, float]:
+        """Return the seconds of checking, of patching and of digesting; checks every byte."""
+        np.copyto(self._target, self._model.base)
+        begun = time.perf_counter()
+        changes = self._changes(shards)
+        checked = time.perf_counter()
+        _over(1, self._apply, changes)
+        patched = time.perf_counter()
+        digests = [tensor_digest(self._places[change.name].data) for change in changes]
+        digested = time.perf_counter()
+        if digests != [change.digest for change in changes]:
+            raise AssertionError("a tensor does not have its digest")
+        self.check()
+        return {
+            "check": checked - begun,
+            "patch": patched - checked,
+            "digest": digested - patched,
+            "all": digested - begun,
+        }
+
+    def patch_all(self, shards: list[Any], threads: int) -> float:
+        """Return the seconds of unpacking, patching and recording the undo."""
+        np.copyto(self._target, self._model.base)
+        changes = sorted(self._changes(shards), key=lambda change: -change.size)
+        seconds = _timed(lambda: _over(threads, self._apply, changes))
+        self.check()
+        return seconds
+
+    def check(self) -> None:
+        """Prove that the target is the new version."""
+        if not np.array_equal(self._target, self._model.new):
+            raise AssertionError("decoding made other bytes")
+
+    def _changes(self, shards: list[Any]) -> list[Any]:
+        return [
+            change
+            for shard in shards
+            for change in parse_shard(shard, self._expect).changes.values()
+        ]
+
+    def _apply(self, change: Any) -> None:
+        apply_change(change, self._places[change.name])
+
+
+def _zstd(coding: Coding, planes: list[Any]) -> None:
+    for streams in planes:
+        for at, plane in enumerate(streams):
+            # As the encoder does: signs are never packed.
+            if streams is planes[0] or at or coding.values is not Values.SM:
+                pack(plane)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:
+        import numba
+    except ImportError:
+        return function
+    made: Callable[..., Any] = numba.njit(nogil=True)(function)
+    return made
+
+
+def _find(base: Any, new: Any, index: Any, value: Any) -> int:
+    """Write index and value of every element that differs; four elements are compared at once."""
+    found = 0
+    before, after = base.view(np.uint64), new.view(np.uint64)
+    for word in range(len(before)):
+        if before[word] != after[word]:
+            for at in range(4 * word, 4 * word + 4):
+                if base[at] != new[at]:
+                    index[found] = at
+                    value[found] = new[at]
+                    found += 1
+    for at in range(4 * len(before), len(base)):
+        if base[at] != new[at]:
+            index[found] = at
+            value[found] = new[at]
+            found += 1
+    return found
+
+
+def _write(target: Any, index: Any, value: Any) -> None:
+    for at in range(len(index)):
+        target[index[at]] = value[at]
+
+
+class Pairs:
+    """An int32 index and a bfloat16 value for each change."""
+
+    def __init__(self, model: Model, target: Any) -> None:
+        self._model = model
+        self._target = target
+        most = max(len(item.new) // 2 for item in model.items)
+        self._index, self._value = np.zeros(most, np.int32), np.zeros(most, np.uint16)
+        self._find, self._write = _compiled(_find), _compiled(_write)
+        self._find(*(np.zeros(4, np.uint16),) * 2, self._index, self._value)
+        self._write(np.zeros(4, np.uint16), self._index[:1], self._value[:1])
+
+    def round(self) -> dict[str, float]:
+        """Return bytes, and seconds of encoding and of patching."""
+        np.copyto(self._target, self._model.base)
+        size, seconds, at = 0, [0.0, 0.0], 0
+        for item in self._model.items:
+            base, new = item.base.view(np.uint16), item.new.view(np.uint16)
+            begun = time.perf_counter()
+            found = self._find(base, new, self._index, self._value)
+            packed = time.perf_counter()
+            target = self._target[at : at + len(new)]
+            self._write(target, self._index[:found], self._value[:found])
+            seconds[0] += packed - begun
+            seconds[1] += time.perf_counter() - packed
+            size += 6 * found
+            at += len(new)
+        if not np.array_equal(self._target, self._model.new):
+            raise AssertionError("pairs made other bytes")
+        return {"bytes": size, "encode": seconds[0], "decode": seconds[1]}
+
+
+class Xor:
+    """The XOR of all bytes, packed by zstd level 1."""
+
+    def __init__(self, model: Model, target: Any) -> None:
+        self._model = model
+        self._target = target
+        most = max(len(item.new) for item in model.items)
+        self._difference = np.zeros(most, np.uint8)
+        self._pack = zstandard.ZstdCompressor(level=1)
+        self._unpack = zstandard.ZstdDecompressor()
+
+    def round(self) -> dict[str, float]:
+        """Return bytes, and seconds of encoding and of patching."""
+        np.copyto(self._target, self._model.base)
+        size, seconds, at = 0, [0.0, 0.0], 0
+        for item in self._model.items:
+            target = self._target.view(np.uint8)[at : at + len(item.new)]
+            begun = time.perf_counter()
+            difference = self._difference[: len(item.new)]
+            np.bitwise_xor(item.base, item.new, out=difference)
+            frame = self._pack.compress(difference.data)
+            packed = time.perf_counter()
+            np.bitwise_xor(
+                target, np.frombuffer(self._unpack.decompress(frame), np.uint8), out=target
+            )
+            seconds[0] += packed - begun
+            seconds[1] += time.perf_counter() - packed
+            size += len(frame)
+            at += len(item.new)
+        if not np.array_equal(self._target, self._model.new):
+            raise AssertionError("XOR made other bytes")
+        return {"bytes": size, "encode": seconds[0], "decode": seconds[1]}

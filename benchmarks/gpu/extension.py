@@ -1,0 +1,86 @@
+"""Methods that this benchmark adds to vLLM's workers, through --worker-extension-cls."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["GpuProbe"]
+
+
+class GpuProbe:
+    """Loads weights as a peer does, and compares live parameters with code of its own.
+
+    Attributes:
+        model_runner: Of the worker that this becomes part of.
+        device: Of the worker.
+    """
+
+    model_runner: Any
+    device: Any
+
+    def bench_load_files(self, folder: str) -> float:
+        """Load weights from ordinary mappings of files in shared memory; returns seconds.
+
+        So does torchforge: views of shared memory, straight into the model's own loaders.
+        """
+        from benchmarks.gpu.checkpoint import Files
+
+        begin = time.perf_counter()
+        with Files(Path(folder)) as files:
+            self.model_runner.get_model().load_weights(files.tensors.items())
+            self._bench_wait()
+        return time.perf_counter() - begin
+
+    def bench_keep(self) -> int:
+        """Keep a copy of all live parameters beside them; returns its bytes."""
+        self._bench_kept = {
+            name: parameter.detach().clone() for name, parameter in self._bench_parameters()
+        }
+        self._bench_wait()
+        return sum(kept.nbytes for kept in self._bench_kept.values())
+
+    def bench_same(self) -> bool:
+        """Whether every byte of every live parameter is that of the kept copy."""
+        import torch
+
+        live = dict(self._bench_parameters())
+        if live.keys() != self._bench_kept.keys():
+            return False
+        return all(
+            torch.equal(_bytes(parameter), _bytes(self._bench_kept[name]))
+            for name, parameter in live.items()
+        )
+
+    def bench_drop(self) -> None:
+        """Forget the kept copy."""
+        import torch
+
+        self._bench_kept = {}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bench_memory(self) -> int:
+        """Return the bytes in use on the device, by whomever; 0 on a processor."""
+        import torch
+
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free)
+
+    def _bench_parameters(self) -> list[tuple[str, Any]]:
+        return sorted(self.model_runner.get_model().named_parameters())
+
+    def _bench_wait(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _bytes(tensor: Any) -> Any:
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

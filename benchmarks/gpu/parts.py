@@ -1,0 +1,226 @@
+"""The parts: what each starts, and what it measures in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import limits
+from benchmarks.gpu.checkpoint import roomy, write_checkpoint
+from benchmarks.gpu.cleanup import scratch
+from benchmarks.gpu.engine import Setup, Site, generating, plugins_on_path
+from benchmarks.gpu.link import TrainerLink, training
+from benchmarks.gpu.ours import Ours, serving
+from benchmarks.gpu.pause import measure_pauses
+from benchmarks.gpu.peers import Peers
+from benchmarks.gpu.push import measure_pushes
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.shape import Shape
+
+__all__ = ["PARTS", "Order"]
+
+_LIMITS_S = 120.0
+_TRAINER_S = 120.0
+#: Layers of what the push part sends: rates are wanted, not the time of the whole model.
+_PUSH_LAYERS = 4
+_FETCHERS = 8
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to measure.
+
+    Attributes:
+        shape: Of the model.
+        device: `cuda` or `cpu`.
+        rounds: How many of each.
+        requests: Running all the time.
+        executor: vLLM's distributed_executor_backend.
+        small: Whether the model is tiny.
+    """
+
+    shape: Shape
+    device: str
+    rounds: int
+    requests: int
+    executor: str
+    small: bool
+
+    @property
+    def fetchers(self) -> int:
+        """Processes of the server."""
+        return min(_FETCHERS, max(2, (os.cpu_count() or 2) // 2))
+
+
+Part = Callable[[Order, Results], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What the parts with an engine have: a checkpoint, files to write, and a trainer."""
+
+    folder: Path
+    files: Path
+    site: Site
+    trainer: TrainerLink
+
+
+async def _limits(order: Order, results: Results) -> None:
+    limits.measure(results, order.shape, order.device, order.rounds)
+
+
+async def _pause(order: Order, results: Results) -> None:
+    async with _room(order, results) as room, room.site.load.running():
+        await measure_pauses(room.site, 2 * order.rounds)
+
+
+async def _peers(order: Order, results: Results) -> None:
+    backend = "ipc" if order.device == "cuda" else ""
+    if backend and importlib.util.find_spec("ray") is None:
+        # vLLM 0.26 imports it with this backend, and would not start.
+        results.errors.append("vllm_ipc: vLLM's ipc backend imports ray, which is not installed")
+        backend = ""
+    async with _room(order, results, backend=backend) as room, room.site.load.running():
+        with results.attempt("pauses"):
+            await measure_pauses(room.site, order.rounds, clear=False)
+        peers = Peers(room.site, room.trainer, room.files, order.rounds)
+        await peers.without_backend()
+        if backend:
+            await peers.ipc()
+
+
+async def _nccl(order: Order, results: Results) -> None:
+    _needs_gpus(order, 2)
+    async with (
+        _room(order, results, backend="nccl", trainer="cuda:1") as room,
+        room.site.load.running(),
+    ):
+        with results.attempt("pauses"):
+            await measure_pauses(room.site, order.rounds, clear=False)
+        await Peers(room.site, room.trainer, room.files, order.rounds).nccl(1)
+
+
+def _apply(tp: int, cache: str = "keep") -> Part:
+    async def part(order: Order, results: Results) -> None:
+        if order.device == "cuda":
+            _needs_gpus(order, tp)
+        exact = cache != "keep"
+        async with _room(order, results, tp=tp) as room:
+            site, folder = room.site, room.folder
+            async with serving(site, folder, order.fetchers) as client, site.load.running():
+                with results.attempt("pauses"):
+                    await measure_pauses(site, order.rounds, clear=exact)
+                ours = Ours(
+                    site,
+                    room.trainer,
+                    client,
+                    f"unix:{folder}/push.sock",
+                    room.files,
+                    order.rounds,
+                    cache,
+                )
+                await ours.full()
+                if not exact:
+                    await ours.delta()
+                await ours.prove()
+
+    return part
+
+
+async def _push(order: Order, results: Results) -> None:
+    shape = replace(order.shape, layers=min(_PUSH_LAYERS, order.shape.layers))
+    await _take_limits(order, results)
+    # Only rates are compared here.
+    results.parameters |= {"bytes": shape.nbytes}
+    with scratch(roomy(shape.nbytes)) as place, _sockets() as folder:
+        plugins_on_path(folder)
+        results.say("writing a checkpoint")
+        await asyncio.to_thread(write_checkpoint, place / "base", shape)
+        devices = ["cpu", *(["cuda"] if order.device == "cuda" else [])]
+        await measure_pushes(results, folder, place / "base", devices, order.rounds, order.fetchers)
+
+
+PARTS: dict[str, Part] = {
+    "limits": _limits,
+    "pause": _pause,
+    "peers": _peers,
+    "nccl": _nccl,
+    "apply": _apply(1),
+    "exact": _apply(1, "recompute"),
+    "apply2": _apply(2),
+    "push": _push,
+}
+
+
+@contextlib.asynccontextmanager
+async def _room(
+    order: Order, results: Results, *, tp: int = 1, backend: str = "", trainer: str = ""
+) -> AsyncIterator[_Room]:
+    results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": "FULL_DECODE_ONLY"}
+    results.parameters |= {"executor": order.executor}
+    if order.device == "cpu":
+        results.parameters["cuda_graphs"] = "none"
+    await _take_limits(order, results)
+    results.parameters |= {
+        "bytes": order.shape.nbytes,
+        "bytes_per_rank": order.shape.nbytes // tp,
+        "parameters": order.shape.elements,
+        "tensors": len(order.shape.tensors),
+    }
+    place = roomy(2 * order.shape.nbytes)
+    results.parameters["files_on"] = str(place)
+    with scratch(place) as disk, _sockets() as folder:
+        plugins_on_path(folder)
+        results.say("writing checkpoints")
+        for name in ("base", "other"):
+            await asyncio.to_thread(write_checkpoint, disk / name, order.shape)
+        setup = Setup(
+            folder, disk / "base", order.device, tp, order.requests, backend, order.executor
+        )
+        device = trainer or order.device
+        async with (
+            generating(setup, results) as site,
+            training(device, disk / "base", _TRAINER_S) as link,
+        ):
+            yield _Room(folder, disk / "other", site, link)
+
+
+@contextlib.contextmanager
+def _sockets() -> Iterator[Path]:
+    with scratch(Path(tempfile.gettempdir())) as folder:
+        yield folder
+
+
+async def _take_limits(order: Order, results: Results) -> None:
+    """Measure the limits in a process of its own, which gives the device's memory back."""
+    with results.attempt("limits"):
+        flags = ["--device", order.device, "--rounds", str(order.rounds), "--json"]
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "benchmarks.gpu", "--part", "limits", *flags),
+            *(["--small"] if order.small else []),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(_LIMITS_S):
+            output, _ = await child.communicate()
+        line = json.loads(output.decode().splitlines()[-1])
+        results.facts |= {name: line[name] for name in limits.FIGURES if name in line}
+        results.errors += [f"limits: {error}" for error in line["errors"]]
+
+
+def _needs_gpus(order: Order, count: int) -> None:
+    import torch
+
+    found = torch.cuda.device_count() if order.device == "cuda" else 0
+    if found < count:
+        msg = f"this part needs {count} GPUs, and this host has {found}"
+        raise RuntimeError(msg)

@@ -1,0 +1,75 @@
+"""How fast a trainer's tensors get to the server, one client, over a unix socket.
+
+push_stream_gbps   from tensors in host memory: the whole push, until every tensor is verified
+push_cuda_gbps     the same from tensors on the GPU
+grpc_floor_gbps    a bare grpcio client stream of flat messages into a warm buffer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from pathlib import Path
+
+from benchmarks.gpu.link import training
+from benchmarks.gpu.results import Results
+from benchmarks.push import floor_client
+from benchmarks.servers import weightsync_server
+
+__all__ = ["measure_pushes"]
+
+_SHARDS = 16
+_CHUNK = 1 << 20
+_TRAINER_S = 60.0
+#: Pushes that make and warm the slots.
+_WARM_UP = 2
+_KEYS = {"cpu": "push_stream_gbps", "cuda": "push_cuda_gbps"}
+
+
+async def measure_pushes(
+    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int, fetchers: int
+) -> None:
+    """Measure pushes of a checkpoint from each device, and the floor."""
+    nbytes = int(results.parameters["bytes"])
+    # Equal shards of whole chunks.
+    size = max(nbytes // (_SHARDS * _CHUNK), 1) * _SHARDS * _CHUNK
+    for device in devices:
+        place = folder / device
+        place.mkdir()
+        with results.attempt(f"pushes from {device}"):
+            await _from(device, results, place, checkpoint, rounds, fetchers)
+    place = folder / "bare"
+    place.mkdir()
+    with results.attempt("bare gRPC stream"):
+        await asyncio.to_thread(_floor, results, place, size, rounds)
+
+
+async def _from(
+    device: str, results: Results, folder: Path, checkpoint: Path, rounds: int, fetchers: int
+) -> None:
+    address = f"unix:{folder}/push.sock"
+    server = weightsync_server(folder, [address], "--fetchers", str(fetchers))
+    await asyncio.to_thread(server.__enter__)
+    try:
+        async with training(device, checkpoint, _TRAINER_S) as trainer:
+            for number in results.rounds(_WARM_UP + rounds, f"push from {device}"):
+                await trainer.do("change")
+                pushed = await trainer.do("push", address=address)
+                if number >= _WARM_UP:
+                    gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
+                    results.add(**{_KEYS[device]: gbps})
+    finally:
+        await asyncio.to_thread(server.__exit__, None, None, None)
+
+
+def _floor(results: Results, folder: Path, size: int, rounds: int) -> None:
+    with mmap.mmap(-1, size) as memory:
+        view = memoryview(memory)
+        for page in range(0, size, mmap.PAGESIZE):
+            view[page] = 1
+        with floor_client(folder, f"unix:{folder}/floor.sock", view, _SHARDS) as send:
+            for number in results.rounds(1 + rounds, "bare gRPC stream"):
+                gbps = send()
+                if number:
+                    results.add(grpc_floor_gbps=gbps)
+        view.release()

@@ -1,0 +1,182 @@
+"""The trainer: a process of its own that holds the weights on a device and hands them over.
+
+`python -m benchmarks.gpu.trainer DEVICE FOLDER` loads a checkpoint, then answers one JSON line
+{"do": ..., ...} on standard input with one on standard output, until its input ends.
+`benchmarks.gpu.link` is the other end.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.gpu.checkpoint import Files
+
+__all__ = ["Trainer"]
+
+_MANTISSA = 4
+
+
+class Trainer:
+    """Weights on a device, and every way to hand them over.
+
+    Args:
+        device: Of PyTorch.
+        folder: Checkpoint to begin with.
+    """
+
+    def __init__(self, device: str, folder: str) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device.index or 0)
+        with Files(Path(folder)) as files:
+            self.tensors = {
+                name: tensor.to(self._device, copy=True) for name, tensor in files.tensors.items()
+            }
+        self._changes = 0
+        self._files: dict[str, Files] = {}
+        self._group: Any = None
+        self._random = torch.Generator(device=self._device)
+        self._random.manual_seed(1)
+        self._settle()
+
+    def change(self) -> dict[str, Any]:
+        """Change every value; the last 15 contents differ from each other."""
+        self._changes += 1
+        # A Gray code in the low bits of the mantissa: no value becomes infinite or NaN.
+        changes = self._changes % (1 << _MANTISSA) or 1 << (_MANTISSA - 1)
+        mask = changes & -changes
+        for tensor in self.tensors.values():
+            tensor.view(self._torch.int16).bitwise_xor_(mask)
+        self._settle()
+        return {}
+
+    def change_some(self, share: float) -> dict[str, Any]:
+        """Change the lowest bit of some values; returns how many."""
+        torch = self._torch
+        changed = 0
+        for tensor in self.tensors.values():
+            flat = tensor.view(torch.int16).view(-1)
+            count = max(1, int(len(flat) * share))
+            where = torch.randint(
+                len(flat), (count,), generator=self._random, device=self._device
+            ).unique()
+            flat.index_copy_(0, where, flat.index_select(0, where) ^ 1)
+            changed += len(where)
+        self._settle()
+        return {"changed": changed}
+
+    def push(self, address: str) -> dict[str, Any]:
+        """Push with the public client."""
+        from weightsync_client import Client
+
+        begin = time.perf_counter()
+        with Client(address) as client:
+            pushed = client.push(self.tensors)
+        return {
+            "version": pushed.version,
+            "seconds": time.perf_counter() - begin,
+            "sent_bytes": pushed.sent_bytes,
+            "size_bytes": pushed.size_bytes,
+        }
+
+    def write(self, folder: str) -> dict[str, Any]:
+        """Write the weights into the files of a checkpoint of the same layout."""
+        files = self._files.get(folder)
+        if files is None:
+            files = self._files[folder] = Files(Path(folder), writable=True)
+        files.fill(self.tensors.items())
+        self._settle()
+        return {}
+
+    def same_as(self, folder: str) -> dict[str, Any]:
+        """Compare the weights with those in a folder."""
+        equal = self._torch.equal
+        with Files(Path(folder)) as files:
+            same = all(equal(t.cpu(), files.tensors[name]) for name, t in self.tensors.items())
+        return {"same": same}
+
+    def handles(self) -> dict[str, Any]:
+        """Return what vLLM's ipc backend wants to know, as its own sender makes it."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        torch = self._torch
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        made = [{uuid: reduce_tensor(tensor)[1]} for tensor in self.tensors.values()]  # type: ignore[no-untyped-call]  # torch's own gap
+        return self._described() | {
+            "packed": False,
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps(made)).decode(),
+        }
+
+    def forget_handles(self) -> dict[str, Any]:
+        """Free what the handles held, once the receiver is done."""
+        self._torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch's own gap
+        return {}
+
+    def join(self, port: int, world_size: int) -> dict[str, Any]:
+        """Form a group with vLLM's workers."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        self._group = NCCLWeightTransferEngine.trainer_init(
+            {"master_address": "127.0.0.1", "master_port": port, "world_size": world_size}
+        )
+        return self._described()
+
+    def send(self, *, packed: bool) -> dict[str, Any]:
+        """Broadcast the weights to the group with vLLM's own sender."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        NCCLWeightTransferEngine.trainer_send_weights(
+            iter(self.tensors.items()), {"group": self._group, "packed": packed}
+        )
+        self._settle()
+        return {}
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "names": list(self.tensors),
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in self.tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in self.tensors.values()],
+        }
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize(self._device)
+
+
+def _serve(trainer: Trainer, out: TextIO) -> None:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = getattr(trainer, asked.pop("do"))(**asked)
+        except Exception as error:  # noqa: BLE001 - the other end shall know
+            traceback.print_exc(file=sys.stderr)
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+def main() -> None:
+    """Load and answer."""
+    device, folder = sys.argv[1:]
+    # Libraries print what they like; answers have a descriptor of their own.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        trainer = Trainer(device, folder)
+        print(json.dumps({"ready": True}), file=out, flush=True)
+        with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+            _serve(trainer, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What each figure is held against: a physical limit or a peer of the same run, and how near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ROWS", "Row", "beside"]
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure and what stands beside it.
+
+    Attributes:
+        figure: Its key.
+        text: What the limit is, in words.
+        limit: Computes it; raises KeyError where the run has not measured what it takes.
+        factor: Most that the figure may be of the limit; at a rate, least. None: nothing wanted.
+        least: Whether more is better.
+    """
+
+    figure: str
+    text: str
+    limit: Callable[[Figures], float]
+    factor: float | None = None
+    least: bool = False
+
+
+def _over(rate: str, times: float = 1.0) -> Callable[[Figures], float]:
+    """Return what computes the time that a rank's bytes take at a rate of the run."""
+    return lambda f: times * f["bytes_per_rank"] / 1e9 / f[rate]
+
+
+def _figure(name: str, plus: float = 0.0) -> Callable[[Figures], float]:
+    return lambda f: float(f[name]) + plus
+
+
+def _crossings(figures: Figures) -> float:
+    out = figures["bytes"] / 1e9 / figures["d2h_pinned_gbps"]
+    return float(out) + _over("h2d_pinned_gbps")(figures)
+
+
+_H2D = "bytes per rank / pinned host to device"
+_PAGEABLE = "bytes per rank / pageable host to device"
+_D2D = "bytes per rank / device to device"
+_READ = "reading both copies at the read rate"
+_FLOOR = "vllm_pause_floor_s + 0.025"
+_PCIE = "both PCIe crossings"
+
+ROWS = (
+    Row("vllm_reload_s", _PAGEABLE, _over("h2d_pageable_gbps")),
+    Row("torchforge_way_s", _PAGEABLE, _over("h2d_pageable_gbps")),
+    Row("vllm_ipc_s", _D2D, _over("d2d_gbps")),
+    Row("vllm_nccl_s", "bytes / copy between the GPUs", lambda f: f["bytes"] / 1e9 / f["p2p_gbps"]),
+    Row(
+        "vllm_nccl_unpacked_s",
+        "bytes / copy between the GPUs",
+        lambda f: f["bytes"] / 1e9 / f["p2p_gbps"],
+    ),
+    Row("vllm_pause_floor_s", "token_gap_p50_s", _figure("token_gap_p50_s")),
+    Row("vllm_pause_generation_s", "vllm_pause_floor_s", _figure("vllm_pause_floor_s")),
+    Row("commit_s", _H2D, _over("h2d_pinned_gbps")),
+    Row("commit_s_exact", _H2D, _over("h2d_pinned_gbps")),
+    Row("commit_registered_s", _H2D, _over("h2d_pinned_gbps"), 1.15),
+    Row("commit_prestaged_s", _D2D, _over("d2d_gbps"), 1.25),
+    Row(
+        "commit_delta_1pct_s",
+        "one fused scatter, share of the rank",
+        lambda f: f["scatter_1pct_s"] * f["bytes_per_rank"] / f["bytes"],
+        1.25,
+    ),
+    Row("verify_s", _READ, _over("read_gbps", 2), 1.5),
+    Row("verify_s_exact", _READ, _over("read_gbps", 2), 1.5),
+    Row("verify_delta_1pct_s", "commit_delta_1pct_s", _figure("commit_delta_1pct_s"), 2.0),
+    Row("pause_total_s", _FLOOR, _figure("vllm_pause_floor_s", 0.025), 1.0),
+    Row("pause_total_delta_1pct_s", _FLOOR, _figure("vllm_pause_floor_s", 0.025), 1.0),
+    Row("pause_total_s_exact", "vllm_pause_clear_s", _figure("vllm_pause_clear_s")),
+    Row("update_end_to_end_s", _PCIE, _crossings, 1.5),
+    Row("update_end_to_end_delta_1pct_s", _PCIE, _crossings),
+    Row("update_end_to_end_s_exact", _PCIE, _crossings),
+    Row("push_stream_gbps", "grpc_floor_gbps", _figure("grpc_floor_gbps"), 1.0, least=True),
+    Row("push_cuda_gbps", "pinned device to host", _figure("d2h_pinned_gbps"), 0.75, least=True),
+    Row("h2d_bytes_per_rank", "bytes of the model", _figure("bytes")),
+)
+
+
+def beside(figures: Figures) -> dict[str, dict[str, Any]]:
+    """Return, for each figure that a run has and can hold against something, what and how near."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in ROWS:
+        value = figures.get(row.figure)
+        if value is None:
+            continue
+        try:
+            limit = row.limit(figures)
+        except (KeyError, TypeError, ZeroDivisionError):
+            continue
+        if not limit:
+            continue
+        ratio = value / limit
+        entry: dict[str, Any] = {"limit": _short(limit), "is": row.text, "ratio": _short(ratio)}
+        if row.factor is not None:
+            entry["wanted"] = f"{'at least' if row.least else 'at most'} {row.factor:g}"
+            entry["met"] = ratio >= row.factor if row.least else ratio <= row.factor
+        found[row.figure] = entry
+    return found
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,291 @@
+"""A push from the call to its result: as a delta where that is less, else in full."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.asking import Invoke
+from weightsync_client.deltas.pace import Pace
+from weightsync_client.deltas.snapshot import Snapshot, read_held
+from weightsync_client.deltas.warmth import Warmth
+from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
+from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.pusher import Push
+from weightsync_client.types import PushKind, PushResult, Version
+
+if TYPE_CHECKING:
+    from weightsync.manifest import Layout
+    from weightsync_client.link import Link
+    from weightsync_client.sources import Source
+
+__all__ = ["Delivery", "Memory"]
+
+# Where a delta fails so, all of the tensors may do better: the server lacks the base, found other
+# bytes than those that were made of ours, or knows no deltas.
+_FALLBACKS = {
+    Reason.BASE_MISMATCH: Fallback.BASE_MISMATCH,
+    Reason.DATA_CORRUPT: Fallback.REFUSED,
+    Reason.DIGEST_MISMATCH: Fallback.REFUSED,
+    Reason.LAYOUT_INVALID: Fallback.REFUSED,
+    Reason.NOT_SUPPORTED: Fallback.REFUSED,
+    Reason.SHARD_INVALID: Fallback.REFUSED,
+}
+
+
+class Memory:
+    """What a client remembers from push to push.
+
+    Args:
+        address: Of the server.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.snapshot = Snapshot()
+        self.pace = Pace(address)
+        self.warmth = Warmth()
+
+    def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
+        """Take a copy of what the server holds as a version, for the next delta.
+
+        Args:
+            source: Tensors with the content of that version.
+            versions: Lists the versions of the server.
+
+        Raises:
+            ClientError: VERSION_UNKNOWN: no version has that content. MEMORY_EXHAUSTED.
+        """
+        if source.layout is None:
+            raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
+        with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
+            held = read_held(source.layout, source.tensors)
+            for version in versions():
+                if version.content_digest == held.content_digest:
+                    run_id = version.metadata.get("run_id", "")
+                    self.snapshot.held = replace(held, version=version.version, run_id=run_id)
+                    return version
+        raise refuse(
+            Reason.VERSION_UNKNOWN,
+            f"no version of the server has this content ({held.content_digest}); name the one that "
+            "was pushed or adopted, or push in full",
+        )
+
+
+def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise refuse(
+            Reason.REQUEST_INVALID, f"{option} is {value!r}; use one of {', '.join(allowed)}"
+        )
+    return value
+
+
+class Delivery:
+    """One push; `run` is called once.
+
+    Args:
+        link: To the server.
+        invoke: Sends unary calls.
+        model: Name of the model.
+        source: What is pushed.
+        options: Of the caller.
+        retry: How long a cut link is taken up again.
+        memory: Of the client.
+        on_source_free: Called once the source is not in use any more.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        invoke: Invoke,
+        model: str,
+        source: Source,
+        options: PushOptions,
+        retry: Retry,
+        memory: Memory,
+        on_source_free: Callable[[], None] | None = None,
+    ) -> None:
+        if options.get("streams", 1) < 1 or options.get("chunk_bytes", CHUNK_BYTES) < 1:
+            raise refuse(
+                Reason.REQUEST_INVALID, "streams and chunk_bytes must be 1 or more; correct them"
+            )
+        allowed = ("auto", "never", "require")
+        self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
+        allowed = ("auto", "always", "never")
+        self._compress = _choice("compress", options.get("compress", "auto"), allowed)
+        self._link = link
+        self._invoke = invoke
+        self._model = model
+        self._source = source
+        self._options = options
+        self._retry = retry
+        self._memory = memory
+        self._on_source_free = on_source_free
+        self._freed = False
+        self._run_id = options.get("metadata", {}).get("run_id", "")
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._push: Push | None = None
+        self._layout = source.layout if self._wanted != "never" else None
+        self._ticket = memory.snapshot.line_up() if self._layout else None
+
+    def run(self) -> PushResult:
+        """Send everything, or what changed, and return the committed version."""
+        started = time.monotonic()
+        if self._layout is None or self._ticket is None:
+            result = self._without_snapshot()
+        else:
+            with self._memory.snapshot.turn(self._ticket, self._stop):
+                result = self._with_snapshot(self._layout)
+        return replace(result, seconds=time.monotonic() - started)
+
+    def cancel(self) -> None:
+        """End the push from another thread; `run` then raises AbortedError."""
+        with self._lock:
+            self._stop.set()
+            if self._push is not None:
+                self._push.cancel()
+
+    def _without_snapshot(self) -> PushResult:
+        if self._wanted == "never":
+            return self._full("")
+        reason = Unfit(Fallback.ITERABLE, "an iterable is read once; push a state dict or a path")
+        self._settle_for(reason)
+        return self._full(reason.reason)
+
+    def _with_snapshot(self, layout: Layout) -> PushResult:
+        try:
+            return self._delta(layout)
+        except Unfit as unfit:
+            self._settle_for(unfit)
+            return self._kept(layout, unfit.reason)
+
+    def _settle_for(self, unfit: Unfit) -> None:
+        if self._wanted == "require":
+            raise refuse(
+                Reason.BASE_MISMATCH,
+                f"this push cannot be a delta: {unfit}; push with delta='auto'",
+                fallback_reason=unfit.reason.value,
+            )
+
+    # As a delta.
+
+    def _delta(self, layout: Layout) -> PushResult:
+        """Send what changed.
+
+        Raises:
+            Unfit: That cannot be done, or does not pay; nothing of the try is left.
+        """
+        from weightsync_client.deltas.encoding import DeltaShards
+        from weightsync_client.deltas.sampling import sampled_ratio
+
+        snapshot, source = self._memory.snapshot, self._source
+        base = snapshot.base_of(layout, self._run_id)
+        zstd = self._compress == "always" or (self._compress == "auto" and self._memory.pace.slow)
+        ratio = sampled_ratio(source.tensors, base, zstd=zstd)
+        if ratio > PAYS_BELOW:
+            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {ratio:.0%} of all bytes")
+        shards = DeltaShards(source.tensors, base, layout.size, zstd=zstd)
+        try:
+            push = self._begin(replace(source, shards=shards, layout=None, delta=shards))
+            with typed_errors():
+                result = push.run()
+            if not shards.whole:
+                # Committed before, under the caller's key: nothing was compared.
+                return result
+            snapshot.advance(base, result, self._run_id, shards.blobs, shards.threads)
+        except ClientError as error:
+            raise self._unfit(error) from error
+        finally:
+            shards.close()
+        return replace(
+            result,
+            kind=PushKind.DELTA,
+            base_version=shards.base_version,
+            changed_fraction=shards.changed_fraction,
+            dense_bytes=layout.size,
+        )
+
+    def _unfit(self, error: ClientError) -> Exception:
+        reason = _FALLBACKS.get(error.reason)
+        if reason is None or self._stop.is_set():
+            return error
+        if self._freed:
+            # The tensors may hold other weights by now. The next push is in full, and heals it.
+            self._memory.snapshot.held = None
+            return error
+        return Unfit(reason, error.message)
+
+    # In full.
+
+    def _full(self, reason: Fallback | str) -> PushResult:
+        push = self._begin(self._source, reason)
+        result = push.run()
+        self._memory.pace.note(result.sent_bytes, push.sending_s)
+        return replace(result, fallback_reason=reason)
+
+    def _kept(self, layout: Layout, reason: Fallback) -> PushResult:
+        """Send all, and keep it for the next delta once it is committed."""
+        snapshot = self._memory.snapshot
+        taking = snapshot.take(layout, self._source.tensors)
+        if taking is None:
+            return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
+        push = self._begin(self._source, reason, taking.keep)
+        result = push.run()
+        self._memory.pace.note(result.sent_bytes, push.sending_s)
+        snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
+        self._memory.warmth.start()
+        return replace(result, fallback_reason=reason)
+
+    # Both.
+
+    def _begin(
+        self,
+        source: Source,
+        reason: Fallback | str = "",
+        keep: Callable[[str, int, memoryview], None] | None = None,
+    ) -> Push:
+        request = self._request(source, reason)
+        with self._lock:
+            self._push = Push(
+                self._link,
+                self._invoke,
+                request,
+                source,
+                self._options,
+                self._retry,
+                self._source_free if self._on_source_free else None,
+                keep,
+            )
+            if self._stop.is_set():
+                self._push.cancel()
+            return self._push
+
+    def _source_free(self) -> None:
+        if self._on_source_free is not None:
+            self._freed = True
+            self._on_source_free()
+
+    def _request(self, source: Source, reason: Fallback | str) -> pb.BeginPushRequest:
+        options, layout = self._options, source.layout
+        delta = source.delta
+        return pb.BeginPushRequest(
+            model=self._model,
+            version=options.get("version", 0),
+            epoch=options.get("epoch", 0),
+            kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
+            base_content_digest=delta.base_content_digest if delta else "",
+            idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
+            layout_digest=layout.digest if layout else "",
+            total_bytes=layout.size if layout else 0,
+            shard_count=len(layout.shards) if layout else 0,
+            metadata=options.get("metadata", {}),
+            stream=pb.StreamSource(),
+            fallback_reason=reason,
+        )

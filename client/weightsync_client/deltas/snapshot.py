@@ -1,0 +1,220 @@
+"""The bytes of the last version that a client committed, and the turn of those who use them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync.digest import content_digest
+from weightsync.errors import Reason
+from weightsync_client.deltas.room import roomy
+from weightsync_client.errors import refuse
+from weightsync_client.fallback import Fallback, Unfit
+from weightsync_client.tensors import Scratch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from weightsync.manifest import Layout
+    from weightsync_client.deltas.held import HeldTensor
+    from weightsync_client.tensors import SourceTensor
+    from weightsync_client.types import PushResult
+
+__all__ = ["Held", "Snapshot", "Taking", "read_held"]
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.1
+
+
+def _make(
+    tensors: Iterable[SourceTensor], devices: frozenset[torch.device | None]
+) -> dict[str, HeldTensor]:
+    """Return memory for tensors: on those devices, else on the host.
+
+    Raises:
+        MemoryError: There is none, for all that was counted.
+    """
+    from weightsync_client.deltas.held import HostTensor
+
+    if not devices:
+        return {tensor.name: HostTensor(tensor) for tensor in tensors}
+    from weightsync_client.deltas.device import DeviceTensor
+
+    return {
+        tensor.name: DeviceTensor(tensor) if tensor.device in devices else HostTensor(tensor)
+        for tensor in tensors
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version's bytes, held whole.
+
+    Attributes:
+        version: Its number.
+        content_digest: Its identity: what a delta is bound to.
+        signature: Digest of names, dtypes and shapes.
+        run_id: Of its metadata; empty: none.
+        tensors: Its tensors by name.
+    """
+
+    version: int
+    content_digest: str
+    signature: str
+    run_id: str
+    tensors: Mapping[str, HeldTensor]
+
+    def forget(self) -> None:
+        """Let go of what a delta that was not committed has left."""
+        for tensor in self.tensors.values():
+            tensor.forget()
+
+
+def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
+    """Return a copy of tensors; its version is not known yet.
+
+    Raises:
+        ClientError: MEMORY_EXHAUSTED.
+    """
+    devices, enough = roomy(tensors)
+    if not enough:
+        raise refuse(
+            Reason.MEMORY_EXHAUSTED,
+            f"there is no room for a copy of {layout.size} bytes; free memory, or push in full",
+        )
+    scratch, held = Scratch(), _make(tensors, devices)
+    for tensor in tensors:
+        held[tensor.name].fill(tensor, scratch)
+    digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
+    return Held(0, digest, layout.signature, "", held)
+
+
+class Taking:
+    """Bytes of a version that is being sent; they become a snapshot once it is committed."""
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, HeldTensor]) -> None:
+        self._signature = layout.signature
+        self._tensors = tensors
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent."""
+        self._tensors[name].keep(offset, piece)
+
+    def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
+        """Return the version that was committed; None if its bytes did not come by here."""
+        if digests.keys() != self._tensors.keys():
+            return None
+        for name, tensor in self._tensors.items():
+            tensor.seal(digests[name])
+        return Held(result.version, result.content_digest, self._signature, run_id, self._tensors)
+
+
+class Snapshot:
+    """What the next delta is made against: the last version that was kept, or nothing.
+
+    Never a mixture: a version takes its place when its commit is acknowledged, whole. A push that
+    fails leaves what there was; only where memory does not suffice for two versions, a push in
+    full gives up the old one first.
+
+    Pushes that use the snapshot take turns, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self._changed = threading.Condition()
+        self._turns: deque[object] = deque()
+
+    def line_up(self) -> object:
+        """Take a place in the line; `turn` waits until it is at the head, and gives it up."""
+        ticket = object()
+        with self._changed:
+            self._turns.append(ticket)
+        return ticket
+
+    @contextlib.contextmanager
+    def turn(self, ticket: object, stop: threading.Event) -> Iterator[None]:
+        """Hold the snapshot, once those who came before have let go of it.
+
+        Raises:
+            AbortedError: `stop` was set meanwhile.
+        """
+        try:
+            with self._changed:
+                while self._turns[0] is not ticket and not stop.is_set():
+                    self._changed.wait(_TURN_S)
+            if stop.is_set():
+                raise refuse(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
+            yield
+        finally:
+            with self._changed:
+                self._turns.remove(ticket)
+                self._changed.notify_all()
+
+    def base_of(self, layout: Layout, run_id: str) -> Held:
+        """Return the version that a delta of such a version can be made against.
+
+        Raises:
+            Unfit: There is none.
+        """
+        held = self.held
+        if held is None:
+            raise Unfit(Fallback.FIRST, "this client holds no version that it has committed")
+        if run_id and held.run_id and run_id != held.run_id:
+            raise Unfit(Fallback.NEW_RUN, f"version {held.version} is of the run {held.run_id!r}")
+        if layout.signature != held.signature:
+            raise Unfit(
+                Fallback.LAYOUT_CHANGED,
+                f"names, dtypes or shapes are not those of version {held.version}",
+            )
+        return held
+
+    def take(self, layout: Layout, tensors: Sequence[SourceTensor]) -> Taking | None:
+        """Return where the bytes of a push in full are kept; None where there is no room."""
+        devices, enough = roomy(tensors)
+        wanted = {tensor.device for tensor in tensors if tensor.device is not None}
+        if self.held is not None and not (enough and devices >= wanted):
+            self.held = None
+            devices, enough = roomy(tensors)
+        if not enough:
+            return None
+        try:
+            return Taking(layout, _make(tensors, devices))
+        except MemoryError:
+            return None
+
+    def advance(
+        self,
+        base: Held,
+        result: PushResult,
+        run_id: str,
+        blobs: Sequence[NDArray[np.uint8]],
+        threads: int,
+    ) -> None:
+        """Become the version that a delta of `base` has made, by the shards that were committed."""
+        from weightsync.delta import parse_shard
+
+        self.held = None
+        expect = {name: (t.dtype, t.shape) for name, t in base.tensors.items()}
+        try:
+            with ThreadPoolExecutor(threads, "weightsync-advance") as pool:
+                for blob in blobs:
+                    changes = parse_shard(blob, expect).changes
+                    list(pool.map(lambda c: base.tensors[c.name].advance(c), changes.values()))
+        except Exception:
+            # The version is committed all the same. The next push finds no base and is in full.
+            logger.exception("the copy of version %d is given up", base.version)
+            return
+        self.held = Held(
+            result.version, result.content_digest, base.signature, run_id, base.tensors
+        )

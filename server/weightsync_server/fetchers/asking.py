@@ -1,0 +1,158 @@
+"""What can be asked of fetchers, whoever runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+from weightsync.digest import DIGEST_BYTES
+from weightsync_server.changes import unpack_changes
+
+if TYPE_CHECKING:
+    from weightsync.manifest import ShardEntry
+    from weightsync.segments import Segment
+    from weightsync_server.changes import Change, DeltaTold
+
+__all__ = ["Asking"]
+
+
+class Asking:
+    """The tasks of fetchers, one method each; `FetcherPool` gets them done."""
+
+    async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        """Have work done that a slow disk must never hold up; return the answer's blob."""
+        raise NotImplementedError
+
+    async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        """Have files read or written; return the answer's blob."""
+        raise NotImplementedError
+
+    async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
+        """Return the xxh3-128 of each tensor, in the order of `weightsync.layout.check_shard`.
+
+        Args:
+            segment: Holds the whole shard.
+            shard: Its declared sizes in bytes; the header in the segment is checked against them.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, LAYOUT_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        facts = {"shard": astuple(shard)}
+        blob = await self._compute("digest", segment, shard.size, **facts)
+        return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
+
+    async def persist(self, segment: Segment, size: int, target: str) -> None:
+        """Write the first `size` bytes of a segment to the file `target`, replacing it.
+
+        When this returns the file's bytes are on disk; its name is once the directory is flushed
+        (`Store.commit`). When it raises, `target` is as it was.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        temporary = f"{target}.{secrets.token_hex(4)}.tmp"
+        await self._transfer("persist", segment, size, target=target, temporary=temporary)
+
+    async def keep(
+        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
+    ) -> None:
+        """Make bytes of a shard that is still arriving durable, so that `restore` finds them.
+
+        Args:
+            segment: Holds the shard up to `end`.
+            shard: Its name and sizes in bytes.
+            begin: End of what was kept before; 0: nothing was.
+            end: One past the last byte to keep; the header is among the first bytes kept.
+            target: The shard's file; a list lies beside it.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; as many bytes are
+                kept as before.
+        """
+        facts = {"shard": astuple(shard), "begin": begin, "target": target}
+        await self._transfer("keep", segment, end, **facts)
+
+    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
+        """Fill a segment with what `keep` kept of a shard; return how many bytes are undamaged.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT when it is none; FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        facts = {"shard": astuple(shard), "source": source}
+        blob = await self._transfer("restore", segment, shard.size, fills=True, **facts)
+        return int.from_bytes(blob, "big")
+
+    async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
+        """Fill the first `size` bytes of a segment with a whole file.
+
+        Args:
+            source_fd: Path, or an open descriptor, whose offset stays and which the caller closes.
+            size: Exact length of the file in bytes.
+            segment: Takes the bytes; when this raises, it holds anything.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        if isinstance(source_fd, str):
+            await self._transfer("load", segment, size, fills=True, source=source_fd)
+        else:
+            await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
+
+    async def copy(self, source: Segment, size: int, segment: Segment) -> None:
+        """Fill the first `size` bytes of a segment with those of another one.
+
+        Raises:
+            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN; the segment holds anything.
+        """
+        await self._compute("copy", segment, size, fills=True, others=[source])
+
+    async def inspect(
+        self, layout: Segment, shard: ShardEntry, source: Segment | str
+    ) -> tuple[DeltaTold, list[Change]]:
+        """Prove that a delta shard is whole; return what it is of, and what it changes.
+
+        Args:
+            layout: Holds the canonical layout, from `weightsync_server.versions.deltas`.
+            shard: Declared sizes of the delta shard in bytes.
+            source: Where it lies: a segment, or the path of a file.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, DATA_CORRUPT,
+                FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        facts = {"delta": astuple(shard), **_place(source)}
+        blob = await self._compute("inspect", layout, layout.capacity, **facts)
+        return await asyncio.to_thread(unpack_changes, blob)
+
+    async def patch(
+        self,
+        segment: Segment,
+        index: int,
+        layout: Segment,
+        shard: ShardEntry,
+        source: Segment | str,
+    ) -> None:
+        """Change a canonical shard, which holds the base, as a delta shard tells.
+
+        Never tried again when a fetcher is lost: a change of changed bytes would be another one.
+
+        Args:
+            segment: Holds the canonical shard.
+            index: Index of that shard in the layout.
+            layout: As in `inspect`, and so are
+            shard: and
+            source: the delta shard.
+
+        Raises:
+            WeightSyncError: As `inspect`; the segment may be changed in part.
+        """
+        facts = {"delta": astuple(shard), "index": index, **_place(source, layout)}
+        await self._compute("patch", segment, segment.capacity, fills=True, again=False, **facts)
+
+
+def _place(source: Segment | str, *before: Segment) -> dict[str, Any]:
+    if isinstance(source, str):
+        return {"others": [*before], "source": source}
+    return {"others": [*before, source]}

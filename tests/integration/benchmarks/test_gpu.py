@@ -1,0 +1,43 @@
+"""The benchmark for hosts with GPUs, in small, beside a real vLLM for the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(500)]
+
+
+def _line(part: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--small", "--json"]
+    command += ["--device", "cpu", "--rounds", "1", "--requests", "2"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    (line,) = done.stdout.splitlines()
+    report: dict[str, Any] = json.loads(line)
+    return report
+
+
+def test_peers_leave_the_trainers_weights() -> None:
+    report = _line("peers")
+    assert report["errors"] == []
+    for name in ("vllm_reload", "torchforge_way"):
+        assert report[f"bitwise_equal_{name}"] is True
+        assert 0 < report[f"{name}_s"] < report[f"pause_{name}_s"]
+        assert report[f"pause_{name}_s"] < report[f"update_end_to_end_{name}_s"]
+
+
+@pytest.mark.parametrize(
+    ("part", "suffixes"), [("apply", ("_s", "_delta_1pct_s")), ("exact", ("_s_exact",))]
+)
+def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]) -> None:
+    report = _line(part)
+    assert report["errors"] == []
+    assert report["bitwise_equal"] is True
+    for suffix in suffixes:
+        paused, whole = report[f"pause_total{suffix}"], report[f"update_end_to_end{suffix}"]
+        assert 0 < report[f"commit{suffix}"] + report[f"verify{suffix}"] < paused < whole
+        assert f"pause_total{suffix}" in report["beside"]

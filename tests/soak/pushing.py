@@ -1,0 +1,105 @@
+"""One push as a trainer makes it: in full or as a delta, at once or from where it was cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.soak.callers import MODEL
+from tests.support.deltas import delta_begin, delta_of
+from tests.support.stock import layout_part, push_messages
+from tests.unit.server.versions.world import Shard
+from weightsync.digest import tensor_digest
+from weightsync.layout import check_shard, parse_header
+from weightsync.manifest import ShardEntry
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.soak.contents import Contents, Shards
+
+__all__ = ["CHUNK", "Push", "delta_push"]
+
+#: Several chunks per shard.
+CHUNK = 32 << 10
+
+
+@dataclass
+class Push:
+    """What is the same in all its attempts.
+
+    Attributes:
+        version: Its number.
+        digest: Content digest of the version.
+        shards: What is sent.
+        key: Idempotency key.
+        fields: More fields of the begin.
+        commit: Content digest that the commit tells; empty: none.
+    """
+
+    version: int
+    digest: str
+    shards: Shards
+    key: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
+
+    def begin(self, epoch: int) -> pb.BeginPushRequest:
+        """Return the call that opens or joins it."""
+        return pb.BeginPushRequest(
+            model=MODEL,
+            version=self.version,
+            idempotency_key=self.key,
+            epoch=epoch,
+            shard_count=len(self.shards),
+            **self.fields,
+        )
+
+    def messages(self, epoch: int) -> list[pb.PushWeightsRequest]:
+        """Return all of it on one stream, begin first, commit last, layouts before any bytes."""
+        begin, *rest = push_messages(self.shards, self.version, chunk_bytes=CHUNK)
+        begin.begin.CopyFrom(self.begin(epoch))
+        rest[-1].commit.content_digest = self.commit
+        rest.sort(key=lambda message: not message.HasField("layout"))
+        return [begin, *rest]
+
+    def rest(self, begun: pb.BeginPushResponse) -> Iterator[pb.PushWeightsRequest]:
+        """Yield what the server still lacks, on a stream that joins it."""
+        here = {progress.shard: progress.received_bytes for progress in begun.shards}
+        yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))
+        for index, (name, data) in enumerate(self.shards):
+            if index not in here:
+                yield pb.PushWeightsRequest(layout=layout_part(index, name, data))
+            for offset in range(here.get(index, 0), len(data), CHUNK):
+                part = pb.Chunk(shard=index, offset=offset, data=data[offset : offset + CHUNK])
+                yield pb.PushWeightsRequest(chunk=part)
+
+
+def delta_push(version: int, key: str, contents: Contents, base: int, number: int) -> Push:
+    """Return the push of a content as a delta from another.
+
+    Args:
+        version: Its number.
+        key: Idempotency key.
+        contents: What is pushed.
+        base: Number of the content that a committed version has.
+        number: Of the new one.
+    """
+    before, after = (_whole(contents.shards(one)) for one in (base, number))
+    delta = [(shard.name, shard.data) for shard in delta_of(before, after)]
+    digest = contents.digest(number)
+    return Push(version, digest, delta, key, delta_begin(before), digest)
+
+
+def _whole(shards: Shards) -> list[Shard]:
+    found = []
+    for index, (name, data) in enumerate(shards):
+        size = int.from_bytes(data[:8], "little")
+        entries = check_shard(
+            ShardEntry(name, len(data), size), parse_header(data[8 : 8 + size], index)
+        )
+        body = data[8 + size :]
+        digests = [tensor_digest(body[entry.begin : entry.end]) for entry in entries]
+        found.append(Shard(index, data, size, entries, digests, name))
+    return found

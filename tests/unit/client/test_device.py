@@ -1,0 +1,181 @@
+"""Comparing with PyTorch's operations, as on a device; here the device is the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightsync.delta import encode_shard, parse_shard
+from weightsync.digest import tensor_digest
+from weightsync.errors import WeightSyncError
+from weightsync_client import Client, ExhaustedError, Fallback, PushKind, Reason
+from weightsync_client.deltas import device, room, snapshot
+from weightsync_client.deltas.device import DeviceTensor
+from weightsync_client.deltas.held import HostTensor
+from weightsync_client.tensors import Scratch, wrap
+
+_DIGEST = "0" * 32
+DTYPES = [
+    torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float16,
+    torch.float32, torch.int64, torch.complex64,
+]  # fmt: skip
+
+
+def of_bytes(data: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@settings(deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    elements=st.integers(0, 2000),
+    density=st.sampled_from((0.0, 0.002, 0.05, 0.5, 1.0)),
+    reach=st.sampled_from((1, 255)),
+    seed=st.integers(0, 100),
+)
+def test_both_ways_make_the_same_shard_and_the_same_copy(
+    dtype: torch.dtype, elements: int, density: float, reach: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    size = elements * dtype.itemsize
+    before = rng.integers(0, 2 if dtype == torch.bool else 256, size, np.uint8)
+    hit = np.repeat(rng.random(elements) < density, dtype.itemsize)
+    flips = rng.integers(0, reach + 1, size).astype(np.uint8)
+    after = np.where(hit, before ^ (flips & (1 if dtype == torch.bool else 255)), before)
+    old, new = (wrap("w", of_bytes(data, dtype)) for data in (before, after))
+    blobs = []
+    for held in (HostTensor(old), DeviceTensor(old)):
+        held.fill(old, Scratch())
+        assert held.digest == tensor_digest(before.data)
+        shard = encode_shard(
+            [held.item(new, Scratch())],
+            zstd=False, base_content_digest=_DIGEST, layout_digest=_DIGEST, index=0,
+        )  # fmt: skip
+        blobs.append(shard.blob.tobytes())
+        assert bytes(held.window(0, size)) == before.tobytes()
+        assert shard.stats[0].digest == tensor_digest(after.data)
+        changes = parse_shard(shard.blob, {"w": (old.dtype, old.shape)}).changes
+        for change in changes.values():
+            held.advance(change)
+        assert bytes(held.window(0, size)) == after.tobytes()
+        assert held.digest == tensor_digest(after.data)
+    assert blobs[0] == blobs[1]
+
+
+def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_PIECE", 1000)
+    monkeypatch.setattr(device, "_BLOCK", 333)
+    old = torch.randn(7777).bfloat16()
+    new = old.clone()
+    new[::99] += 1
+    held = DeviceTensor(wrap("w", old))
+    held.fill(wrap("w", old), Scratch())
+    item = held.item(wrap("w", new), Scratch())
+    assert item.index.tolist() == torch.nonzero(old != new).reshape(-1).tolist()
+    assert item.new_digest() == tensor_digest(raw(new))
+
+
+def test_a_tensor_that_has_left_the_device_is_compared_all_the_same() -> None:
+    old = torch.randn(500)
+    held = DeviceTensor(wrap("w", old))
+    held.fill(wrap("w", old), Scratch())
+    new = old.numpy().copy()
+    new[7] += 1
+    item = held.item(wrap("w", new), Scratch())
+    assert (item.index.tolist(), item.after.view(np.float32).tolist()) == ([7], [new[7]])
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the host for a device with room."""
+    monkeypatch.setattr(snapshot, "roomy", lambda _tensors: (frozenset({None}), True))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_pushes_from_a_device(client: Client, servicer: Any) -> None:
+    def refuse(method: str, _request: Any) -> None:
+        if method == "CommitPush":
+            raise WeightSyncError(Reason.DISK_EXHAUSTED, "the disk is full; free some")
+
+    base = torch.randn(300, 500).bfloat16()
+    tensors = {"a": torch.randn(90_000).bfloat16(), "strided": base.T, "empty": torch.zeros(0)}
+    client.push(tensors)
+    held = client._memory.snapshot.held
+    assert held is not None
+    assert {type(tensor) for tensor in held.tensors.values()} == {DeviceTensor}
+    for number in range(4):
+        tensors["a"][number::100] += 1
+        base[number] *= 1.5
+        if number == 2:
+            # A commit that fails leaves the copy, and nothing of the delta.
+            servicer.before = refuse
+            with pytest.raises(ExhaustedError):
+                client.push(tensors)
+            servicer.before = lambda _method, _request: None
+            assert all(t._next is None for t in held.tensors.values())  # type: ignore[attr-defined] # as checked
+        result = client.push(tensors)
+        assert result.kind is PushKind.DELTA
+        upload = next(
+            u for u in servicer.uploads.values() if u.commit and u.version == result.version
+        )
+        for tensor, digest in zip(
+            upload.manifest.layout.tensors, upload.manifest.digests, strict=True
+        ):
+            assert digest == tensor_digest(raw(tensors[tensor.name]))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_device_that_is_too_full_to_compare(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.randn(90_000).bfloat16()}
+    client.push(tensors)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "nonzero", full)
+    result = client.push(tensors)
+    assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
+
+
+class _Memory:
+    """What PyTorch tells of a device."""
+
+    def __init__(self, free: int, reserved: int) -> None:
+        self.free, self.reserved = free, reserved
+
+    def mem_get_info(self, _: Any) -> tuple[int, int]:
+        return self.free, 1 << 30
+
+    def memory_reserved(self, _: Any) -> int:
+        return self.reserved
+
+    def memory_allocated(self, _: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "fits"),
+    [(1 << 30, 0, True), (200 << 20, 0, False), (200 << 20, 1 << 30, True)],
+)
+def test_room_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch, "xpu", _Memory(free, reserved))
+    there = torch.device("xpu", 0)
+    tensor = wrap("w", torch.zeros(1 << 20, dtype=torch.uint8))
+    tensors = [tensor, type(tensor)("d", "U8", (1 << 20,), tensor.open, there, tensor.flat)]
+    assert room.roomy(tensors) == (frozenset({there} if fits else ()), True)
+    # One that tells nothing of its memory is not used.
+    monkeypatch.delattr(torch, "xpu")
+    assert room.roomy(tensors) == (frozenset(), True)

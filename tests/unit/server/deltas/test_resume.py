@@ -1,0 +1,84 @@
+"""Pushes of deltas that outlive the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.deltas import delta_begin, delta_of
+from tests.support.processes import names
+from tests.unit.server.deltas.pushing import history, push_chain, push_delta, until
+from tests.unit.server.versions.world import World, begin, content, world
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHUNK = 500
+LIMITS = {"keep_bytes": 4 * CHUNK, "loss_bytes": 8 * CHUNK}
+
+
+async def half(here: World, contents: list[Any]) -> pb.BeginPushResponse:
+    """Send shard 1 and half of shard 0; return when what came is durable."""
+    shards = delta_of(contents[0], contents[1])
+    fields = delta_begin(contents[0], version=2, shard_count=2, idempotency_key="k")
+    begun = await here.pushes.begin(begin(**fields), None)
+    await here.join(begun.push_id, shards[1].all(CHUNK))
+    first = shards[0]
+    await here.join(begun.push_id, [*first.layout(), *first.chunks(CHUNK)[:6]])
+    push = here.pushes.find(begun.push_id)
+    await until(lambda: push.shards[1].verified and push.shards[0].kept > 0)
+    return begun
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+async def test_a_delta_goes_on_after_a_restart(tmp_path: Path, restarts: int) -> None:
+    contents = history(1)
+    async with world(tmp_path, limits=LIMITS) as here:
+        await here.push(contents[0], 1)
+        begun = await half(here, contents)
+    folder = tmp_path / "store" / "m" / "v2"
+    assert "delta-0.safetensors.kept" in names(folder)
+    for _ in range(restarts - 1):
+        async with world(tmp_path, limits=LIMITS) as here:
+            # Asleep: nothing was asked of it, and its base stays all the same.
+            assert here.versions.get(1).holds == 1
+    async with world(tmp_path, limits=LIMITS) as here:
+        shards = delta_of(contents[0], contents[1])
+        fields = delta_begin(contents[0], version=2, shard_count=2, idempotency_key="k")
+        again = await here.pushes.begin(begin(**fields), None)
+        assert again.push_id == begun.push_id
+        offset = {p.shard: p.received_bytes for p in again.shards}
+        assert 0 < offset[0] < len(shards[0].data)
+        assert offset[1] == len(shards[1].data)
+        await here.join(begun.push_id, [*shards[0].chunks(CHUNK, offset[0]), *shards[0].given()])
+        request = pb.CommitPushRequest(push_id=begun.push_id, content_digest=content(contents[1]))
+        await here.pushes.commit(request)
+        assert here.read(2) == [shard.data for shard in contents[1]]
+        assert here.versions.get(1).holds == 0
+        assert not [name for name in names(folder) if name.endswith((".kept", "push.json"))]
+
+
+async def test_a_delta_whose_base_is_gone_is_dropped_at_the_restart(tmp_path: Path) -> None:
+    contents = history(1)
+    async with world(tmp_path, limits=LIMITS) as here:
+        await here.push(contents[0], 1)
+        await half(here, contents)
+    (tmp_path / "store" / "m" / "v1" / "commit.json").write_bytes(b"{}")
+    async with world(tmp_path, limits=LIMITS) as here:
+        assert here.versions.list() == []
+        assert not (tmp_path / "store" / "m" / "v2").exists()
+        assert here.pushes._open == {}
+
+
+async def test_a_committed_delta_is_known_by_its_key_after_a_restart(tmp_path: Path) -> None:
+    contents = history(2)
+    async with world(tmp_path) as here:
+        await push_chain(here, contents[:2])
+        first = await push_delta(here, contents[1], contents[2], 3, idempotency_key="k")
+    async with world(tmp_path) as here:
+        fields = delta_begin(contents[1], version=3, idempotency_key="k")
+        again = await here.pushes.begin(begin(**fields), None)
+        assert again.committed.already
+        assert again.committed.stored_bytes == first.stored_bytes
