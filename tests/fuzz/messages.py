@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["check_message", "field", "mutate_message", "number"]
 
 _CHUNK = 4
-_NUMBERS = (0, 1, 127, 128, 1 << 21, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 63, (1 << 64) - 1)
+_NUMBERS = (0, 1, 127, 128, 1 << 21, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 63, 1 << 64)
 
 
 def check_message(data: bytes) -> bool:

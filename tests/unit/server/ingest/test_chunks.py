@@ -13,7 +13,7 @@ from weightsync_client.messages import encode_chunk
 from weightsync_server.ingest import read_message
 from weightsync_server.ingest.chunks import ChunkView
 
-_longs = st.integers(0, (1 << 64) - 1) | st.sampled_from([0, 127, 128, (1 << 32) - 1, 1 << 32])
+_longs = st.integers(0, (1 << 70) - 1) | st.sampled_from([0, 127, 128, (1 << 32) - 1, 1 << 32])
 _spare = st.sampled_from([0] * 6 + [1, 3, 4, 8])
 _more = st.sampled_from([0] * 6 + [-1, 1])
 _fields = st.one_of(
@@ -34,6 +34,7 @@ _messages = _chunks | st.lists(_chunks | _fields, max_size=3).map(b"".join)
 @settings(max_examples=2000, deadline=None)
 @given(_messages)
 @example(field(4, number(1, 0) + number(2, 0) + field(3, b"")))
+@example(field(4, number(2, 1 << 64) + field(3, b"x")))
 def test_every_message_is_what_protobuf_reads(message: bytes) -> None:
     check_message(message)
 
