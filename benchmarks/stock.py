@@ -47,9 +47,13 @@ def _messages(
         header = len(document).to_bytes(8, "little") + document
         yield _layout(shard, len(header), len(header) + len(block.view), entries)
         yield _chunk(shard, 0, header)
-        for at in range(0, len(block.view), chunk_bytes):
-            yield _chunk(shard, len(header) + at, bytes(block.view[at : at + chunk_bytes]))
-        digests = (tensor_digest(block.view[entry.begin : entry.end]) for entry in entries)
+        digests = []
+        for entry in entries:
+            # Just before its bytes are copied: then they are read from memory once.
+            digests.append(tensor_digest(block.view[entry.begin : entry.end]))
+            for at in range(entry.begin, entry.end, chunk_bytes):
+                data = bytes(block.view[at : min(at + chunk_bytes, entry.end)])
+                yield _chunk(shard, len(header) + at, data)
         told = pb.ShardDigests(shard=shard, digests=b"".join(digests))
         yield pb.PushWeightsRequest(digests=told)
     yield pb.PushWeightsRequest(commit=pb.CommitPushRequest())
