@@ -162,6 +162,8 @@ def test_one_bit_anywhere_is_found(size: int, at: int) -> None:
     left, right = memory[at:], torch.zeros(size, dtype=torch.int16)
     comparison = Comparison(mask, 3)
     comparison.add("same", left, right)
+    comparison.queue()
+    assert comparison.wrong() == []
     for place in {0, size // 2, size - 1}:
         other = left.clone()
         other[place] ^= 1 << 14
@@ -169,6 +171,7 @@ def test_one_bit_anywhere_is_found(size: int, at: int) -> None:
         comparison.add("before", left, right)
         comparison.add("it", other, right)
         comparison.add("after", left, right)
+        comparison.queue()
         assert comparison.wrong() == ["it"]
 
 

@@ -115,6 +115,7 @@ class Device:
         pace = Pace(self.device)
         send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop)
         staged = Staged(ready.targets, blocks.all, memory, self._mask)
+        staged.make_views()
         ready.whole = staged
         if base is not None:
             ready.patch = self._found_here(staged, base, stop)
@@ -145,6 +146,7 @@ class Device:
         pace.step()
         pace.drain()
         rest = Staged(staged.targets, found.dense, staged.memory, self._mask)
+        rest.make_views()
         return DevicePatch(base.content_digest, staged.targets, list(made.values()), rest)
 
     def _found_on_host(

@@ -74,4 +74,5 @@ class Direct:
         comparison = Comparison(self.mask, len(pieces))
         for param, live, source in pieces:
             comparison.add(param, live, self.uploader.fetch(source).to(live.dtype))
+            comparison.queue_last()
         return comparison.wrong()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync.vllm.cuda.compare import Comparison, limit_of
@@ -62,31 +62,48 @@ class Staged:
     mask: torch.Tensor
     patched: bool = False
     compared_all: bool = False
+    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _comparison: Comparison | None = None
+    #: The views of the live parameters that both were made of.
+    _of: list[torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that a commit writes."""
         return sum(block.nbytes for block in self.blocks)
 
+    def make_views(self) -> None:
+        """Make all that `write` and `mismatched` launch; off the pause."""
+        views = self.targets.views()
+        if self._of is views:
+            return
+        self._copies = [
+            (block.live(self.targets), block.staged(self.memory)) for block in self.blocks
+        ]
+        pieces = [piece for block in self.blocks for piece in block.pieces(limit_of(self.mask))]
+        self._comparison = Comparison(self.mask, len(pieces))
+        for piece in pieces:
+            staged = piece.staged(self.memory)
+            self._comparison.add(piece.param, piece.live(self.targets), staged)
+        self._of = views
+
     def write(self, crew: Crew) -> None:
         """Queue every copy; addresses stay as they are."""
-        self.targets.views()
+        self.make_views()
 
         def copy(index: int) -> None:
-            block = self.blocks[index]
-            block.live(self.targets).copy_(block.staged(self.memory), non_blocking=True)
+            live, staged = self._copies[index]
+            live.copy_(staged, non_blocking=True)
 
         write_each(crew, copy, [block.nbytes for block in self.blocks])
 
     def mismatched(self, crew: Crew) -> list[str]:
         """Return the parameters that do not hold what was staged."""
         del crew
-        self.targets.views()
-        pieces = [piece for block in self.blocks for piece in block.pieces(limit_of(self.mask))]
-        comparison = Comparison(self.mask, len(pieces))
-        for piece in pieces:
-            comparison.add(piece.param, piece.live(self.targets), piece.staged(self.memory))
-        return comparison.wrong()
+        self.make_views()
+        assert self._comparison is not None  # noqa: S101 - it has just been made
+        self._comparison.queue()
+        return self._comparison.wrong()
 
 
 def send_blocks(
