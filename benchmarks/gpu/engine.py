@@ -47,6 +47,7 @@ class Setup:
         requests: That run all the time.
         backend: Of vLLM's own weight transfer; empty: none.
         executor: vLLM's distributed_executor_backend.
+        room: WEIGHTSYNC_DEVICE_ROOM; empty: as it is in the environment.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Setup:
     requests: int = 8
     backend: str = ""
     executor: str = "mp"
+    room: str = ""
 
 
 @dataclass
@@ -124,7 +126,7 @@ class Site:
         Returns:
             `first_token`: when the first token after it came. `gap_s`: the longest time between
             two tokens of one request from `begin` on. `paused_s`: from the request to pause until
-            vLLM had resumed.
+            vLLM had resumed. `paused_at`: when the request to pause came.
         """
         paused, resumed = self.stops.pauses[-1], self.stops.resumes[-1]
         assert paused[0] >= begin, "nothing has paused vLLM"
@@ -135,14 +137,17 @@ class Site:
             "first_token": first,
             "gap_s": max(gaps),
             "paused_s": resumed[1] - paused[0],
+            "paused_at": paused[0],
         }
 
-    async def calm(self, seconds: float = _CALM_S) -> None:
-        """Generate while nothing else goes on, and note the gaps between tokens."""
+    async def calm(self, seconds: float = _CALM_S) -> float:
+        """Generate while nothing else goes on, note the gaps between tokens, return the median."""
         begin = time.perf_counter()
         await asyncio.sleep(seconds)
         gaps = self.load.gaps(begin, time.perf_counter())
-        self.results.add(token_gap_p50_s=statistics.median(gaps), token_gap_max_s=max(gaps))
+        median = statistics.median(gaps)
+        self.results.add(token_gap_p50_s=median, token_gap_max_s=max(gaps))
+        return median
 
 
 @contextlib.asynccontextmanager
@@ -200,6 +205,8 @@ def _prepare_environment(setup: Setup) -> None:
     # vLLM's ipc backend takes handles from a trainer in no other form.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if setup.room:
+        os.environ["WEIGHTSYNC_DEVICE_ROOM"] = setup.room
     if setup.device == "cpu" and setup.tp > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(setup.tp)))
     for name, value in _NO_MULTICAST.items():

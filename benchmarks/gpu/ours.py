@@ -9,6 +9,13 @@ pause_seen_s              the same as vLLM's process sees it; max_gap_s the long
 prepare_s, apply_s        before the pause; the whole call
 update_end_to_end_s       the trainer's call, push included, to the first token of the new weights
 
+commit_prestaged_s        commit_s where the version lay in device memory before the pause
+staging_slowdown          median token gap while the ranks prepare over that without anything;
+staging_max_gap_s         the longest one then
+h2d_bytes_per_rank        sent to the device, before the pause and in it, by the rank that sent most
+
+With suffix _registered: without room on the device, straight from registered host memory.
+
 With suffix _delta_1pct: a version of which 1 % of the values differ from the live one. strategy_...
 tells how it was written.
 """
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,7 +34,7 @@ from benchmarks.engine import bridge
 from benchmarks.gpu.engine import Site
 from benchmarks.gpu.link import TrainerLink
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, EngineState
+from weightsync_client import ApplyReport, Client, EngineState, RankResult
 
 __all__ = ["Ours", "serving"]
 
@@ -89,6 +97,7 @@ class Ours:
         files: A checkpoint that the trainer writes and that vLLM did not start from.
         rounds: How many of each.
         cache: `keep` or `recompute`.
+        staging: Whether the ranks have room on their devices.
     """
 
     site: Site
@@ -98,10 +107,13 @@ class Ours:
     files: Path
     rounds: int
     cache: str = "keep"
+    staging: bool = True
+    _calm_s: float = 0.0
 
     async def full(self) -> None:
         """Apply versions of which every value differs."""
-        await self._rounds("" if self.cache == "keep" else "_exact", None)
+        suffix = "" if self.staging else "_registered"
+        await self._rounds(suffix if self.cache == "keep" else "_exact", None)
 
     async def delta(self) -> None:
         """Apply versions of which 1 % of the values differ from the live one."""
@@ -119,7 +131,7 @@ class Ours:
                 figures = await self._round(suffix)
                 if number:  # The first one makes segments and warms up.
                     results.add(**figures)
-                await self.site.calm()
+                self._calm_s = await self.site.calm()
             (results.facts[f"device_bytes_used{suffix}"], *_) = await self.site.ask("bench_memory")
 
     async def _round(self, suffix: str) -> dict[str, float]:
@@ -134,7 +146,8 @@ class Ours:
         facts = self.site.results.facts
         facts[f"strategy{suffix}"] = str(report.strategy)
         facts[f"written_bytes{suffix}"] = report.written_bytes
-        facts[f"h2d_bytes_per_rank{suffix}"] = max(r.written_bytes for r in report.ranks)
+        facts[f"h2d_bytes_per_rank{suffix}"] = max(r.h2d_bytes for r in report.ranks)
+        facts[f"device_room_bytes{suffix}"] = report.ranks[0].device_room_bytes
         figures = {
             "commit": max(rank.commit_s for rank in report.ranks),
             "verify": max(rank.verify_s for rank in report.ranks),
@@ -148,7 +161,21 @@ class Ours:
             "update_end_to_end": seen["first_token"] - called,
             "max_gap": seen["gap_s"],
         }
-        return {_key(name, suffix): value for name, value in figures.items()}
+        if not suffix and all(map(_prestaged, report.ranks)):
+            figures["commit_prestaged"] = figures["commit"]
+        named = {_key(name, suffix): value for name, value in figures.items()}
+        return named | self._beside_staging(suffix, report, seen["paused_at"])
+
+    def _beside_staging(self, suffix: str, report: ApplyReport, paused: float) -> dict[str, float]:
+        """Return what the ranks' preparation did to the requests."""
+        gaps = self.site.load.gaps(paused - report.phases.prepare_s, paused)
+        if not self._calm_s or not gaps:
+            return {}
+        slowdown = statistics.median(gaps) / self._calm_s
+        return {
+            f"staging_slowdown{suffix}": slowdown,
+            f"staging_max_gap{suffix}_s": max(gaps),
+        }
 
     async def prove(self) -> None:
         """Ask every rank for a proof, then compare with a reload of the trainer's weights."""
@@ -177,6 +204,11 @@ class Ours:
             "reload_weights", kwargs={"weights_path": str(self.files)}
         )
         return all(await self.site.ask("bench_same"))
+
+
+def _prestaged(rank: RankResult) -> bool:
+    # Where there is room it holds a whole version.
+    return 0 < rank.written_bytes < rank.device_used_bytes
 
 
 def _key(name: str, suffix: str) -> str:

@@ -33,6 +33,8 @@ _TRAINER_S = 120.0
 #: Layers of what the push part sends: rates are wanted, not the time of the whole model.
 _PUSH_LAYERS = 4
 _FETCHERS = 8
+#: Versions are not staged on the device.
+_NO_ROOM = "0"
 
 
 @dataclass(frozen=True)
@@ -109,27 +111,28 @@ async def _nccl(order: Order, results: Results) -> None:
         await Peers(room.site, room.trainer, room.files, order.rounds).nccl(1)
 
 
-def _apply(tp: int, cache: str = "keep") -> Part:
+def _apply(tp: int, cache: str = "keep", room: str = "") -> Part:
     async def part(order: Order, results: Results) -> None:
         if order.device == "cuda":
             _needs_gpus(order, tp)
         exact = cache != "keep"
-        async with _room(order, results, tp=tp) as room:
-            site, folder = room.site, room.folder
+        async with _room(order, results, tp=tp, room=room) as place:
+            site, folder = place.site, place.folder
             async with serving(site, folder, order.fetchers) as client, site.load.running():
                 with results.attempt("pauses"):
                     await measure_pauses(site, order.rounds, clear=exact)
                 ours = Ours(
                     site,
-                    room.trainer,
+                    place.trainer,
                     client,
                     f"unix:{folder}/push.sock",
-                    room.files,
+                    place.files,
                     order.rounds,
                     cache,
+                    staging=not room,
                 )
                 await ours.full()
-                if not exact:
+                if not exact and not room:
                     await ours.delta()
                 await ours.prove()
 
@@ -157,13 +160,21 @@ PARTS: dict[str, Part] = {
     "apply": _apply(1),
     "exact": _apply(1, "recompute"),
     "apply2": _apply(2),
+    "registered": _apply(1, room=_NO_ROOM),
+    "registered2": _apply(2, room=_NO_ROOM),
     "push": _push,
 }
 
 
 @contextlib.asynccontextmanager
 async def _room(
-    order: Order, results: Results, *, tp: int = 1, backend: str = "", trainer: str = ""
+    order: Order,
+    results: Results,
+    *,
+    tp: int = 1,
+    backend: str = "",
+    trainer: str = "",
+    room: str = "",
 ) -> AsyncIterator[_Room]:
     results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": "FULL_DECODE_ONLY"}
     results.parameters |= {"executor": order.executor}
@@ -184,7 +195,7 @@ async def _room(
         for name in ("base", "other"):
             await asyncio.to_thread(write_checkpoint, disk / name, order.shape)
         setup = Setup(
-            folder, disk / "base", order.device, tp, order.requests, backend, order.executor
+            folder, disk / "base", order.device, tp, order.requests, backend, order.executor, room
         )
         device = trainer or order.device
         async with (

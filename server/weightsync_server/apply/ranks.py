@@ -23,12 +23,31 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine
     from weightsync.handover import SegmentServer
 
-__all__ = ["QUICK_S", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
+__all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
 
 #: Time for a worker RPC that only starts a thread or reads a field, seconds.
 QUICK_S = 30.0
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a rank has on its device, in bytes.
+
+    Attributes:
+        room: What it may take to stage versions.
+        used: What it has taken.
+        sent: What was sent there for one version.
+    """
+
+    room: int = 0
+    used: int = 0
+    sent: int = 0
+
+
+#: Of a rank whose parameters lie in the host's memory.
+NO_DEVICE = DeviceUse()
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class Report:
         proved: Whether the live parameters hold the version; None: not compared.
         mismatched: Names of tensors that differ, at most 10.
         seconds: How long it took.
+        device: What it told about its device.
     """
 
     rank: str
@@ -56,13 +76,15 @@ class Report:
     proved: bool | None
     mismatched: tuple[str, ...]
     seconds: float
+    device: DeviceUse = NO_DEVICE
 
 
 @dataclass(frozen=True)
 class RankCommit:
     """What a rank answered to a commit; `content_digest` is empty unless proved.
 
-    It is `patched` when only what changes was written, and compared.
+    It is `patched` when only what changes was written, and compared. It has `compared_all` when all
+    that is live was compared with what the server received.
     """
 
     rank: str
@@ -72,6 +94,8 @@ class RankCommit:
     commit_s: float
     verify_s: float
     error: str
+    compared_all: bool = True
+    device: DeviceUse = NO_DEVICE
 
 
 @dataclass(frozen=True)
@@ -303,7 +327,15 @@ def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | Non
         proved=page.get("proved"),
         mismatched=tuple(page.get("mismatched", ())),
         seconds=float(page.get("seconds", 0.0)),
+        device=_device(page),
     )
+
+
+def _device(told: dict[str, Any]) -> DeviceUse:
+    room, used, sent = (
+        int(told.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
+    )
+    return DeviceUse(room, used, sent)
 
 
 def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
@@ -321,4 +353,6 @@ def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         commit_s=float(reply.get("commit_s", 0.0)),
         verify_s=float(reply.get("verify_s", 0.0)),
         error=error,
+        compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
+        device=_device(reply),
     )
