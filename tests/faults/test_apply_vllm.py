@@ -76,16 +76,9 @@ def test_a_rank_that_fails_in_its_commit_is_restored(site: FaultySite, point: st
     assert "503" not in site.served
 
 
-def _beside(site: FaultySite, name: str) -> str:
-    """Make `b` or `c` live; return the other one, whose apply is then a patch."""
-    if site.ask() != name:
-        site.apply(site.push(name))
-    return "c" if name == "b" else "b"
-
-
 @pytest.mark.parametrize("point", ["worker.patch", "worker.half", "worker.written"])
 def test_a_rank_that_fails_in_a_patch_is_restored(site: FaultySite, point: str) -> None:
-    other = _beside(site, "b")
+    other = site.beside("b")
     old, _, refusal = _apply(site, f"{point}=1*error(ENOMEM)", name=other)
     assert refusal is not None
     assert refusal.reason is Reason.APPLY_RESTORED
@@ -94,7 +87,7 @@ def test_a_rank_that_fails_in_a_patch_is_restored(site: FaultySite, point: str) 
 
 
 def test_a_rank_that_lies_about_a_patch_is_not_believed(site: FaultySite) -> None:
-    other = _beside(site, "c")
+    other = site.beside("c")
     old, _, refusal = _apply(site, "worker.reply=1*lie(content_digest)", name=other)
     assert refusal is not None
     assert refusal.reason is Reason.APPLY_RESTORED
@@ -102,7 +95,7 @@ def test_a_rank_that_lies_about_a_patch_is_not_believed(site: FaultySite) -> Non
 
 
 def test_a_patch_that_misses_a_parameter_is_restored(site: FaultySite) -> None:
-    version = site.push(_beside(site, "b"))
+    version = site.push(site.beside("b"))
     with site.watched():
         site.fault(skip="model.layers.0.mlp.down_proj.weight")
         refusal = site.try_apply(version)
@@ -113,11 +106,11 @@ def test_a_patch_that_misses_a_parameter_is_restored(site: FaultySite) -> None:
 
 
 def test_a_patch_and_its_rollback_are_small_and_compared_as_a_whole(site: FaultySite) -> None:
-    version = site.push(_beside(site, "b"))
+    version = site.push(site.beside("b"))
     with site.watched():
         report = site.apply(version)
         assert report.strategy == pb.APPLY_STRATEGY_PATCH
-        assert _checked(site, version) == pb.LIVE_CHECK_PASSED
+        assert site.checked(version) == pb.LIVE_CHECK_PASSED
         back = site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60).report
         assert back.strategy == pb.APPLY_STRATEGY_PATCH
         assert 0 < back.written_bytes == report.written_bytes < 200_000
@@ -125,21 +118,9 @@ def test_a_patch_and_its_rollback_are_small_and_compared_as_a_whole(site: Faulty
     assert set(site.served) <= {"b", "c"}
 
 
-def _checked(site: FaultySite, version: int, timeout_s: float = 60) -> int:
-    """Wait until the live parameters were compared as a whole; return the outcome."""
-    request = pb.GetVersionRequest(model="default", version=version)
-    end = time.monotonic() + timeout_s
-    while True:
-        info = site.server.stub.GetVersion(request, timeout=5).version
-        if info.live_check != pb.LIVE_CHECK_PENDING:
-            return info.live_check
-        assert time.monotonic() < end, "it was not compared within a minute"
-        time.sleep(0.02)
-
-
 def test_a_bit_outside_a_patch_is_found_within_a_minute_and_healed(site: FaultySite) -> None:
     # That of a tensor which no nudge changes.
-    version = site.push(_beside(site, "b"))
+    version = site.push(site.beside("b"))
     site.fault(flip="model.layers.1.mlp.gate_up_proj.weight")
     assert site.apply(version).strategy == pb.APPLY_STRATEGY_PATCH
     end = time.monotonic() + 60
@@ -147,7 +128,7 @@ def test_a_bit_outside_a_patch_is_found_within_a_minute_and_healed(site: FaultyS
         assert time.monotonic() < end, "it was not found"
         time.sleep(0.02)
     site.recover()
-    assert _checked(site, version) == pb.LIVE_CHECK_PASSED
+    assert site.checked(version) == pb.LIVE_CHECK_PASSED
     assert site.ask() == "c"
     assert site.violations() == 1
     # A new one has counted nothing.

@@ -142,6 +142,12 @@ class FaultySite:
         self.content[version] = other
         return version
 
+    def beside(self, name: str) -> str:
+        """Make `b` or `c` live; return the other one, whose apply is then a patch."""
+        if self.ask() != name:
+            self.apply(self.push(name))
+        return "c" if name == "b" else "b"
+
     def apply(self, version: int, timeout_s: float = 60) -> pb.ApplyReport:
         """Apply a version."""
         request = pb.ApplyVersionRequest(model="default", version=version)
@@ -238,6 +244,17 @@ class FaultySite:
         assert status == 503, (status, answer)
         text: str = answer["error"]["message"]
         return text
+
+    def checked(self, version: int, timeout_s: float = 60) -> int:
+        """Wait until the live parameters were compared as a whole; return the outcome."""
+        request = pb.GetVersionRequest(model="default", version=version)
+        end = time.monotonic() + timeout_s
+        while True:
+            info = self.server.stub.GetVersion(request, timeout=5).version
+            if info.live_check != pb.LIVE_CHECK_PENDING:
+                return info.live_check
+            assert time.monotonic() < end, "it was not compared within a minute"
+            time.sleep(0.02)
 
     def violations(self) -> int:
         """Return how many violations of invariants the server has counted."""

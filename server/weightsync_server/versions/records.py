@@ -143,6 +143,12 @@ class VersionRecord:
             **(delta.facts if delta is not None else {}),
         )
 
+    def check(self, outcome: pb.LiveCheck.ValueType) -> None:
+        """Take note of whether the live parameters were compared as a whole, now."""
+        self.live_check = outcome
+        # While a comparison is pending there is the time of none.
+        self.live_check_ns = 0 if outcome == pb.LIVE_CHECK_PENDING else clock.wall_ns()
+
     def missing_text(self) -> str:
         """Tell what has not arrived; empty when nothing is known of it."""
         return ", ".join(self.missing()) if self.missing else ""

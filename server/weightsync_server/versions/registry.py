@@ -7,7 +7,7 @@ import builtins
 import contextlib
 from typing import TYPE_CHECKING
 
-from weightsync import clock, failpoints
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
@@ -325,13 +325,9 @@ class ModelVersions(Catalog):
 
     def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
         """Take note of whether the live parameters of a version were compared as a whole."""
-        record = self._records.get(version)
-        if record is None:
-            return
-        record.live_check = check
-        # A comparison that is pending leaves the time of none.
-        record.live_check_ns = 0 if check == pb.LIVE_CHECK_PENDING else clock.wall_ns()
-        self.tell(record)
+        if (record := self._records.get(version)) is not None:
+            record.check(check)
+            self.tell(record)
 
     def restore_history(self, *versions: int) -> None:
         """Take over which versions were live, oldest first, as the journal tells."""
