@@ -60,12 +60,14 @@ class Scatter:
         positions: Where in the row, each once.
         values: What they become, as integers.
         seen: Room for as many, to look at them.
+        wide: The same room as wide integers; what is beyond the last element is zero.
     """
 
     row: torch.Tensor
     positions: torch.Tensor
     values: torch.Tensor
     seen: torch.Tensor
+    wide: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +86,7 @@ class Scatter:
         """Queue a look at all; return, without dimensions, whether any is not as written."""
         torch.gather(self.row, 0, self.positions, out=self.seen)
         self.seen.bitwise_xor_(self.values)
-        return self.seen.ne(0).any()
+        return torch.any(self.wide)
 
 
 def needed(counts: Mapping[int, int]) -> int:
@@ -94,10 +96,14 @@ def needed(counts: Mapping[int, int]) -> int:
         counts: Elements by their width.
     """
     return sum(
-        -(-count * part // _ALIGNED) * _ALIGNED
+        _aligned(count * part)
         for width, count in counts.items()
         for part in (_POSITION, width, width)
     )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Scatters:
@@ -130,15 +136,18 @@ class Scatters:
         if memory is None:
             return None
         made: dict[int, Scatter] = {}
-        at = 0
+        left = memory
         for width, count in counts.items():
-            parts = []
-            for dtype in (torch.int64, _WORDS[width], _WORDS[width]):
-                size = count * dtype.itemsize
-                parts.append(memory[at : at + size].view(dtype))
-                at += -(-size // _ALIGNED) * _ALIGNED
+            regions = []
+            for each in (_POSITION, width, width):
+                size = _aligned(count * each)
+                regions.append(left[:size])
+                left = left[size:]
+            positions = regions[0].view(torch.int64)[:count]
+            values, seen = (region.view(_WORDS[width])[:count] for region in regions[1:])
+            regions[2].zero_()
             row = self._covering([p for p in params if p.element_size() == width], width)
-            made[width] = Scatter(row, *parts)
+            made[width] = Scatter(row, positions, values, seen, regions[2].view(torch.int64))
         return made
 
     def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:

@@ -83,7 +83,10 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
     for width, count in found.counts.items():
         row = words_of(staged.targets.param("whole")).reshape(-1)
         positions = torch.zeros(count, dtype=torch.int64, device=row.device)
-        made[width] = Scatter(row, positions, row.new_zeros(count), row.new_zeros(count))
+        whole = torch.zeros(count, dtype=torch.int64, device=row.device)
+        made[width] = Scatter(
+            row, positions, row.new_zeros(count), whole.view(row.dtype)[:count], whole
+        )
     fill_found(found, made, staged, bool)
     for scatter in made.values():
         # Both parameters are not in one row here.
