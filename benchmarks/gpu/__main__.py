@@ -2,8 +2,7 @@
 
 Parts: limits (what the device and its bus do), pause (a pause with nothing in it), peers (vLLM's
 reload and ipc, and torchforge's way), nccl (vLLM's nccl backend, two GPUs), apply and exact (ours,
-caches kept and computed again), registered (ours without room to stage on the device), apply2 and
-registered2 (the same with TP 2, two GPUs), push (ours, without an engine).
+caches kept and computed again), apply2 (ours with TP 2, two GPUs), push (ours, without an engine).
 Every part but limits measures the limits too, and every figure that has a limit or a peer stands
 beside it under "beside". What failed stands under "errors", and the other figures are there.
 """

@@ -47,7 +47,6 @@ class Setup:
         requests: That run all the time.
         backend: Of vLLM's own weight transfer; empty: none.
         executor: vLLM's distributed_executor_backend.
-        room: WEIGHTSYNC_DEVICE_ROOM; empty: as it is in the environment.
     """
 
     folder: Path
@@ -57,7 +56,6 @@ class Setup:
     requests: int = 8
     backend: str = ""
     executor: str = "mp"
-    room: str = ""
 
 
 @dataclass
@@ -205,8 +203,6 @@ def _prepare_environment(setup: Setup) -> None:
     # vLLM's ipc backend takes handles from a trainer in no other form.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if setup.room:
-        os.environ["WEIGHTSYNC_DEVICE_ROOM"] = setup.room
     if setup.device == "cpu" and setup.tp > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(setup.tp)))
     for name, value in _NO_MULTICAST.items():

@@ -33,8 +33,6 @@ _TRAINER_S = 120.0
 #: Layers of what the push part sends: rates are wanted, not the time of the whole model.
 _PUSH_LAYERS = 4
 _FETCHERS = 8
-#: Versions are not staged on the device.
-_NO_ROOM = "0"
 
 
 @dataclass(frozen=True)
@@ -111,29 +109,29 @@ async def _nccl(order: Order, results: Results) -> None:
         await Peers(room.site, room.trainer, room.files, order.rounds).nccl(1)
 
 
-def _apply(tp: int, cache: str = "keep", room: str = "") -> Part:
+def _apply(tp: int, cache: str = "keep") -> Part:
     async def part(order: Order, results: Results) -> None:
         if order.device == "cuda":
             _needs_gpus(order, tp)
         exact = cache != "keep"
-        async with _room(order, results, tp=tp, room=room) as place:
-            site, folder = place.site, place.folder
+        async with _room(order, results, tp=tp) as room:
+            site, folder = room.site, room.folder
             async with serving(site, folder, order.fetchers) as client, site.load.running():
                 with results.attempt("pauses"):
                     await measure_pauses(site, order.rounds, clear=exact)
                 ours = Ours(
                     site,
-                    place.trainer,
+                    room.trainer,
                     client,
                     f"unix:{folder}/push.sock",
-                    place.files,
+                    room.files,
                     order.rounds,
                     cache,
-                    staging=not room,
                 )
                 await ours.full()
-                if not exact and not room:
+                if not exact:
                     await ours.delta()
+                    await ours.registered()
                 await ours.prove()
 
     return part
@@ -160,8 +158,6 @@ PARTS: dict[str, Part] = {
     "apply": _apply(1),
     "exact": _apply(1, "recompute"),
     "apply2": _apply(2),
-    "registered": _apply(1, room=_NO_ROOM),
-    "registered2": _apply(2, room=_NO_ROOM),
     "push": _push,
 }
 
@@ -174,7 +170,6 @@ async def _room(
     tp: int = 1,
     backend: str = "",
     trainer: str = "",
-    room: str = "",
 ) -> AsyncIterator[_Room]:
     results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": "FULL_DECODE_ONLY"}
     results.parameters |= {"executor": order.executor}
@@ -195,7 +190,7 @@ async def _room(
         for name in ("base", "other"):
             await asyncio.to_thread(write_checkpoint, disk / name, order.shape)
         setup = Setup(
-            folder, disk / "base", order.device, tp, order.requests, backend, order.executor, room
+            folder, disk / "base", order.device, tp, order.requests, backend, order.executor
         )
         device = trainer or order.device
         async with (

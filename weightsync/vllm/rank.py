@@ -230,6 +230,11 @@ class Rank:
     def _socket(self, args: Mapping[str, Any]) -> str:
         return str(args.get("socket") or self._segment_socket)
 
+    def set_room(self, size: int) -> None:
+        """Give the rank another budget of device memory; no job runs."""
+        if self._beside is not None:
+            self._beside.set_room(size)
+
     @property
     def _sent(self) -> int:
         return self._beside.sent if self._beside is not None else 0

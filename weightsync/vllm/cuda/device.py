@@ -68,6 +68,17 @@ class Device:
         """Return what reports tell about its memory."""
         return {"device_room": self._room.limit, "device_used": self._room.used + _SCRATCH}
 
+    def set_room(self, size: int) -> None:
+        """Have another budget from now on. What was staged is dropped; nothing may be at work.
+
+        Args:
+            size: Bytes.
+        """
+        self._let_go()
+        self._arena.drop()
+        self._scatters.drop()
+        self._room.limit = size
+
     @torch.inference_mode()
     def warm_up(self, plan: LoadPlan) -> None:
         """Use once whatever a commit of this plan uses. The engine stands meanwhile."""
@@ -152,7 +163,7 @@ class Device:
     def _found_on_host(
         self, ready: Prepared, base: Prepared, crew: Crew, stop: Callable[[], bool]
     ) -> DevicePatch | None:
-        if base.plan is not ready.plan or any(item.cast for item in ready.plan.slices):
+        if not self._room.limit or any(item.cast for item in ready.plan.slices):
             # What is converted on the device can differ from what the host would make of it.
             return None
         found = ready.differences(base, crew, stop)

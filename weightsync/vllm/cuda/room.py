@@ -43,6 +43,10 @@ class Room:
             self._limit = self._work_out()
         return self._limit
 
+    @limit.setter
+    def limit(self, size: int) -> None:
+        self._limit = size
+
     def take(self, size: int) -> torch.Tensor | None:
         """Return so many bytes of the device; None: the room or the device has not got them."""
         size = -(-size // 256) * 256

@@ -150,6 +150,12 @@ class Scatters:
             made[width] = Scatter(row, positions, values, seen, regions[2].view(torch.int64))
         return made
 
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._room.give_back(self._memory.nbytes)
+            self._memory = None
+
     def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         begin = min(param.data_ptr() for param in params)
         end = max(param.data_ptr() + memory_of(param).nbytes for param in params)
@@ -157,9 +163,7 @@ class Scatters:
 
     def _reserve(self, size: int) -> torch.Tensor | None:
         if self._memory is None or self._memory.nbytes < size:
-            if self._memory is not None:
-                self._room.give_back(self._memory.nbytes)
-                self._memory = None
+            self.drop()
             # A little more, so that the next one finds room in it.
             self._memory = self._room.take(size + size // 8)
             if self._memory is None:

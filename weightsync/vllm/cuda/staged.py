@@ -36,11 +36,15 @@ class Arena:
     def reserve(self, size: int) -> torch.Tensor | None:
         """Return memory of at least `size` bytes for a new version; None: there is no room."""
         if self._memory is None or self._memory.nbytes < size:
-            if self._memory is not None:
-                self._room.give_back(self._memory.nbytes)
-                self._memory = None
+            self.drop()
             self._memory = self._room.take(size)
         return self._memory
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._room.give_back(self._memory.nbytes)
+            self._memory = None
 
 
 @dataclass
