@@ -85,7 +85,7 @@ def test_apply_restore_and_catch_a_flipped_bit(
     second = staging.stage_files([save(toy_tensors(2))])
     worker.adopt(first)
     addresses = _addresses(worker)
-    report = worker.job("prepare", "two", second)
+    report = worker.job("prepare", "two", second, base="base")
     assert (report["phase"], report["error"]) == ("ready", "")
     reply = worker.call("commit", apply_id="two")
     assert reply["content_digest"] == second.content_digest

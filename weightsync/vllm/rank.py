@@ -341,8 +341,9 @@ class Rank:
     ) -> None:
         base = self._base(str(args.get("base", "")), ready.plan)
         if self._beside is not None:
-            # What is live already, most likely, needs no copy of it.
-            staging = not args.get("compare_live")
+            # Without a base the engine stands, and is proved by what the server received: a copy
+            # beside it would shorten no pause. What is live already needs none either.
+            staging = bool(args.get("base")) and not args.get("compare_live")
             self._beside.make_ready(ready, base, self._aside, stop, staging=staging)
             return
         if base:

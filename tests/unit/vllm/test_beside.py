@@ -182,11 +182,32 @@ def test_what_was_staged_wrong_is_found_after_the_pause(
             memory[0] ^= 1
 
         patched.setattr("weightsync.vllm.cuda.device.send_blocks", damage)
-        worker.job("prepare", "two", version, base="")
+        worker.job("prepare", "two", version, base="base")
     reply = worker.call("commit", apply_id="two")
     assert (reply["ok"], reply["compared_all"]) == (True, False)
     report = worker.job("verify", "two", gives_way=True)
     assert (report["proved"], len(report["mismatched"])) == (False, 1)
+
+
+def test_without_a_base_it_is_compared_with_what_the_server_received(
+    make: Callable[..., Worker], stage: Callable[[Tensors], Version]
+) -> None:
+    worker = make()
+    assert worker.job("prepare", "two", stage(toy_tensors(2)))["h2d_bytes"] == 0
+    assert worker.call("commit", apply_id="two")["compared_all"] is True
+    assert _holds(worker, toy_tensors(2))
+
+
+def test_a_smaller_room_drops_what_was_staged(
+    make: Callable[..., Worker], stage: Callable[[Tensors], Version]
+) -> None:
+    worker = make()
+    worker.job("prepare", "two", stage(_nudged("q")), base="base")
+    worker._weightsync_rank.set_room(0)  # type: ignore[attr-defined]
+    assert worker.call("state")["device_used"] == _SCRATCH
+    reply = worker.call("commit", apply_id="two")
+    assert (reply["compared_all"], reply["patched"]) == (True, False)
+    assert _holds(worker, _nudged("q"))
 
 
 def test_another_version_on_the_device_takes_nothing_from_the_one_before(
@@ -219,7 +240,7 @@ def test_the_room_is_never_exceeded(
     worker = make(Amount(4096))
     for number in range(2, 6):
         tensors = toy_tensors(number) if number % 2 else _nudged("q", "embed")
-        worker.job("prepare", str(number), stage(tensors), base="")
+        worker.job("prepare", str(number), stage(tensors), base="base")
         state = worker.call("state")
         assert state["device_room"] == 4096
         assert state["device_used"] - _SCRATCH <= 4096
