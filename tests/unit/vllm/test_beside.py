@@ -198,6 +198,22 @@ def test_without_a_base_it_is_compared_with_what_the_server_received(
     assert _holds(worker, toy_tensors(2))
 
 
+def test_without_memory_to_find_what_changes_everything_is_copied(
+    make: Callable[..., Worker],
+    stage: Callable[[Tensors], Version],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    worker = make()
+    monkeypatch.setattr("weightsync.vllm.cuda.device.fill_found", exhausted)
+    report = worker.job("prepare", "two", stage(_nudged("q")), base="base")
+    assert (report["phase"], report["patched"]) == ("ready", False)
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, _nudged("q"))
+
+
 def test_a_smaller_room_drops_what_was_staged(
     make: Callable[..., Worker], stage: Callable[[Tensors], Version]
 ) -> None:

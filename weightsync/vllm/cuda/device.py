@@ -129,7 +129,10 @@ class Device:
         staged.make_views()
         ready.whole = staged
         if base is not None:
-            ready.patch = self._found_here(staged, base, stop)
+            try:
+                ready.patch = self._found_here(staged, base, stop)
+            except torch.OutOfMemoryError:
+                logger.warning("weightsync: no memory to find what changes; all is copied")
 
     def _let_go(self) -> None:
         holder = self._holder() if self._holder is not None else None
