@@ -131,7 +131,7 @@ class Ours:
         """Apply versions that were not staged on the device."""
         with self.site.results.attempt("our apply_registered"):
             await self.site.ask("bench_room", 0)
-            await self._there_and_back("_registered", self.rounds - 2)
+            await self._there_and_back("_registered", self.rounds - 1)
 
     async def _measured(self, suffix: str, share: float | None) -> None:
         self.site.results.add(**await self._pushed(suffix, share))
