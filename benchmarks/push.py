@@ -6,10 +6,13 @@ grpc_floor_gbps         a bare grpcio client stream of flat messages with the sa
 stream_gbps             the public client against a real weightsync-server: the whole push call,
                         which begins before the first byte and ends when every tensor is verified
                         and the version is staged; the trainer's digests are computed in that time
-stream_over_grpc_floor  median of the ratios within each pair of rounds
+stream_over_grpc_floor  median of the ratios within each round; wanted at least 1.0
+stock_gbps              a client that is generated from the proto, one call for everything,
+                        digests included
+stock_over_grpc_floor   as above; wanted at least 0.9
 
-The same with suffix _unix over a unix socket. GB are 10^9 bytes. Floor and push alternate, who
-goes first changes from pair to pair, every byte changes before each of them, slots are warm, the
+The same with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
+first changes from round to round, every byte changes before each of them, slots are warm, the
 store is memory://, and no engine is attached.
 
 With --memory instead: how much the anonymous memory (RssAnon) of server and fetchers together
@@ -26,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -35,11 +39,14 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
+from benchmarks.stock import Block, push_stock
 from weightsync_client import Client, Residency
 
 __all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
+#: As `weightsync_server` names it.
+_MODEL = "bench"
 _SAMPLE_S = 0.05
 _TENSORS_PER_SHARD = 25
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
@@ -70,6 +77,19 @@ class _Source:
         """All bytes."""
         return self._words.data.cast("B")
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The shards."""
+        told = [(name, "U16", tensor.shape) for name, tensor in self.tensors.items()]
+        step = self.shard_bytes
+        return [
+            Block(
+                told[shard * _TENSORS_PER_SHARD : (shard + 1) * _TENSORS_PER_SHARD],
+                self.view[shard * step : (shard + 1) * step],
+            )
+            for shard in range(len(self.view) // step)
+        ]
+
     def change(self) -> None:
         """Change every byte."""
         self._words += np.uint64(0x0101010101010101)
@@ -80,7 +100,7 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="bytes per push (default 1024 MiB)")
     parser.add_argument("--shards", type=int, default=16, help="shards per push (default 16)")
-    parser.add_argument("--rounds", type=int, default=9, help="pairs that count (default 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default 9)")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of speed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
@@ -110,12 +130,19 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
         for suffix, address in ports.items():
             with (
                 floor_client(folder, floors[suffix], source.view, shards) as floor,
-                _ours(address, source) as ours,
+                Client(address) as client,
             ):
-                pairs = _alternate(floor, ours, source, rounds)
-            samples[f"grpc_floor_gbps{suffix}"] = [pair[0] for pair in pairs]
-            samples[f"stream_gbps{suffix}"] = [pair[1] for pair in pairs]
-            samples[f"stream_over_grpc_floor{suffix}"] = [own / bare for bare, own in pairs]
+                ways: dict[str, Callable[[], float]] = {
+                    "grpc_floor": floor,
+                    "stream": partial(_ours, client, source),
+                    "stock": partial(_stock, address, client, source),
+                }
+                speeds = _alternate(ways, source, rounds)
+            for name in ways:
+                samples[f"{name}_gbps{suffix}"] = [speed[name] for speed in speeds]
+            for name in ("stream", "stock"):
+                ratios = [speed[name] / speed["grpc_floor"] for speed in speeds]
+                samples[f"{name}_over_grpc_floor{suffix}"] = ratios
     return samples
 
 
@@ -156,37 +183,45 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
     return address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
 
-@contextlib.contextmanager
-def _ours(address: str, source: _Source) -> Iterator[Callable[[], float]]:
-    """Yield a function that pushes everything once and returns GB/s."""
-    size = len(source.view)
-    with Client(address) as client:
+def _ours(client: Client, source: _Source) -> float:
+    """Push everything once and return GB/s."""
+    started = time.perf_counter()
+    pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
+    _check_staged(client, pushed.version)
+    assert pushed.sent_bytes >= len(source.view), pushed
+    return len(source.view) / (time.perf_counter() - started) / 1e9
 
-        def push() -> None:
-            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
-            version = client.get_version(pushed.version)
-            assert version.residency == Residency.STAGED, version
-            assert version.trainer_verified, version
-            assert pushed.sent_bytes >= size, pushed
 
-        yield lambda: _speed(size, push)
+def _stock(address: str, client: Client, source: _Source) -> float:
+    """Push everything once with generated code and return GB/s."""
+    started = time.perf_counter()
+    version = push_stock(address, _MODEL, source.blocks, _CHUNK_BYTES)
+    _check_staged(client, version)
+    return len(source.view) / (time.perf_counter() - started) / 1e9
+
+
+def _check_staged(client: Client, number: int) -> None:
+    version = client.get_version(number)
+    assert version.residency == Residency.STAGED, version
+    assert version.trainer_verified, version
 
 
 def _alternate(
-    floor: Callable[[], float], ours: Callable[[], float], source: _Source, rounds: int
-) -> list[tuple[float, float]]:
-    pairs = []
+    ways: dict[str, Callable[[], float]], source: _Source, rounds: int
+) -> list[dict[str, float]]:
+    found = []
     gc.disable()
     for number in range(_WARM_UP + rounds):
         speeds: dict[str, float] = {}
-        both = [("floor", floor), ("ours", ours)]
-        for name, measure in both if number % 2 else reversed(both):
+        names = list(ways)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
             source.change()
-            speeds[name] = measure()
+            speeds[name] = ways[name]()
         if number >= _WARM_UP:
-            pairs.append((speeds["floor"], speeds["ours"]))
+            found.append(speeds)
     gc.enable()
-    return pairs
+    return found
 
 
 def _report_memory(folder: Path, *, as_json: bool) -> None:

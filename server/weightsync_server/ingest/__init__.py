@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from weightsync_server.ingest.chunks import Message, read_message
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.pushes import Pushes
 
-__all__ = ["PushLimits", "Pushes"]
+__all__ = ["Message", "PushLimits", "Pushes", "read_message"]
