@@ -169,6 +169,14 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """They are finished first, new ones wait. Bounded by wait_timeout."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
     """They are ended with the tokens they have."""
+    PAUSE_MODE_BETWEEN_STEPS: _PauseMode.ValueType  # 4
+    """Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
+    where one fails, all put the old version back before the next step, or the engine ends. Caches
+    are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+    one step (by more only after a switch that failed, until the old label is set again). Needs the
+    engine's capability between_steps. The first version of a new layout pauses once before, for its
+    load plan.
+    """
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What happens to requests in flight when generation pauses."""
@@ -181,6 +189,14 @@ PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
 """They are finished first, new ones wait. Bounded by wait_timeout."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
 """They are ended with the tokens they have."""
+PAUSE_MODE_BETWEEN_STEPS: PauseMode.ValueType  # 4
+"""Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
+where one fails, all put the old version back before the next step, or the engine ends. Caches
+are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+one step (by more only after a switch that failed, until the old label is set again). Needs the
+engine's capability between_steps. The first version of a new layout pauses once before, for its
+load plan.
+"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _CacheMode:
@@ -190,7 +206,7 @@ class _CacheMode:
 class _CacheModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_MODE_UNSPECIFIED: _CacheMode.ValueType  # 0
-    """Same as CACHE_MODE_RECOMPUTE."""
+    """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
     CACHE_MODE_RECOMPUTE: _CacheMode.ValueType  # 1
     """All caches are cleared and requests in flight are prefilled again: exact."""
     CACHE_MODE_KEEP: _CacheMode.ValueType  # 2
@@ -200,7 +216,7 @@ class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
     """What happens to key-value and prefix caches computed under the old weights."""
 
 CACHE_MODE_UNSPECIFIED: CacheMode.ValueType  # 0
-"""Same as CACHE_MODE_RECOMPUTE."""
+"""Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
 CACHE_MODE_RECOMPUTE: CacheMode.ValueType  # 1
 """All caches are cleared and requests in flight are prefilled again: exact."""
 CACHE_MODE_KEEP: CacheMode.ValueType  # 2
@@ -1193,7 +1209,9 @@ class PhaseDurations(_message.Message):
 
     @_builtins.property
     def paused_total(self) -> _duration_pb2.Duration:
-        """From the request to pause until the engine runs."""
+        """From the request to pause until the engine runs. With PAUSE_MODE_BETWEEN_STEPS the time between
+        two steps that the slowest rank took for the switch; pause and resume are then 0.
+        """
 
     def __init__(
         self,
@@ -1226,6 +1244,9 @@ class RankResult(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    H2D_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_ROOM_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_USED_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.str
     """Data, pipeline and tensor parallel rank, as dp/pp/tp."""
     version: _builtins.int
@@ -1236,6 +1257,12 @@ class RankResult(_message.Message):
     """Bytes written on this rank."""
     error: _builtins.str
     """Why the rank refused or failed; empty: it did not."""
+    h2d_bytes: _builtins.int
+    """Bytes sent to the rank's device for this version, before the pause and in it; 0 on a CPU."""
+    device_room_bytes: _builtins.int
+    """Memory of its device that the rank may take to stage versions. 0: no device, or no room."""
+    device_used_bytes: _builtins.int
+    """Memory of its device that the rank has taken, scratch included."""
     @_builtins.property
     def commit(self) -> _duration_pb2.Duration:
         """Time to write."""
@@ -1254,10 +1281,13 @@ class RankResult(_message.Message):
         commit: _duration_pb2.Duration | None = ...,
         verify: _duration_pb2.Duration | None = ...,
         error: _builtins.str = ...,
+        h2d_bytes: _builtins.int = ...,
+        device_room_bytes: _builtins.int = ...,
+        device_used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "error", b"error", "rank", b"rank", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "device_room_bytes", b"device_room_bytes", "device_used_bytes", b"device_used_bytes", "error", b"error", "h2d_bytes", b"h2d_bytes", "rank", b"rank", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,12 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weightsync import failpoints
+from weightsync.vllm.agreement import tensor_peers
+from weightsync.vllm.between import switch
+from weightsync.vllm.cuda.device import Device
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.rank import Rank, RefusedCallError
 from weightsync.vllm.settings import EngineSettings
@@ -25,7 +30,7 @@ logger = logging.getLogger(__name__)
 #: Names of the methods on vLLM's workers.
 METHODS = frozenset(
     f"weightsync_{word}"
-    for word in ("hello", "capture", "prepare", "commit", "verify", "state", "release")
+    for word in ("hello", "capture", "prepare", "commit", "switch", "verify", "state", "release")
 )
 _ATTRIBUTE = "_weightsync_rank"
 
@@ -50,12 +55,21 @@ def _rank_of(worker: Any) -> Rank:
     if found is None:
         model = worker.model_runner.get_model()
         name = rank_name(worker.parallel_config, worker.rank)
-        socket = EngineSettings.load().segment_socket
+        settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
-        found = Rank(model, worker.device, name, socket, ranks)
+        beside = _beside(worker, settings)
+        found = Rank(model, worker.device, name, settings.segment_socket, ranks, beside)
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
+
+
+def _beside(worker: Any, settings: EngineSettings) -> Device | None:
+    if worker.device.type != "cuda":
+        return None
+    cache = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
+    share = float(getattr(cache, "gpu_memory_utilization", 1.0))
+    return Device(worker.device, settings.device_room, share)
 
 
 def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
@@ -66,7 +80,17 @@ def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    if worker.device.type == "cuda":
+        # vLLM sends the next step before it has the outcome of the last one: let it end first.
+        torch.cuda.synchronize(worker.device)
+    rank = _rank_of(worker)
+    return switch(rank, args, tensor_peers())
+
+
 def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    if word == "switch":
+        return _switch(worker, args)
     context = _with_config(worker) if word == "capture" else contextlib.nullcontext()
     with context:
         reply: dict[str, Any] = getattr(_rank_of(worker), word)(args)
@@ -76,7 +100,7 @@ def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
     """Return the reply, or what a failpoint makes of it: FIELD or FIELD=VALUE is another."""
     lie = None
-    if word == "commit":
+    if word in ("commit", "switch"):
         lie = failpoints.lie("worker.reply")
     elif word == "state":
         lie = failpoints.lie("worker.tell")
