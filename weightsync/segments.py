@@ -14,10 +14,11 @@ import fcntl
 import mmap
 import os
 import secrets
+import signal
 
 from weightsync.errors import Reason, WeightSyncError
 
-__all__ = ["MappedSegment", "Segment", "reserved_size"]
+__all__ = ["MappedSegment", "Segment", "reserved_size", "unwritten", "writers_are_seen"]
 
 #: Large segments are reserved in multiples of this many bytes: one huge page on x86-64.
 GRANULE = 2 << 20
@@ -66,12 +67,14 @@ class Segment:
         capacity: Bytes reserved; at least what was asked for.
         fd: Writable descriptor.
         view: All bytes, writable.
+        lent: Another process was given a writable descriptor and was not proved to have let go.
     """
 
     def __init__(self, fd: int, capacity: int) -> None:
         self.id = secrets.token_hex(8)
         self.capacity = capacity
         self.fd = fd
+        self.lent = False
         self._mapping = mmap.mmap(fd, capacity)
         self.view = memoryview(self._mapping)
 
@@ -108,6 +111,23 @@ class Segment:
         """Return a new descriptor that cannot be mapped writable. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
+    def lend(self) -> int:
+        """Return a new writable descriptor for another process. The caller closes its own."""
+        # Opened, not duplicated: who opened a file counts as a writer for the kernel; who made it
+        # (this process, and whoever got a duplicate of its descriptor) does not.
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        self.lent = True
+        return fd
+
+    def taken_back(self) -> bool:
+        """Return whether no process can write any more through what was lent, by the kernel's word.
+
+        False as long as such a descriptor, a duplicate of it, or a mapping made through it lives.
+        """
+        if self.lent and unwritten(self.fd):
+            self.lent = False
+        return not self.lent
+
     def close(self) -> None:
         """Give the memory back as soon as nobody maps it; further calls do nothing."""
         # A view that somebody still holds keeps the mapping; the descriptor goes in any case.
@@ -117,6 +137,43 @@ class Segment:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def unwritten(fd: int) -> bool:
+    """Return whether nobody has opened the memory of a memfd for writing, but who made it.
+
+    The kernel grants a read lease (fcntl(2), F_SETLEASE) only then. Where it knows no leases, this
+    is False.
+    """
+    reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Who opens it for writing in this very moment would have us killed by SIGIO; by default
+        # nothing comes of SIGURG.
+        fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(reader, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(reader)
+    return True
+
+
+def writers_are_seen() -> bool:
+    """Return whether `Segment.taken_back` can be relied on in this kernel, by trying it."""
+    segment = Segment.create(_PAGE)
+    try:
+        fd = segment.lend()
+        try:
+            held = unwritten(segment.fd)
+            mapping = mmap.mmap(fd, _PAGE)
+        finally:
+            os.close(fd)
+        mapped = unwritten(segment.fd)
+        mapping.close()
+        return not held and not mapped and segment.taken_back()
+    finally:
+        segment.close()
 
 
 class MappedSegment:
