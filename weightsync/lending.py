@@ -6,8 +6,10 @@ answer with `error` and `reason` is a refusal.
 | op | request | answer | descriptors |
 | --- | --- | --- | --- |
 | redeem | secret, from BeginPush; the first request, once | {} | none |
-| lend | shard | {} | one, writable: the shard's memory |
+| lend | shard | huge | one, writable: the shard's memory |
 | written | shard, digests: of its tensors in order, hexadecimal | {} | none |
+
+`huge` tells that mapping the memory takes no time; otherwise pwrite(2) is the faster way.
 
 With `written` the trainer tells that the whole shard lies there, that it has closed the descriptor
 and every mapping, and what the digests of the tensors are. The connection is the trainer's sign of
@@ -33,7 +35,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Borrower", "Desk", "LendingServer", "Peer"]
+__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +54,21 @@ class Peer(NamedTuple):
     uid: int
 
 
+class Lent(NamedTuple):
+    """Memory of a shard: a writable descriptor, and whether it lies in huge pages."""
+
+    fd: int
+    huge: bool
+
+
 class Desk(Protocol):
     """Answers one connection; called by one thread at a time."""
 
     def redeem(self, secret: str) -> None:
         """Open the push that the secret is for."""
 
-    def lend(self, shard: int) -> int:
-        """Return a writable descriptor, which the caller closes once it was sent."""
+    def lend(self, shard: int) -> Lent:
+        """Return the memory of a shard, whose descriptor the caller closes once it was sent."""
 
     def written(self, shard: int, digests: bytes) -> None:
         """Take a shard back."""
@@ -148,19 +157,20 @@ class LendingServer:
                 self._peers.discard(peer)
             peer.close()
 
-    def _answer(self, peer: socket.socket, ask: Callable[[], int | None]) -> None:
+    def _answer(self, peer: socket.socket, ask: Callable[[], Lent | None]) -> None:
         try:
-            fd = ask()
+            lent = ask()
         except WeightSyncError as error:
             send(peer, {"error": error.message, "reason": error.reason.value})
             raise _RefusedError from error
-        try:
+        if lent is None:
             send(peer, {})
-            if fd is not None:
-                send_fds(peer, [fd])
+            return
+        try:
+            send(peer, {"huge": lent.huge})
+            send_fds(peer, [lent.fd])
         finally:
-            if fd is not None:
-                os.close(fd)
+            os.close(lent.fd)
 
 
 class _RefusedError(Exception):
@@ -175,7 +185,7 @@ def _secret(request: dict[str, Any]) -> str:
     return secret
 
 
-def _asked(desk: Desk, request: dict[str, Any]) -> int | None:
+def _asked(desk: Desk, request: dict[str, Any]) -> Lent | None:
     shard = request["shard"]
     if not isinstance(shard, int):
         msg = "the index of a shard is an integer"
@@ -214,26 +224,26 @@ class Borrower:
             self._socket.close()
             raise
 
-    def borrow(self, shard: int) -> int:
-        """Return a writable descriptor of a shard's memory; end it with `give_back`.
+    def borrow(self, shard: int) -> Lent:
+        """Return the memory of a shard; end it with `give_back`.
 
         Raises:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
         with self._lock:
-            self._ask({"op": "lend", "shard": shard})
+            huge = bool(self._ask({"op": "lend", "shard": shard}).get("huge"))
             try:
                 (fd,) = receive_fds(self._socket, 1)
             except EOFError:
                 raise _ended() from None
             self._borrowed.add(fd)
-            return fd
+            return Lent(fd, huge)
 
-    def give_back(self, fd: int) -> None:
-        """Close a descriptor of `borrow`."""
-        self._borrowed.discard(fd)
-        os.close(fd)
+    def give_back(self, lent: Lent) -> None:
+        """Close what `borrow` returned."""
+        self._borrowed.discard(lent.fd)
+        os.close(lent.fd)
 
     def written(self, shard: int, digests: Sequence[bytes]) -> None:
         """Tell that a whole shard lies in its memory, which this process let go of.
@@ -258,7 +268,7 @@ class Borrower:
                 os.close(fd)
         self._borrowed.clear()
 
-    def _ask(self, request: dict[str, Any]) -> None:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             send(self._socket, request)
             answer = receive(self._socket)
@@ -266,6 +276,7 @@ class Borrower:
             raise _ended() from None
         if "error" in answer:
             raise WeightSyncError(_reason(answer.get("reason")), str(answer["error"]))
+        return answer
 
 
 #: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.

@@ -8,7 +8,6 @@ processes get descriptors over the segment socket (`weightsync.handover`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -17,11 +16,12 @@ import secrets
 import signal
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.mapping import HUGE, Mapping, advise
 
 __all__ = ["MappedSegment", "Segment", "reserved_size", "unwritten", "writers_are_seen"]
 
-#: Large segments are reserved in multiples of this many bytes: one huge page on x86-64.
-GRANULE = 2 << 20
+#: Large segments are reserved in multiples of this many bytes.
+GRANULE = HUGE
 _PAGE = mmap.PAGESIZE
 #: Bytes that are touched at once. Meanwhile nobody else can map or unmap anything in this process,
 #: and who waits for that in Python holds the GIL.
@@ -29,9 +29,7 @@ _PIECE = GRANULE
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
-_MADV_POPULATE_WRITE = 23
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 
 
 def reserved_size(size: int) -> int:
@@ -40,21 +38,22 @@ def reserved_size(size: int) -> int:
     return max(_PAGE, -(-size // granule) * granule)
 
 
-def _populate(mapping: mmap.mmap, size: int) -> None:
+def _populate(mapping: Mapping, size: int) -> bool:
+    """Back a new segment with memory; return whether with huge pages."""
     # First-touch pages cost 10 to 40 times a warm copy, so they are touched here and never again.
-    # Through ctypes, because mmap.madvise holds the GIL. Kernels before 5.14 lack the advice:
-    # pages then become warm with the first push.
-    anchor = ctypes.c_char.from_buffer(mapping)
-    begin = ctypes.addressof(anchor)
-    # The traceback of an error must not keep the mapping.
-    del anchor
+    # Kernels before 5.14 lack the advice: pages then become warm with the first push.
+    huge = size >= GRANULE
     for at in range(0, size, _PIECE):
-        piece = ctypes.c_size_t(min(_PIECE, size - at))
-        if _libc.madvise(ctypes.c_void_p(begin + at), piece, _MADV_POPULATE_WRITE) != 0:
-            code = ctypes.get_errno()
-            if code in (errno.EINVAL, errno.ENOSYS):
-                return
+        begin, piece = mapping.address + at, min(_PIECE, size - at)
+        code = advise(begin, piece, _MADV_POPULATE_WRITE)
+        if code in (errno.EINVAL, errno.ENOSYS):
+            return False
+        if code:
             raise OSError(code, os.strerror(code))
+        # With small pages every other mapping costs 0.1 s per GiB. A kernel that makes no huge one
+        # of them is not asked again.
+        huge = huge and advise(begin, piece, _MADV_COLLAPSE) == 0
+    return huge
 
 
 class Segment:
@@ -67,6 +66,7 @@ class Segment:
         capacity: Bytes reserved; at least what was asked for.
         fd: Writable descriptor.
         view: All bytes, writable.
+        huge: It lies in huge pages: mapping it takes no time.
         lent: Another process was given a writable descriptor and was not proved to have let go.
     """
 
@@ -74,9 +74,10 @@ class Segment:
         self.id = secrets.token_hex(8)
         self.capacity = capacity
         self.fd = fd
+        self.huge = False
         self.lent = False
-        self._mapping = mmap.mmap(fd, capacity)
-        self.view = memoryview(self._mapping)
+        self._mapping = Mapping(fd, capacity)
+        self.view = self._mapping.view
 
     @classmethod
     def create(cls, size: int) -> Segment:
@@ -97,7 +98,7 @@ class Segment:
                 segment = cls(fd, capacity)
                 undo.pop_all()
                 undo.callback(segment.close)
-                _populate(segment._mapping, capacity)
+                segment.huge = _populate(segment._mapping, capacity)
             except OSError as error:
                 raise WeightSyncError(
                     Reason.MEMORY_EXHAUSTED,
@@ -131,9 +132,7 @@ class Segment:
     def close(self) -> None:
         """Give the memory back as soon as nobody maps it; further calls do nothing."""
         # A view that somebody still holds keeps the mapping; the descriptor goes in any case.
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._mapping.close()
+        self._mapping.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

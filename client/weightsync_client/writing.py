@@ -7,10 +7,13 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
-from weightsync.lending import Borrower
+from weightsync.lending import Borrower, Lent
+from weightsync.mapping import Mapping
+from weightsync.segments import reserved_size
 from weightsync_client.errors import refuse
 from weightsync_client.shards import Keep, Part, Shard, ShardDigester
 from weightsync_client.tensors import Scratch
@@ -30,6 +33,8 @@ _PIECE = 512 << 10
 _MOST_PARTS = 1024
 #: Threads at most; each fills one shard after the other.
 _MOST_THREADS = 16
+
+_Write = Callable[[Sequence[Part], int], None]
 
 
 class HandOff:
@@ -112,19 +117,20 @@ class HandOff:
         if borrower is None:
             raise refuse(Reason.FAULT, "a shard was to be written before there was a connection")
         digester = ShardDigester(shard, self._keep)
-        fd = borrower.borrow(shard.index)
+        lent = borrower.borrow(shard.index)
         try:
-            self._fill(fd, shard, digester, scratch)
+            with _writer(lent, shard.entry.size) as write:
+                self._fill(write, shard, digester, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
-            borrower.give_back(fd)
+            borrower.give_back(lent)
         if self._stop.is_set():
             return
         borrower.written(shard.index, digester.digests)
         with self._lock:
             self.done[shard.index] = shard.tensors, digester.digests
 
-    def _fill(self, fd: int, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
+    def _fill(self, write: _Write, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
         reader = shard.open(scratch)
         try:
             for begin, end in _pieces(shard, apart=bool(self._devices)):
@@ -135,7 +141,7 @@ class HandOff:
                 for part in parts:
                     digester.update(at, part)
                     at += len(part)
-                _write(fd, parts, begin)
+                write(parts, begin)
                 self._on_bytes(end - begin)
         finally:
             reader.close()
@@ -152,15 +158,40 @@ def _pieces(shard: Shard, *, apart: bool) -> Iterator[tuple[int, int]]:
             yield at, min(at + _PIECE, end)
 
 
-def _write(fd: int, parts: Sequence[Part], position: int) -> None:
-    # Written, not mapped: mapping a segment anew for every push costs more than these calls, and
-    # a mapping that is kept can never be proved to be gone.
+@contextlib.contextmanager
+def _writer(lent: Lent, size: int) -> Iterator[_Write]:
+    """Lend a function that writes parts at a position."""
+    reserved = reserved_size(size)
+    # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept
+    # would cost nothing, but while it is there nobody can prove that nobody writes.
+    if not lent.huge or os.fstat(lent.fd).st_size < reserved:
+        yield partial(_pwrite, lent.fd)
+        return
+    mapping = Mapping(lent.fd, reserved)
+    try:
+        mapping.keep_from_children()
+        yield partial(_copy, mapping.view)
+    finally:
+        mapping.close()
+
+
+def _pwrite(fd: int, parts: Sequence[Part], position: int) -> None:
     for first in range(0, len(parts), _MOST_PARTS):
         some = parts[first : first + _MOST_PARTS]
         size, done = sum(map(len, some)), os.pwritev(fd, some, position)
         while done < size:
             done += os.pwrite(fd, b"".join(some)[done:], position + done)
         position += size
+
+
+def _copy(view: memoryview, parts: Sequence[Part], position: int) -> None:
+    # NumPy lets other threads run meanwhile; a memoryview does not.
+    import numpy as np
+
+    for part in filter(len, parts):
+        end = position + len(part)
+        np.copyto(np.frombuffer(view[position:end], np.uint8), np.frombuffer(part, np.uint8))
+        position = end
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from weightsync import clock, failpoints
 from weightsync.addresses import is_loopback
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import LendingServer
+from weightsync.lending import LendingServer, Lent
 from weightsync.segments import writers_are_seen
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
@@ -155,8 +155,8 @@ class LendingDesk:
         """Join the push that the secret is for."""
         self._do(self._redeem(secret))
 
-    def lend(self, shard: int) -> int:
-        """Return a writable descriptor of a shard of which nothing is here."""
+    def lend(self, shard: int) -> Lent:
+        """Return the memory of a shard of which nothing is here."""
         return self._do(self._lend(shard))
 
     def written(self, shard: int, digests: bytes) -> None:
@@ -186,7 +186,7 @@ class LendingDesk:
         push.join()
         self._push = push
 
-    async def _lend(self, shard: int) -> int:
+    async def _lend(self, shard: int) -> Lent:
         push, upload = self._upload(shard)
         if upload.received:
             raise WeightSyncError(
@@ -200,7 +200,7 @@ class LendingDesk:
         segment = await push.ready(upload)
         if not push.first_byte_at:
             push.first_byte_at = self._loop.time()
-        return segment.lend()
+        return Lent(segment.lend(), segment.huge)
 
     async def _written(self, shard: int, digests: bytes) -> None:
         push, upload = self._upload(shard)
