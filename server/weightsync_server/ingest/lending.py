@@ -8,6 +8,7 @@ write there any more.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import json
 import logging
 import secrets
@@ -131,9 +132,24 @@ class Lender:
             )
         push = self._pushes.find(offer.push_id)
         push.check_open()
-        line = {"who": offer.who, "method": "same_host", "version": push.record.version}
-        logger.info("%s", json.dumps({**line, "push_id": push.id, "peer": peer._asdict()}))
+        self._note(push, offer.who, peer)
         return push
+
+    def _note(self, push: Push, who: str, peer: Peer) -> None:
+        # No call, but a change of state: a line of the same form as those of calls.
+        now = dt.datetime.fromtimestamp(clock.wall(), dt.UTC)
+        line = {
+            "time": now.isoformat(timespec="milliseconds"),
+            "who": who,
+            "role": "push",
+            "method": "same_host",
+            "model": push.versions.name,
+            "version": push.record.version,
+            "push_id": push.id,
+            "outcome": "OK",
+            "peer": f"pid:{peer.pid} uid:{peer.uid}",
+        }
+        logger.info("%s", json.dumps(line))
 
 
 class LendingDesk:
