@@ -8,7 +8,12 @@ stream_gbps             the public client against a real weightsync-server: the 
                         and the version is staged; the trainer's digests are computed in that time
 stream_over_grpc_floor  median of the ratios within each pair of rounds
 
-The same with suffix _unix over a unix socket. GB are 10^9 bytes. Floor and push alternate, who
+same_host_gbps          the same call where the trainer writes into the server's memory, on at most
+                        two threads; beside it tensor_copy_gbps: one thread copies the same tensors
+                        one by one into warm memory
+same_host_over_memcpy   median of the ratios within each pair of rounds
+
+The stream with suffix _unix over a unix socket. GB are 10^9 bytes. Floor and push alternate, who
 goes first changes from pair to pair, every byte changes before each of them, slots are warm, the
 store is memory://, and no engine is attached.
 
@@ -21,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import subprocess
 import tempfile
 import threading
@@ -35,7 +41,7 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
-from weightsync_client import Client, Residency
+from weightsync_client import Client, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
@@ -116,7 +122,31 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
             samples[f"grpc_floor_gbps{suffix}"] = [pair[0] for pair in pairs]
             samples[f"stream_gbps{suffix}"] = [pair[1] for pair in pairs]
             samples[f"stream_over_grpc_floor{suffix}"] = [own / bare for bare, own in pairs]
+        samples |= _same_host(ports["_unix"], source, rounds)
     return samples
+
+
+def _same_host(address: str, source: _Source, rounds: int) -> dict[str, list[float]]:
+    target = {name: np.ones_like(tensor) for name, tensor in source.tensors.items()}
+
+    def copy() -> None:
+        for name, tensor in source.tensors.items():
+            np.copyto(target[name], tensor)
+
+    size = len(source.view)
+    cores = sorted(os.sched_getaffinity(0))
+    # The hand-off takes a thread for each core that it may use.
+    os.sched_setaffinity(0, cores[:2])
+    try:
+        with _ours(address, source, Way.SAME_HOST) as ours:
+            pairs = _alternate(lambda: _speed(size, copy), ours, source, rounds)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return {
+        "tensor_copy_gbps": [pair[0] for pair in pairs],
+        "same_host_gbps": [pair[1] for pair in pairs],
+        "same_host_over_memcpy": [own / bare for bare, own in pairs],
+    }
 
 
 def _memcpy(source: memoryview, rounds: int) -> list[float]:
@@ -157,13 +187,19 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
 
 
 @contextlib.contextmanager
-def _ours(address: str, source: _Source) -> Iterator[Callable[[], float]]:
-    """Yield a function that pushes everything once and returns GB/s."""
+def _ours(address: str, source: _Source, way: Way = Way.STREAM) -> Iterator[Callable[[], float]]:
+    """Yield a function that pushes everything once, in the given way, and returns GB/s."""
     size = len(source.view)
     with Client(address) as client:
 
         def push() -> None:
-            pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
+            pushed = client.push(
+                source.tensors,
+                shard_bytes=source.shard_bytes,
+                delta="never",
+                same_host="never" if way is Way.STREAM else "auto",
+            )
+            assert pushed.way is way, pushed
             version = client.get_version(pushed.version)
             assert version.residency == Residency.STAGED, version
             assert version.trainer_verified, version

@@ -77,18 +77,20 @@ class Trainer:
         self._settle()
         return {"changed": changed}
 
-    def push(self, address: str) -> dict[str, Any]:
+    def push(self, address: str, delta: str = "auto", same_host: str = "auto") -> dict[str, Any]:
         """Push with the public client."""
         from weightsync_client import Client
 
         begin = time.perf_counter()
         with Client(address) as client:
-            pushed = client.push(self.tensors)
+            pushed = client.push(self.tensors, delta=delta, same_host=same_host)
         return {
             "version": pushed.version,
             "seconds": time.perf_counter() - begin,
             "sent_bytes": pushed.sent_bytes,
             "size_bytes": pushed.size_bytes,
+            "way": pushed.way,
+            "way_reason": pushed.way_reason,
         }
 
     def write(self, folder: str) -> dict[str, Any]:

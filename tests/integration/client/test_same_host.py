@@ -61,7 +61,7 @@ def client(server: WeightSyncServer) -> Iterator[Client]:
 def weights(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     large = {f"t{i}": rng.integers(0, 255, (1000 + i, 700), np.uint8) for i in range(8)}
-    return {**large, "small": np.float32([seed]), "none": np.empty((0, 3), np.int64)}
+    return {**large, "small": np.full(1, seed, np.float32), "none": np.empty((0, 3), np.int64)}
 
 
 def pulled(client: Client, version: int) -> dict[str, bytes]:
