@@ -133,6 +133,7 @@ class Ours:
         seen = await self.site.settled(begin)
         facts = self.site.results.facts
         facts[f"strategy{suffix}"] = str(report.strategy)
+        facts[f"push_kind{suffix}"] = pushed["kind"]
         facts[f"written_bytes{suffix}"] = report.written_bytes
         facts[f"h2d_bytes_per_rank{suffix}"] = max(r.written_bytes for r in report.ranks)
         figures = {

@@ -16,9 +16,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from benchmarks.gpu.checkpoint import Files
+
+if TYPE_CHECKING:
+    from weightsync_client import Client
 
 __all__ = ["Trainer"]
 
@@ -46,6 +49,7 @@ class Trainer:
             }
         self._changes = 0
         self._files: dict[str, Files] = {}
+        self._clients: dict[str, Client] = {}
         self._group: Any = None
         self._random = torch.Generator(device=self._device)
         self._random.manual_seed(1)
@@ -78,15 +82,19 @@ class Trainer:
         return {"changed": changed}
 
     def push(self, address: str, delta: str = "auto", same_host: str = "auto") -> dict[str, Any]:
-        """Push with the public client."""
+        """Push with the public client, which stays open as a trainer's does: deltas need it."""
         from weightsync_client import Client
 
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = Client(address)
         begin = time.perf_counter()
-        with Client(address) as client:
-            pushed = client.push(self.tensors, delta=delta, same_host=same_host)
+        pushed = client.push(self.tensors, delta=delta, same_host=same_host)
         return {
             "version": pushed.version,
             "seconds": time.perf_counter() - begin,
+            "kind": str(pushed.kind),
+            "fallback_reason": str(pushed.fallback_reason),
             "sent_bytes": pushed.sent_bytes,
             "size_bytes": pushed.size_bytes,
             "way": pushed.way,

@@ -16,7 +16,7 @@ from weightsync_client.deltas.pace import Pace
 from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.deltas.warmth import Warmth
 from weightsync_client.errors import ClientError, refuse, typed_errors
-from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
+from weightsync_client.fallback import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
 from weightsync_client.samehost import why_streamed
@@ -186,14 +186,17 @@ class Delivery:
             Unfit: That cannot be done, or does not pay; nothing of the try is left.
         """
         from weightsync_client.deltas.encoding import DeltaShards
-        from weightsync_client.deltas.sampling import sampled_ratio
+        from weightsync_client.deltas.sampling import sampled
 
         snapshot, source = self._memory.snapshot, self._source
         base = snapshot.base_of(layout, self._run_id)
         zstd = self._compress == "always" or (self._compress == "auto" and self._memory.pace.slow)
-        ratio = sampled_ratio(source.tensors, base, zstd=zstd)
-        if ratio > PAYS_BELOW:
-            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {ratio:.0%} of all bytes")
+        sample = sampled(source.tensors, base, zstd=zstd)
+        if sample.ratio > PAYS_BELOW:
+            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
+        hurried = not (zstd or self._memory.pace.slow or self._wanted == "require")
+        if hurried and sample.changed > MOST_CHANGED:
+            raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
         shards = DeltaShards(source.tensors, base, layout.size, zstd=zstd)
         try:
             push = self._begin(replace(source, shards=shards, layout=None, delta=shards))

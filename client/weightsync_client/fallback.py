@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["PAYS_BELOW", "Fallback", "Unfit"]
+__all__ = ["MOST_CHANGED", "PAYS_BELOW", "Fallback", "Unfit"]
 
 #: Bytes of a delta over those of a push in full from which on the latter is sent.
 PAYS_BELOW = 0.9
+#: Share of changed elements from which on all is sent over a link that is not slow: to find, pack
+#: and patch each of them then takes longer than to send it with its neighbours.
+MOST_CHANGED = 1 / 3
 
 
 class Fallback(enum.StrEnum):

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.deltas import every_dtype, stepped
 from tests.support.disks import STEPS, FailingDisk, ForgetfulDisk, PowerLossError
+from tests.unit.server.deltas.pushing import push_chain, push_delta, until
 from tests.unit.server.versions.world import World, begin, content, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply.journal import Entry, Journal
+from weightsync_server.versions import ChainLimits, Retention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -19,11 +22,18 @@ if TYPE_CHECKING:
 
 LIMITS = {"keep_bytes": 1000, "loss_bytes": 2000}
 OLD, NEW = simple(1), simple(2)
+#: Two steps of training; a chain of both is too long and the last one is kept in full instead.
+CHAINED = [every_dtype(1, shards=2, elements=40)]
+CHAINED += [stepped(CHAINED[0], 2)]
+CHAINED += [stepped(CHAINED[1], 3)]
+SHORT = ChainLimits(length=1, share=100)
 
 
-async def lived(folder: Path, work: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+async def lived(
+    folder: Path, work: Callable[[World], Coroutine[Any, Any, None]], **options: Any
+) -> None:
     """Run one life of the server; at a loss of power nothing of it goes on."""
-    async with world(folder, limits=LIMITS) as here:
+    async with world(folder, limits=LIMITS, **options) as here:
         await work(here)
 
 
@@ -93,6 +103,52 @@ async def test_power_lost_at_every_step(
             break
     assert outcomes == {True, False}
     assert nth > 5
+
+
+async def push_the_last(here: World) -> None:
+    await push_delta(here, CHAINED[1], CHAINED[2], 3)
+
+
+async def fold_the_last(here: World) -> None:
+    await push_the_last(here)
+    await until(lambda: here.versions.folder._task is None)
+
+
+@pytest.mark.parametrize("work", [push_the_last, fold_the_last], ids=lambda work: work.__name__)
+async def test_power_lost_at_every_step_of_a_delta(
+    tmp_path: Path, work: Callable[[World], Coroutine[Any, Any, None]]
+) -> None:
+    chains = SHORT if work is fold_the_last else ChainLimits()
+    found: set[tuple[bool, str]] = set()
+    for nth in range(1, 200):
+        folder = tmp_path / str(nth)
+        async with world(folder) as here:
+            await push_chain(here, CHAINED[:2])
+        disk = ForgetfulDisk(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            lost = FailingDisk(nth, OSError(5, "power lost"), STEPS, for_ever=True)
+            lost.install(patch)
+            life = lived(folder, work, chains=chains)
+            (outcome,) = await asyncio.gather(life, return_exceptions=True)
+        disk.lose_power()
+        async with world(folder, slots=3, retention=Retention(9)) as here:
+            newest = here.versions.find(3)
+            held = "nothing" if newest is None or newest.commit is None else "delta"
+            if held == "delta" and newest is not None and newest.base is None:
+                held = "full"
+            assert held != "nothing" or outcome is not None, "it was acknowledged"
+            found.add((outcome is None, held))
+            for version in range(1, 3 if held == "nothing" else 4):
+                with await here.versions.stage(version, 5, for_engine=False):
+                    assert here.read(version) == [s.data for s in CHAINED[version - 1]]
+        disk.close()
+        if lost.calls < nth:
+            break
+    assert (False, "nothing") in found
+    assert (True, "full" if work is fold_the_last else "delta") in found
+    if work is fold_the_last:
+        assert (True, "delta") in found, "the power was never lost in the fold itself"
 
 
 def test_a_journal_that_loses_power_at_every_step(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Checker:
     """Compares the service with the history.
 
     Attributes:
-        leaked: Most segments that were too many at once.
+        leaked: Most segments that were too many and stayed.
         looks: How often everything was compared.
     """
 
@@ -43,7 +43,7 @@ class Checker:
         self._controller = controller
         self._stub = controller.stub
         self._ranks = 2 if vllm else 1
-        self._descriptors = 0
+        self._descriptors = self._surplus = 0
         self._start_of: dict[str, int] = {}
 
     def check(self, *, restarted: bool, engine: bool = True) -> None:
@@ -160,11 +160,13 @@ class Checker:
             if not wrong or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
+        self.leaked = max(self.leaked, self._surplus)
         for text in wrong:
             self._history.violate(text)
 
     def _left_behind(self) -> list[str]:
         status = self._status()
+        self._surplus = 0
         if status is None:
             return ["the server does not answer"]
         slots = sum(slot.reserved_bytes for slot in status.models[0].slots)
@@ -175,7 +177,7 @@ class Checker:
         pages = self._ranks * PAGE_BYTES
         if sum(segments.values()) > slots + pages:
             extra = sum(segments.values()) - slots - pages
-            self.leaked = max(self.leaked, 1 + extra // max(segments.values()))
+            self._surplus = 1 + extra // max(segments.values())
             wrong.append(f"{len(segments)} segments hold {extra} bytes more than the slots")
         descriptors = self._site.descriptors()
         self._descriptors = self._descriptors or descriptors

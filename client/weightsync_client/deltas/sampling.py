@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,13 +16,25 @@ if TYPE_CHECKING:
     from weightsync_client.deltas.snapshot import Held
     from weightsync_client.tensors import SourceTensor
 
-__all__ = ["sampled_ratio"]
+__all__ = ["Sample", "sampled"]
 
 #: Pieces, and bytes of each: together some 4 MB, encoded within milliseconds.
 _PIECES, _PIECE_BYTES = 64, 64 << 10
 #: Of fewer bytes nothing is gained by knowing before.
 _LEAST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 32
+
+
+class Sample(NamedTuple):
+    """What was seen in the pieces.
+
+    Attributes:
+        ratio: Bytes of a delta over those of all tensors.
+        changed: Share of the elements that changed.
+    """
+
+    ratio: float
+    changed: float
 
 
 def _places(tensors: Sequence[SourceTensor], total: int) -> Iterator[tuple[SourceTensor, int]]:
@@ -35,12 +47,12 @@ def _places(tensors: Sequence[SourceTensor], total: int) -> Iterator[tuple[Sourc
         passed += tensor.size
 
 
-def sampled_ratio(tensors: Sequence[SourceTensor], base: Held, *, zstd: bool) -> float:
-    """Return bytes of a delta over those of all tensors, roughly; 0 for what is small anyway."""
+def sampled(tensors: Sequence[SourceTensor], base: Held, *, zstd: bool) -> Sample:
+    """Return how a delta would come out, roughly; zeros for what is small anyway."""
     total = sum(tensor.size for tensor in tensors)
     if total < _LEAST_BYTES:
-        return 0.0
-    items, scratch, opened = [], Scratch(), None
+        return Sample(0.0, 0.0)
+    items, scratch, opened, elements = [], Scratch(), None, 0
     for number, (tensor, offset) in enumerate(_places(tensors, total)):
         if opened is None or opened[0] is not tensor:
             opened = tensor, tensor.reader(scratch)
@@ -51,9 +63,11 @@ def sampled_ratio(tensors: Sequence[SourceTensor], base: Held, *, zstd: bool) ->
         after = np.frombuffer(opened[1](begin, end), np.uint8)
         # Pieces in bytes: shapes do not matter, and dtypes below a byte have none of their own.
         dtype = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}[width]
+        elements += len(after) // width
         items.append(Item(str(number), dtype, (len(after) // width,), before, after, b"\0" * 16))
     shard = encode_shard(
         items, zstd=zstd, base_content_digest=_NO_DIGEST, layout_digest=_NO_DIGEST, index=0
     )
     streams = sum(stats.stored_bytes for stats in shard.stats)
-    return streams / sum(stats.dense_bytes for stats in shard.stats)
+    dense = sum(stats.dense_bytes for stats in shard.stats)
+    return Sample(streams / dense, sum(stats.nnz for stats in shard.stats) / elements)

@@ -174,6 +174,12 @@ def shuffled(tensors: Tensors) -> Tensors:
     return tensors
 
 
+def everywhere(tensors: Tensors) -> Tensors:
+    for tensor in tensors.values():
+        tensor.view(torch.int16).bitwise_xor_(1)
+    return tensors
+
+
 def small_step(tensors: Tensors) -> Tensors:
     step(tensors, 9)
     return tensors
@@ -204,6 +210,17 @@ def test_what_is_no_delta_is_pushed_in_full(
     assert servicer.requests[-1] is not None
     reasons = [r.fallback_reason for r in servicer.requests if hasattr(r, "fallback_reason")]
     assert [r for r in reasons if r] == ["first", reason]
+
+
+def test_what_would_take_longer_than_all_is_a_delta_only_if_asked_for(client: Client) -> None:
+    tensors = {"w": torch.randn(12_000_000).to(torch.bfloat16)}
+    client.push(tensors)
+    # A fifth of the bytes, and work for every one of them, to save a copy in memory.
+    result = client.push(everywhere(tensors), compress="never")
+    assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.TOO_DENSE)
+    result = client.push(everywhere(tensors), compress="never", delta="require")
+    assert result.kind is PushKind.DELTA
+    assert client.push(everywhere(tensors), compress="always").kind is PushKind.DELTA
 
 
 def test_a_new_run_begins_in_full(client: Client) -> None:
