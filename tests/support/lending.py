@@ -27,11 +27,15 @@ def close_all() -> None:
 
 
 def begun(
-    stub: weightsync_pb2_grpc.WeightSyncStub, shards: list[Shard], key: str = ""
+    stub: weightsync_pb2_grpc.WeightSyncStub, shards: list[Shard], key: str = "", version: int = 0
 ) -> pb.BeginPushResponse:
     """Begin a push from this host and tell the layout of all its shards."""
     request = pb.BeginPushRequest(
-        model=MODEL, idempotency_key=key, same_host=pb.SameHostSource(), shard_count=len(shards)
+        model=MODEL,
+        version=version,
+        idempotency_key=key,
+        same_host=pb.SameHostSource(),
+        shard_count=len(shards),
     )
     reply = stub.BeginPush(request, timeout=60)
     join = pb.PushWeightsRequest(join=pb.JoinPush(push_id=reply.push_id))
@@ -47,15 +51,22 @@ class Trainer:
         stub: Of the server.
         seed: Of the content.
         key: Idempotency key.
+        version: Its number; 0: the next.
+        shards: In place of those that the seed makes.
     """
 
     def __init__(
-        self, stub: weightsync_pb2_grpc.WeightSyncStub, seed: int = 0, key: str = ""
+        self,
+        stub: weightsync_pb2_grpc.WeightSyncStub,
+        seed: int = 0,
+        key: str = "",
+        version: int = 0,
+        shards: list[Shard] | None = None,
     ) -> None:
         self.stub = stub
-        self.shards = simple(seed, size=300_000)
+        self.shards = shards or simple(seed, size=300_000)
         self.content = content(self.shards)
-        self.reply = begun(stub, self.shards, key)
+        self.reply = begun(stub, self.shards, key, version)
         offer = self.reply.same_host_offer
         self.borrower = Borrower(offer.socket, offer.secret)
         _borrowers.append(self.borrower)
