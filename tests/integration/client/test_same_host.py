@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Borrower
+from weightsync.lending import Borrower, Lent
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import AsyncClient, Client, InvalidError, Streamed, Way
+from weightsync_client import AbortedError, AsyncClient, Client, InvalidError, Streamed, Way
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -147,6 +148,44 @@ def test_what_cannot_go_so_is_sent_and_says_why(server: WeightSyncServer, client
     assert same(client, away.version, weights(3))
     with pytest.raises(InvalidError, match="same_host"):
         client.push(weights(4), same_host="sometimes")
+
+
+def test_what_another_process_of_the_trainer_keeps_open_is_sent(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    close = Borrower.give_back
+
+    def keep_one(borrower: Borrower, lent: Lent) -> None:
+        if not kept:
+            kept.append(os.dup(lent.fd))
+        close(borrower, lent)
+
+    monkeypatch.setattr(Borrower, "give_back", keep_one)
+    result = client.push(weights(5), delta="never", shard_bytes=1_000_000)
+    assert (result.way, result.way_reason) == (Way.STREAM, Streamed.WRITER_LEFT)
+    os.pwrite(kept[0], b"\xff" * 4096, 0)
+    os.close(kept[0])
+    assert same(client, result.version, weights(5))
+
+
+def test_a_push_that_is_cancelled_on_the_way_leaves_nothing(client: Client) -> None:
+    def hold(_sent: int, _total: int) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    begun, go_on = threading.Event(), threading.Event()
+    handle = client.push_async(weights(6), delta="never", on_progress=hold)
+    assert begun.wait(60)
+    handle.cancel()
+    go_on.set()
+    with pytest.raises(AbortedError, match="cancelled"):
+        handle.committed.result(60)
+    handle.join()
+    assert not client.status().models[0].pushes
+    again = client.push(weights(6), delta="never")
+    assert again.way is Way.SAME_HOST
+    assert same(client, again.version, weights(6))
 
 
 # Trainers that err.
