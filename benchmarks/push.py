@@ -6,15 +6,18 @@ grpc_floor_gbps         a bare grpcio client stream of flat messages with the sa
 stream_gbps             the public client against a real weightsync-server: the whole push call,
                         which begins before the first byte and ends when every tensor is verified
                         and the version is staged; the trainer's digests are computed in that time
-stream_over_grpc_floor  median of the ratios within each pair of rounds
+stream_over_grpc_floor  median of the ratios within each round; wanted at least 1.0
+stock_gbps              a client that is generated from the proto, one call for everything,
+                        digests included
+stock_over_grpc_floor   as above; wanted at least 0.9
 
-same_host_gbps          the same call where the trainer writes into the server's memory, on at most
-                        two threads; beside it tensor_copy_gbps: one thread copies the same tensors
-                        one by one into warm memory
-same_host_over_memcpy   median of the ratios within each pair of rounds
+same_host_gbps          the public client's call where it writes into the server's memory, on at
+                        most two threads; wanted beside tensor_copy_gbps, one thread that copies the
+                        same tensors one by one into warm memory
+same_host_over_memcpy   median of the ratios within each round; wanted at least 0.75
 
-The stream with suffix _unix over a unix socket. GB are 10^9 bytes. Floor and push alternate, who
-goes first changes from pair to pair, every byte changes before each of them, slots are warm, the
+The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
+first changes from round to round, every byte changes before each of them, slots are warm, the
 store is memory://, and no engine is attached.
 
 With --memory instead: how much the anonymous memory (RssAnon) of server and fetchers together
@@ -32,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -41,11 +45,14 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
+from benchmarks.stock import Block, push_stock
 from weightsync_client import Client, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
+#: As `weightsync_server` names it.
+_MODEL = "bench"
 _SAMPLE_S = 0.05
 _TENSORS_PER_SHARD = 25
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
@@ -76,6 +83,19 @@ class _Source:
         """All bytes."""
         return self._words.data.cast("B")
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The shards."""
+        told = [(name, "U16", tensor.shape) for name, tensor in self.tensors.items()]
+        step = self.shard_bytes
+        return [
+            Block(
+                told[shard * _TENSORS_PER_SHARD : (shard + 1) * _TENSORS_PER_SHARD],
+                self.view[shard * step : (shard + 1) * step],
+            )
+            for shard in range(len(self.view) // step)
+        ]
+
     def change(self) -> None:
         """Change every byte."""
         self._words += np.uint64(0x0101010101010101)
@@ -86,7 +106,7 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="bytes per push (default 1024 MiB)")
     parser.add_argument("--shards", type=int, default=16, help="shards per push (default 16)")
-    parser.add_argument("--rounds", type=int, default=9, help="pairs that count (default 9)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default 9)")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of speed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
@@ -116,12 +136,19 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
         for suffix, address in ports.items():
             with (
                 floor_client(folder, floors[suffix], source.view, shards) as floor,
-                _ours(address, source) as ours,
+                Client(address) as client,
             ):
-                pairs = _alternate(floor, ours, source, rounds)
-            samples[f"grpc_floor_gbps{suffix}"] = [pair[0] for pair in pairs]
-            samples[f"stream_gbps{suffix}"] = [pair[1] for pair in pairs]
-            samples[f"stream_over_grpc_floor{suffix}"] = [own / bare for bare, own in pairs]
+                ways: dict[str, Callable[[], float]] = {
+                    "grpc_floor": floor,
+                    "stream": partial(_ours, client, source),
+                    "stock": partial(_stock, address, client, source),
+                }
+                speeds = _alternate(ways, source, rounds)
+            for name in ways:
+                samples[f"{name}_gbps{suffix}"] = [speed[name] for speed in speeds]
+            for name in ("stream", "stock"):
+                ratios = [speed[name] / speed["grpc_floor"] for speed in speeds]
+                samples[f"{name}_over_grpc_floor{suffix}"] = ratios
         samples |= _same_host(ports["_unix"], source, rounds)
     return samples
 
@@ -133,20 +160,21 @@ def _same_host(address: str, source: _Source, rounds: int) -> dict[str, list[flo
         for name, tensor in source.tensors.items():
             np.copyto(target[name], tensor)
 
-    size = len(source.view)
     cores = sorted(os.sched_getaffinity(0))
     # The hand-off takes a thread for each core that it may use.
     os.sched_setaffinity(0, cores[:2])
     try:
-        with _ours(address, source, Way.SAME_HOST) as ours:
-            pairs = _alternate(lambda: _speed(size, copy), ours, source, rounds)
+        with Client(address) as client:
+            ways: dict[str, Callable[[], float]] = {
+                "tensor_copy": lambda: _speed(len(source.view), copy),
+                "same_host": partial(_ours, client, source, Way.SAME_HOST),
+            }
+            speeds = _alternate(ways, source, rounds)
     finally:
         os.sched_setaffinity(0, cores)
-    return {
-        "tensor_copy_gbps": [pair[0] for pair in pairs],
-        "same_host_gbps": [pair[1] for pair in pairs],
-        "same_host_over_memcpy": [own / bare for bare, own in pairs],
-    }
+    samples = {f"{name}_gbps": [speed[name] for speed in speeds] for name in ways}
+    ratios = [speed["same_host"] / speed["tensor_copy"] for speed in speeds]
+    return {**samples, "same_host_over_memcpy": ratios}
 
 
 def _memcpy(source: memoryview, rounds: int) -> list[float]:
@@ -186,43 +214,51 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
     return address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
 
-@contextlib.contextmanager
-def _ours(address: str, source: _Source, way: Way = Way.STREAM) -> Iterator[Callable[[], float]]:
-    """Yield a function that pushes everything once, in the given way, and returns GB/s."""
-    size = len(source.view)
-    with Client(address) as client:
+def _ours(client: Client, source: _Source, way: Way = Way.STREAM) -> float:
+    """Push everything once, in the given way, and return GB/s."""
+    started = time.perf_counter()
+    pushed = client.push(
+        source.tensors,
+        shard_bytes=source.shard_bytes,
+        delta="never",
+        same_host="never" if way is Way.STREAM else "auto",
+    )
+    assert pushed.way is way, pushed
+    _check_staged(client, pushed.version)
+    assert pushed.sent_bytes >= len(source.view), pushed
+    return len(source.view) / (time.perf_counter() - started) / 1e9
 
-        def push() -> None:
-            pushed = client.push(
-                source.tensors,
-                shard_bytes=source.shard_bytes,
-                delta="never",
-                same_host="never" if way is Way.STREAM else "auto",
-            )
-            assert pushed.way is way, pushed
-            version = client.get_version(pushed.version)
-            assert version.residency == Residency.STAGED, version
-            assert version.trainer_verified, version
-            assert pushed.sent_bytes >= size, pushed
 
-        yield lambda: _speed(size, push)
+def _stock(address: str, client: Client, source: _Source) -> float:
+    """Push everything once with generated code and return GB/s."""
+    started = time.perf_counter()
+    version = push_stock(address, _MODEL, source.blocks, _CHUNK_BYTES)
+    _check_staged(client, version)
+    return len(source.view) / (time.perf_counter() - started) / 1e9
+
+
+def _check_staged(client: Client, number: int) -> None:
+    version = client.get_version(number)
+    assert version.residency == Residency.STAGED, version
+    assert version.trainer_verified, version
 
 
 def _alternate(
-    floor: Callable[[], float], ours: Callable[[], float], source: _Source, rounds: int
-) -> list[tuple[float, float]]:
-    pairs = []
+    ways: dict[str, Callable[[], float]], source: _Source, rounds: int
+) -> list[dict[str, float]]:
+    found = []
     gc.disable()
     for number in range(_WARM_UP + rounds):
         speeds: dict[str, float] = {}
-        both = [("floor", floor), ("ours", ours)]
-        for name, measure in both if number % 2 else reversed(both):
+        names = list(ways)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
             source.change()
-            speeds[name] = measure()
+            speeds[name] = ways[name]()
         if number >= _WARM_UP:
-            pairs.append((speeds["floor"], speeds["ours"]))
+            found.append(speeds)
     gc.enable()
-    return pairs
+    return found
 
 
 def _report_memory(folder: Path, *, as_json: bool) -> None:

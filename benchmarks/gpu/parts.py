@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import limits
+from benchmarks.gpu.between import measure_between
 from benchmarks.gpu.checkpoint import roomy, write_checkpoint
 from benchmarks.gpu.cleanup import scratch
 from benchmarks.gpu.engine import Setup, Site, generating, plugins_on_path
@@ -131,6 +132,7 @@ def _apply(tp: int, cache: str = "keep") -> Part:
                 await ours.full()
                 if not exact:
                     await ours.delta()
+                    await measure_between(ours)
                 await ours.prove()
 
     return part

@@ -44,12 +44,19 @@ def _crossings(figures: Figures) -> float:
     return float(out) + _over("h2d_pinned_gbps")(figures)
 
 
+def _switch(figures: Figures) -> float:
+    """Return what a switch may stall tokens for; prestaged where the run has staged ahead."""
+    written = figures.get("commit_prestaged_s", figures["between_steps_commit_s"])
+    return float(written) + float(figures["between_steps_verify_s"]) + 0.006
+
+
 _H2D = "bytes per rank / pinned host to device"
 _PAGEABLE = "bytes per rank / pageable host to device"
 _D2D = "bytes per rank / device to device"
 _READ = "reading both copies at the read rate"
 _FLOOR = "vllm_pause_floor_s + 0.025"
 _PCIE = "both PCIe crossings"
+_SWITCH = "commit and verify of the switch + 0.006"
 
 ROWS = (
     Row("vllm_reload_s", _PAGEABLE, _over("h2d_pageable_gbps")),
@@ -79,6 +86,8 @@ ROWS = (
     Row("pause_total_s", _FLOOR, _figure("vllm_pause_floor_s", 0.025), 1.0),
     Row("pause_total_delta_1pct_s", _FLOOR, _figure("vllm_pause_floor_s", 0.025), 1.0),
     Row("pause_total_s_exact", "vllm_pause_clear_s", _figure("vllm_pause_clear_s")),
+    Row("between_steps_stall_s", _SWITCH, _switch, 1.0),
+    Row("between_steps_first_stall_s", _SWITCH, _switch, 1.0),
     Row("update_end_to_end_s", _PCIE, _crossings, 1.5),
     Row("update_end_to_end_delta_1pct_s", _PCIE, _crossings),
     Row("update_end_to_end_s_exact", _PCIE, _crossings),

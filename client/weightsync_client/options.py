@@ -112,8 +112,10 @@ class PauseChoices(TypedDict, total=False):
     """How generation is paused.
 
     Attributes:
-        pause: What happens to requests in flight: "keep" (default), "wait" or "abort".
-        cache: What happens to caches: "recompute" (default, exact) or "keep" (shortest gap).
+        pause: What happens to requests in flight: "keep" (default), "wait" or "abort"; or
+            "between_steps": nothing pauses, the ranks change the weights between two steps.
+        cache: What happens to caches: "recompute" (default, exact) or "keep" (shortest gap, and
+            all that there is with "between_steps").
         wait_timeout_s: For "wait": how long to wait for requests to finish; server default 30.
         after_wait: For "wait": what to do then, "keep" (default) or "abort".
         idempotency_key: Made for each call by default. A call with the key of another joins it,

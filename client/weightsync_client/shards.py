@@ -259,6 +259,7 @@ class ShardDigester:
         start = shard.entry.data_start
         self._bounds = [start + tensor.begin for tensor in shard.tensors]
         self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
+        self._count = len(shard.tensors)
         self._state: TensorDigester | None = None
         self.digests: list[bytes] = []
         #: Offset up to which the shard has been digested.
@@ -267,20 +268,20 @@ class ShardDigester:
     @property
     def done(self) -> bool:
         """True when every tensor has its digest."""
-        return len(self.digests) == len(self._bounds) - 1
+        return len(self.digests) == self._count
 
     def update(self, offset: int, data: Part) -> None:
         """Take the bytes that begin at `offset`, which is not beyond `position`."""
         view = memoryview(data)
         limit = offset + len(data)
-        while not self.done:
-            begin, end = self._bounds[len(self.digests) : len(self.digests) + 2]
+        for index in range(len(self.digests), self._count):
+            begin, end = self._bounds[index], self._bounds[index + 1]
             stop = min(end, limit)
             if stop < self.position:
                 return
             piece = view[self.position - offset : stop - offset]
             if self._keep is not None:
-                self._keep(self._names[len(self.digests)], self.position - begin, piece)
+                self._keep(self._names[index], self.position - begin, piece)
             if self._state is None and self.position == begin and stop == end:
                 self.digests.append(tensor_digest(piece))
             else:

@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
@@ -173,13 +173,24 @@ def _dtype(name: str, dtype: str) -> str:
         ) from None
 
 
+# NumPy takes longer to name a dtype than all else takes that a small tensor needs.
+@cache
+def _native_name(dtype: np.dtype[Any]) -> str:
+    return dtype.newbyteorder("=").name
+
+
+@cache
+def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype.newbyteorder("<")
+
+
 def _wrap_numpy(name: str, array: np.ndarray[Any, Any]) -> SourceTensor:
-    dtype = _dtype(name, array.dtype.newbyteorder("=").name)
+    dtype = _dtype(name, _native_name(array.dtype))
 
     def open_array(_: Scratch) -> Read:
         import numpy as np
 
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        little = array.astype(_little(array.dtype), copy=False)
         flat = np.ascontiguousarray(little).reshape(-1).view(np.uint8)
         view = flat.data
         return lambda begin, end: view[begin:end]

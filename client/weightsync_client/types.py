@@ -68,12 +68,13 @@ class Serving(enum.StrEnum):
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to requests in flight when generation pauses."""
+    """What happens to requests in flight when generation pauses; BETWEEN_STEPS pauses nothing."""
 
     UNSPECIFIED = enum.auto()
     KEEP = enum.auto()
     WAIT = enum.auto()
     ABORT = enum.auto()
+    BETWEEN_STEPS = enum.auto()
 
 
 class CacheMode(enum.StrEnum):

@@ -14,7 +14,6 @@ from grpc_reflection.v1alpha import reflection
 from weightsync import clock
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.admission import Admission, CallLimits
 from weightsync_server.apply import Applier, Journal, Keeper
 from weightsync_server.authority.audit import Audit
@@ -29,7 +28,7 @@ from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
 from weightsync_server.process import tune_process
-from weightsync_server.service import WeightSyncServicer, add_debug_service
+from weightsync_server.service import WeightSyncServicer, add_debug_service, add_service
 from weightsync_server.status import StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.versions import (
@@ -229,7 +228,7 @@ class App:
         audit.witness(servicer)
 
         def serve(server: grpc.aio.Server) -> None:
-            weightsync_pb2_grpc.add_WeightSyncServicer_to_server(servicer, server)
+            add_service(servicer, server)
             health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
             if add_debug_service(server):
                 logger.warning("failpoints are on; this server fails on purpose")

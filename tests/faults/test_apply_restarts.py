@@ -70,8 +70,10 @@ class Site:
         shards = [("s", _shard(seed))]
         self.server.stub.PushWeights(push_messages(shards, seed), timeout=20)
 
-    def apply(self, version: int, key: str) -> pb.ApplyReport:
+    def apply(self, version: int, key: str, *, between: bool = False) -> pb.ApplyReport:
         request = pb.ApplyVersionRequest(model=MODEL, version=version, idempotency_key=key)
+        if between:
+            request.pause.mode = pb.PAUSE_MODE_BETWEEN_STEPS
         return self.server.stub.ApplyVersion(request, timeout=20).report
 
     def rollback(self, key: str, reason: str = "it babbles") -> pb.RollbackResponse:
@@ -82,7 +84,7 @@ class Site:
         """Let the server die at a point of the next call, after as many hits as are named."""
         name, _, skip = point.partition("=")
         self.plan.write_text(f"{name}={skip or 0}>panic")
-        self.begun = self.engine.events.count("commit")
+        self.begun += self.commits
 
     def again(self) -> None:
         """Return when the next server serves one proved version."""
@@ -100,7 +102,7 @@ class Site:
     @property
     def commits(self) -> int:
         """How often parameters were written since the server was told to die."""
-        return self.engine.events.count("commit") - self.begun
+        return sum(event in ("commit", "switch") for event in self.engine.events) - self.begun
 
     def version(self, version: int) -> pb.VersionInfo:
         request = pb.GetVersionRequest(model=MODEL, version=version)
@@ -170,6 +172,23 @@ def test_an_apply_is_made_once(site: Site, point: str) -> None:
     assert _code(refused) == grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(grpc.RpcError, match="belongs to another request"):
         site.rollback("k")
+
+
+@pytest.mark.parametrize("point", [_timed(point) for point in POINTS if point != "apply.resume"])
+def test_a_switch_between_two_steps_is_made_once(site: Site, point: str) -> None:
+    site.push(2)
+    site.dies(point)
+    with pytest.raises(grpc.RpcError):
+        site.apply(2, "k", between=True)
+    site.again()
+    assert site.seed == (2 if POINTS[point] else 1)
+    report = site.apply(2, "k", between=True)
+    assert (report.version, report.previous_version) == (2, 1)
+    assert report.apply_id in site.last()
+    assert (site.seed, site.commits) == (2, 1)
+    assert "pause" not in site.engine.events
+    with pytest.raises(grpc.RpcError, match="belongs to another request"):
+        site.apply(2, "k")
 
 
 @pytest.mark.parametrize("point", [_timed(point) for point in POINTS])

@@ -25,7 +25,7 @@ from tests.fuzz.seeds import CORPUS
 from tests.fuzz.stream import Hostile, conversations, play
 
 #: Part of the time that each parser gets; the streams get the rest.
-_SHARES = {"header": 0.35, "layout": 0.2, "delta": 0.25}
+_SHARES = {"header": 0.3, "layout": 0.15, "delta": 0.25, "message": 0.1}
 _DONE = re.compile(r"DONE +cov: (\d+)")
 
 

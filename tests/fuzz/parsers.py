@@ -13,6 +13,7 @@ _NATIVE = ["weightsync.delta.kernels.decoding", "weightsync.delta.kernels.encodi
 with atheris.instrument_imports(include=["weightsync", "json"], exclude=_NATIVE):
     from tests.fuzz.deltas import check_delta, mutate_delta
     from tests.fuzz.limits import Limits
+    from tests.fuzz.messages import check_message, mutate_message
     from tests.fuzz.mutators import mutate_file, mutate_part
     from tests.fuzz.oracles import check_file, check_part
 
@@ -20,6 +21,7 @@ _TARGETS = {
     "header": (check_file, mutate_file),
     "layout": (check_part, mutate_part),
     "delta": (check_delta, mutate_delta),
+    "message": (check_message, mutate_message),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.fuzz.deltas import EXPECT
 from tests.fuzz.limits import MAX_BYTES
+from tests.fuzz.messages import field, number
 from tests.unit.delta.cases import changed_item, encode
 from weightsync.layout import DTYPE_BITS, build_header
 from weightsync.v1 import weightsync_pb2 as pb
@@ -83,12 +84,36 @@ def shards() -> list[bytes]:
     return list(dict.fromkeys([*found, stranger, stranger[:-1], b""]))
 
 
+def messages() -> list[bytes]:
+    """Return messages of a push: plain chunks, chunks that are not plain, and others."""
+    chunk = number(1, 7) + number(2, 1 << 40) + field(3, b"data")
+    request = pb.PushWeightsRequest
+    return [
+        field(4, chunk),
+        field(4, field(3, bytes(1000))),
+        field(4, number(2, 1) + number(1, 2) + field(3, b"x")),
+        field(4, number(1, 2) + number(1, 3) + field(3, b"x")),
+        field(4, chunk + number(9, 1)),
+        field(4, number(1, 1 << 32) + field(3, b"x")),
+        field(4, number(2, (1 << 64) - 1) + field(3, b"x")),
+        field(4, b"\x08\x87\x00" + field(3, b"x")),
+        field(4, chunk) + field(4, field(3, b"again")),
+        field(4, chunk) + request(heartbeat=pb.Heartbeat()).SerializeToString(),
+        field(4, chunk)[:-1],
+        field(4, b""),
+        b"",
+        request(join=pb.JoinPush(push_id="a")).SerializeToString(),
+        request(commit=pb.CommitPushRequest(shard_count=1)).SerializeToString(),
+    ]
+
+
 def main() -> None:
     """Write each input to a file named after its digest."""
-    for target, inputs in (("header", files()), ("layout", parts()), ("delta", shards())):
+    targets = {"header": files, "layout": parts, "delta": shards, "message": messages}
+    for target, inputs in targets.items():
         folder = CORPUS / target
         folder.mkdir(parents=True, exist_ok=True)
-        for data in inputs:
+        for data in inputs():
             (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
 
 

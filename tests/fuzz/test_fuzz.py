@@ -11,14 +11,16 @@ from hypothesis import given, settings
 
 from tests.fuzz.deltas import check_delta
 from tests.fuzz.limits import Limits
+from tests.fuzz.messages import check_message
 from tests.fuzz.oracles import check_file, check_part
-from tests.fuzz.seeds import CORPUS, files, parts, shards
+from tests.fuzz.seeds import CORPUS, files, messages, parts, shards
 from tests.fuzz.stream import Hostile, conversations, play
 
 _TARGETS: dict[str, tuple[Callable[[bytes], bool], Callable[[], list[bytes]]]] = {
     "header": (check_file, files),
     "layout": (check_part, parts),
     "delta": (check_delta, shards),
+    "message": (check_message, messages),
 }
 
 

@@ -38,7 +38,10 @@ STARTING = (
 #: Met when a push goes on that was half done when the server died.
 SURVIVING = ("receive.resume", "fetcher.restore")
 #: Not faults but lies, or met only when the server is dead for longer than a pause lasts.
-_LEFT_OUT = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
+_LIES = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
+#: Met only by switches between two steps, which a soak does not ask for.
+_SWITCHES = ("worker.vote", "worker.opinion", "worker.restore", "bridge.switch", "bridge.switched")
+_LEFT_OUT = (*_LIES, *_SWITCHES)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,6 +119,8 @@ class VllmEngineProcess:
         self._server = server
         #: How it answers, by content.
         self._answers: dict[str, Any] = {}
+        # Two requests in one step are computed together, and rounded otherwise.
+        self._one = threading.Lock()
 
     def start(self) -> None:
         """Return when its HTTP server answers."""
@@ -168,7 +171,7 @@ class VllmEngineProcess:
     def _answer(self) -> Any:
         # One token: a longer request may rightly begin under one version and end under another.
         body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
-        with contextlib.suppress(OSError):
+        with self._one, contextlib.suppress(OSError):
             status, answer = self._server.request("/v1/completions", {**body, "logprobs": 3}, 10)
             return answer["choices"][0]["logprobs"] if status == 200 else None
         return None

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync.engine import PauseSpec
+from weightsync.engine import PauseSpec, SwitchOrder
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
@@ -57,6 +57,30 @@ async def _long_request(engine: EmbeddedEngine, tokens: int) -> Any:
     async for output in llm.generate("The quick brown", params, f"long-{time.monotonic_ns()}"):
         final = output
     return final
+
+
+async def _between(
+    engine: EmbeddedEngine, staging: Staging, a: Version, b: Version
+) -> dict[str, Any]:
+    """Go from b to a between two steps of a request; tell where its tokens and labels change."""
+    tokens = 300
+    undisturbed = (await _long_request(engine, tokens)).outputs[0].token_ids
+    await _prepare(engine, staging, "a again", a)
+    request = asyncio.create_task(_long_request(engine, tokens))
+    await asyncio.sleep(0.3)
+    order = SwitchOrder("a again", "b", 3, a.content_digest, b.content_digest, 30.0)
+    outcome = await engine.switch(order)
+    output = (await request).outputs[0]
+    changed = [one != other for one, other in zip(output.token_ids, undisturbed, strict=True)]
+    spans = getattr(output, "weight_versions", None) or []
+    return {
+        "switched": outcome.serves == a.content_digest,
+        "switch_labelled": outcome.label_set,
+        "switch_state": str((await engine.health()).state),
+        "switch_tokens": len(output.token_ids),
+        "switch_at": changed.index(True),
+        "switch_spans": [[span.version, span.start, span.end] for span in spans],
+    }
 
 
 async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, Any]:
@@ -111,6 +135,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     lease = await engine.pause(spec, 30)
     seen["idle_wait"] = lease.mode
     await engine.resume(lease.lease_id, 2, b.content_digest)
+    seen |= await _between(engine, staging, a, b)
     await engine.close()
     staging.close()
     await engine.close()

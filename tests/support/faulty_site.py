@@ -71,6 +71,8 @@ class FaultySite:
         self.server = WeightSyncServer(
             self.root / "run", self.root / "state", flags=flags, variables=variables
         )
+        #: How an apply pauses.
+        self.pause = pb.PauseOptions()
         self.expected: dict[str, Any] = {}
         self.content: dict[int, str] = {1: self.pair[0]}
         self.served: list[str] = []
@@ -150,7 +152,7 @@ class FaultySite:
 
     def apply(self, version: int, timeout_s: float = 60) -> pb.ApplyReport:
         """Apply a version."""
-        request = pb.ApplyVersionRequest(model="default", version=version)
+        request = pb.ApplyVersionRequest(model="default", version=version, pause=self.pause)
         return self.server.stub.ApplyVersion(request, timeout=timeout_s).report
 
     def try_apply(self, version: int, timeout_s: float = 60) -> WeightSyncError | None:

@@ -249,6 +249,20 @@ class BridgeClient:
         self.resume(lease, number, version.content_digest)
         return replies
 
+    def switch(
+        self, version: Version, number: int, apply_id: str, base: Version, base_id: str
+    ) -> pb.SwitchResponse:
+        """Change from what is served to another prepared version between two steps."""
+        request = pb.SwitchRequest(
+            apply_id=apply_id,
+            base_apply_id=base_id,
+            version=number,
+            content_digest=version.content_digest,
+            base_content_digest=base.content_digest,
+            limit=_duration(30.0),
+        )
+        return self.stub.Switch(request, timeout=120)
+
     def close(self) -> None:
         """Close the channel."""
         self.channel.close()

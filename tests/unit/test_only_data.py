@@ -34,6 +34,7 @@ ROOTS = (
 #: What bytes from outside pass through: a walk that misses one of these proves nothing.
 ON_THE_WAY = (
     "weightsync_server.service.servicer",
+    "weightsync_server.ingest.chunks",
     "weightsync_server.ingest.stream",
     "weightsync_server.ingest.upload",
     "weightsync_server.store.local",

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "BETWEEN_STEPS",
     "PROTOCOL_VERSION",
     "Engine",
     "EngineHealth",
@@ -17,10 +18,15 @@ __all__ = [
     "EngineState",
     "Lease",
     "PauseSpec",
+    "SwitchOrder",
+    "SwitchOutcome",
 ]
 
 #: Version of `engine.proto`; server and bridge must agree.
 PROTOCOL_VERSION = 1
+
+#: The pause mode that needs no pause, and the capability of engines that know it.
+BETWEEN_STEPS = "between_steps"
 
 
 class EngineState(enum.StrEnum):
@@ -70,7 +76,7 @@ class PauseSpec:
     """How to pause.
 
     Attributes:
-        mode: `keep`, `wait` or `abort`.
+        mode: `keep`, `wait`, `abort` or `between_steps`, which an engine is not paused for.
         clear_cache: Whether key-value, prefix and multimodal caches are cleared.
         wait_timeout_s: For `wait`: seconds until `after_wait` is done instead.
         after_wait: `keep` or `abort`.
@@ -93,6 +99,42 @@ class Lease:
 
     lease_id: str
     mode: str
+
+
+@dataclass(frozen=True)
+class SwitchOrder:
+    """What every rank shall hold after a switch between two steps.
+
+    Attributes:
+        apply_id: Its prepared version.
+        base_id: The prepared version that every rank holds, and goes back to.
+        version: Label of what `apply_id` names.
+        content_digest: Its content digest.
+        base_digest: That of `base_id`.
+        limit_s: How long a rank waits for the others before it ends itself.
+    """
+
+    apply_id: str
+    base_id: str
+    version: int
+    content_digest: str
+    base_digest: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class SwitchOutcome:
+    """What became of a switch.
+
+    Attributes:
+        replies: One per rank, in order.
+        serves: Content digest of what the engine goes on with; "": nobody knows, it is fenced.
+        label_set: Whether the engine's own label of the version was set.
+    """
+
+    replies: Sequence[Mapping[str, Any]]
+    serves: str
+    label_set: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +178,13 @@ class Engine(Protocol):
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Start generation on a version that every rank holds; returns whether a label was set."""
+        ...
+
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Change the version between two steps; only with the capability `between_steps`.
+
+        No step is taken on anything but one version that every rank is proved to hold.
+        """
         ...
 
     async def fence(self, reason: str) -> None:

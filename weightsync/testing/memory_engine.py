@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightsync.digest import tensor_digest
-from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, PauseSpec
+from weightsync.engine import (
+    BETWEEN_STEPS,
+    EngineHealth,
+    EngineInfo,
+    EngineState,
+    Lease,
+    PauseSpec,
+    SwitchOrder,
+    SwitchOutcome,
+)
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentClient
 from weightsync.layout import build_header, parse_header
@@ -78,7 +87,7 @@ class MemoryEngine:
         self._engine_id = secrets.token_hex(8)
         #: The version that the last resume named; 0: none.
         self.version = 0
-        #: What was done, in order: pause, commit, resume, fence.
+        #: What was done, in order: pause, commit, resume, switch, fence.
         self.events: list[str] = []
 
     async def hello(self) -> EngineInfo:
@@ -87,7 +96,7 @@ class MemoryEngine:
             engine_id=self._engine_id,
             vllm_version="none",
             ranks=(_RANK,),
-            capabilities=frozenset({"weight_version"}),
+            capabilities=frozenset({"weight_version", BETWEEN_STEPS}),
             refusals=(),
             state=self._condition,
             reason=self._reason,
@@ -122,6 +131,24 @@ class MemoryEngine:
         self._lease, self.version = "", version
         self._condition, self._reason = EngineState.SERVING, ""
         return True
+
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Write a version and prove it, or put the base back, or be fenced."""
+        self.events.append("switch")
+        if self._condition is not EngineState.SERVING or self._content != order.base_digest:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, f"the engine does not serve {order.base_digest}"
+            )
+        reply = {"ok": True, "rank": _RANK, "error": ""}
+        try:
+            reply |= await asyncio.to_thread(self._switched, order)
+        except LookupError as error:
+            reply |= {"ok": False, "error": str(error)}
+        if self._content == order.content_digest:
+            self.version = order.version
+        if not self._content:
+            await self.fence("nobody knows what the parameters hold after a switch")
+        return SwitchOutcome([reply], self._content, label_set=True)
 
     async def fence(self, reason: str) -> None:
         """Stand still for a reason."""
@@ -247,6 +274,17 @@ class MemoryEngine:
         prepared = self._known(args)
         if self._condition is EngineState.SERVING:
             raise ValueError("the engine generates; pause it before a commit")
+        return self._write(prepared, str(args["apply_id"]))
+
+    def _switched(self, order: SwitchOrder) -> dict[str, Any]:
+        target, base = self._prepared[order.apply_id], self._prepared[order.base_id]
+        reply = self._write(target, order.apply_id)
+        if reply["ok"]:
+            return reply
+        back = self._write(base, order.apply_id)
+        return back | {"ok": False, "error": f"{reply['error']}; {back['error']}".rstrip("; ")}
+
+    def _write(self, prepared: _Prepared, apply_id: str) -> dict[str, Any]:
         patch = prepared.patch("" if self._dirty else self._content)
         tensors = prepared.tensors if patch is None else patch
         self._content, self._dirty = "", True
@@ -255,7 +293,7 @@ class MemoryEngine:
         if not wrong:
             self._content, self._dirty = prepared.content_digest, False
         return {
-            "apply_id": args["apply_id"],
+            "apply_id": apply_id,
             "content_digest": self._content,
             "written_bytes": sum(map(len, tensors.values())),
             "patched": patch is not None,

@@ -169,6 +169,14 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """They are finished first, new ones wait. Bounded by wait_timeout."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 3
     """They are ended with the tokens they have."""
+    PAUSE_MODE_BETWEEN_STEPS: _PauseMode.ValueType  # 4
+    """Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
+    where one fails, all put the old version back before the next step, or the engine ends. Caches
+    are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+    one step (by more only after a switch that failed, until the old label is set again). Needs the
+    engine's capability between_steps. The first version of a new layout pauses once before, for its
+    load plan.
+    """
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What happens to requests in flight when generation pauses."""
@@ -181,6 +189,14 @@ PAUSE_MODE_WAIT: PauseMode.ValueType  # 2
 """They are finished first, new ones wait. Bounded by wait_timeout."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 3
 """They are ended with the tokens they have."""
+PAUSE_MODE_BETWEEN_STEPS: PauseMode.ValueType  # 4
+"""Nothing pauses: between two steps every rank writes and proves the version, and all agree on it;
+where one fails, all put the old version back before the next step, or the engine ends. Caches
+are kept, so CACHE_MODE_RECOMPUTE is refused. vLLM's version labels of tokens are off by at most
+one step (by more only after a switch that failed, until the old label is set again). Needs the
+engine's capability between_steps. The first version of a new layout pauses once before, for its
+load plan.
+"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _CacheMode:
@@ -190,7 +206,7 @@ class _CacheMode:
 class _CacheModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_MODE_UNSPECIFIED: _CacheMode.ValueType  # 0
-    """Same as CACHE_MODE_RECOMPUTE."""
+    """Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
     CACHE_MODE_RECOMPUTE: _CacheMode.ValueType  # 1
     """All caches are cleared and requests in flight are prefilled again: exact."""
     CACHE_MODE_KEEP: _CacheMode.ValueType  # 2
@@ -200,7 +216,7 @@ class CacheMode(_CacheMode, metaclass=_CacheModeEnumTypeWrapper):
     """What happens to key-value and prefix caches computed under the old weights."""
 
 CACHE_MODE_UNSPECIFIED: CacheMode.ValueType  # 0
-"""Same as CACHE_MODE_RECOMPUTE."""
+"""Same as CACHE_MODE_RECOMPUTE; with PAUSE_MODE_BETWEEN_STEPS as CACHE_MODE_KEEP."""
 CACHE_MODE_RECOMPUTE: CacheMode.ValueType  # 1
 """All caches are cleared and requests in flight are prefilled again: exact."""
 CACHE_MODE_KEEP: CacheMode.ValueType  # 2
@@ -1258,7 +1274,9 @@ class PhaseDurations(_message.Message):
 
     @_builtins.property
     def paused_total(self) -> _duration_pb2.Duration:
-        """From the request to pause until the engine runs."""
+        """From the request to pause until the engine runs. With PAUSE_MODE_BETWEEN_STEPS the time between
+        two steps that the slowest rank took for the switch; pause and resume are then 0.
+        """
 
     def __init__(
         self,

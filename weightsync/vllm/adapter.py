@@ -10,15 +10,24 @@ import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import EngineHealth, EngineInfo, EngineState, Lease, PauseSpec
+from weightsync.engine import (
+    EngineHealth,
+    EngineInfo,
+    EngineState,
+    Lease,
+    PauseSpec,
+    SwitchOrder,
+    SwitchOutcome,
+)
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.calls import VllmCalls, told
 from weightsync.vllm.checkpoint import offer_files
-from weightsync.vllm.lease import MAX_LEASE_S, PauseLease
+from weightsync.vllm.lease import PauseLease
 from weightsync.vllm.motion import Motion
-from weightsync.vllm.refusals import config_refusals
+from weightsync.vllm.refusals import check_pause, config_refusals
 from weightsync.vllm.replies import Pairing, agreed
 from weightsync.vllm.sleep import SleepGuard
+from weightsync.vllm.switching import SWITCH, Switching
 from weightsync.vllm.worker import METHODS, rank_names
 
 if TYPE_CHECKING:
@@ -36,9 +45,9 @@ _ASK_S = 1.0
 _SETTLE_S = 0.05
 #: Worker methods that read or write live parameters, which sleep mode takes away.
 _TOUCH_WEIGHTS = frozenset(
-    f"weightsync_{word}" for word in ("capture", "prepare", "commit", "verify")
+    f"weightsync_{word}" for word in ("capture", "prepare", "commit", "switch", "verify")
 )
-_MODES = ("keep", "wait", "abort")
+_COMMIT = "weightsync_commit"
 
 
 class VllmEngine:
@@ -73,6 +82,7 @@ class VllmEngine:
         config = self._vllm.config
         ranks = rank_names(config.parallel_config)
         self._pairing = Pairing(ranks)
+        self._switching = Switching(self._rpc, self._motion, len(ranks))
         self._info = EngineInfo(
             engine_id=secrets.token_hex(8),
             vllm_version=vllm_version,
@@ -123,7 +133,7 @@ class VllmEngine:
             WeightSyncError: APPLY_BUSY while another lease holds, ENGINE_ASLEEP, ENGINE_AWAY,
                 REQUEST_INVALID. ENGINE_FENCED: vLLM did not stop within `lease_s`.
         """
-        _check(spec, lease_s)
+        check_pause(spec, lease_s)
         return await self._whole(self._pause(spec, lease_s))
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
@@ -144,6 +154,15 @@ class VllmEngine:
         """
         return await self._whole(self._resume(lease_id, version, content_digest))
 
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Let every rank change the version between two steps, without a pause.
+
+        Raises:
+            WeightSyncError: APPLY_BUSY, ENGINE_ASLEEP, ENGINE_REFUSED: it does not serve the base;
+                nothing was written. ENGINE_AWAY: vLLM could not carry it out.
+        """
+        return await self._whole(self._switch(order))
+
     async def fence(self, reason: str) -> None:
         """Keep the engine paused and refuse requests until `resume`."""
         await self._whole(self._fence(reason))
@@ -157,9 +176,10 @@ class VllmEngine:
             WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
                 ENGINE_AWAY when vLLM could not carry the call out.
         """
-        if method not in METHODS:
+        known = METHODS - {SWITCH}
+        if method not in known:
             raise WeightSyncError(
-                Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(METHODS)}"
+                Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
             )
         return await self._whole(self._rpc(method, args))
 
@@ -187,10 +207,7 @@ class VllmEngine:
     async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         async with self._changes:
             self._check_ready()
-            if self._lease.id:
-                raise WeightSyncError(
-                    Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
-                )
+            self._check_free()
             self._motion.patience_s = lease_s
             self._sleep.hold()
             try:
@@ -234,6 +251,34 @@ class VllmEngine:
             self._versions[content_digest] = version
             return labelled
 
+    async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
+        async with self._changes:
+            self._check_ready()
+            self._check_free()
+            serving = self._state is EngineState.SERVING
+            self._switching.check(order, self._served if serving else "")
+            self._sleep.hold()
+        # Without the lock: what stops vLLM must not wait for a rank that hangs.
+        try:
+            base = self._versions.get(order.base_digest, 0)
+            outcome = await self._switching.run(order, base)
+        finally:
+            if not self._lease.id:
+                self._sleep.release()
+        if outcome.serves == order.content_digest:
+            self._versions[outcome.serves] = order.version
+        if self._state is EngineState.SERVING:
+            self._served, self._committed = outcome.serves, None
+            if not outcome.serves:
+                await self._fence("the ranks did not tell one version after a switch")
+        return outcome
+
+    def _check_free(self) -> None:
+        if self._lease.id or self._switching.running:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
+            )
+
     async def _fence(self, reason: str) -> None:
         await failpoints.reach("bridge.fence")
         reason = reason or "fenced by the server"
@@ -259,11 +304,11 @@ class VllmEngine:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
         if method in _TOUCH_WEIGHTS:
             self._sleep.check_awake()
-        if method == "weightsync_commit":
-            if self._motion.generating:
-                raise WeightSyncError(
-                    Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
-                )
+        if method == _COMMIT and self._motion.generating:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
+            )
+        if method in (_COMMIT, SWITCH):
             self._committed = ""
             self._commits += 1
         named = self._pairing.name(args)
@@ -275,7 +320,7 @@ class VllmEngine:
             self._broken = f"a worker call failed inside vLLM ({told(error)}); restart vLLM"
             await self._give_up(self._broken)
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
-        if method == "weightsync_commit":
+        if method == _COMMIT:
             self._committed = agreed(replies, len(self._info.ranks))
         return replies
 
@@ -361,19 +406,6 @@ class VllmEngine:
     def _check_ready(self) -> None:
         self._check_alive()
         self._motion.check_settled()
-
-
-def _check(spec: PauseSpec, lease_s: float) -> None:
-    if spec.mode not in _MODES or spec.after_wait not in ("keep", "abort"):
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID,
-            f"pause mode {spec.mode!r} then {spec.after_wait!r}; use keep, wait or abort, and keep "
-            "or abort after wait",
-        )
-    if not 0 < lease_s <= MAX_LEASE_S:
-        raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"a lease of {lease_s} s; use more than 0 and up to 3600"
-        )
 
 
 def _log_failure(task: asyncio.Future[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep"}
+        found = {"cache_keep", BETWEEN_STEPS}
         if hasattr(self.llm, "update_weight_version"):
             found.add("weight_version")
         return frozenset(found)
@@ -82,7 +83,7 @@ class VllmCalls:
         await self.llm.resume_generation()
 
     async def set_version(self, label: str) -> bool:
-        """Set the weight version of outputs where vLLM has one; the engine is paused."""
+        """Set the weight version of outputs, where vLLM has one, before the next step."""
         if not hasattr(self.llm, "update_weight_version"):
             return False
         await self.llm.update_weight_version(label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from weightsync.vllm.calls import VllmCalls
 
 __all__ = ["PATIENCE_S", "Motion"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -93,11 +96,24 @@ class Motion:
         """
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
-        labelled = False
-        if version:
-            labelled = await self._owed(self._vllm.set_version(str(version)), "version label")
-        await self._owed(self._resume(), "resume")
+        # Both are sent before an answer is waited for; vLLM does them one after the other.
+        label = self._vllm.set_version(str(version)) if version else _nothing()
+        labelled, _ = await self._owed(asyncio.gather(label, self._resume()), "resume")
         return labelled
+
+    def label(self, version: int) -> asyncio.Task[bool]:
+        """Begin to label outputs with a version, behind all that vLLM was asked before.
+
+        Returns what tells whether there is such a label; it never raises.
+        """
+        return asyncio.create_task(self._label(version))
+
+    async def _label(self, version: int) -> bool:
+        try:
+            return await self._vllm.set_version(str(version))
+        except Exception:
+            logger.exception("weightsync: outputs are not labelled with version %d", version)
+            return False
 
     async def _stop(self, spec: PauseSpec) -> str:
         if spec.mode != "wait":
@@ -138,3 +154,7 @@ class Motion:
             await late
         await guarded(self._vllm.pause("keep", clear_cache=False))
         self.generating = False
+
+
+async def _nothing() -> bool:
+    return False

@@ -200,6 +200,16 @@ class Rank:
             return {**reply, "ok": False, "error": text}
         return reply
 
+    @property
+    def proved(self) -> str:
+        """Content digest of what the live parameters hold whole; "" if unknown or half written."""
+        return self._holding.proved
+
+    def holds(self, apply_id: str) -> bool:
+        """Whether the live parameters are proved to hold that prepared version."""
+        ready = self._prepared.get(apply_id)
+        return ready is not None and ready.content_digest == self.proved
+
     def verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start digesting the live parameters again; the outcome comes on the status page.
 

@@ -1,10 +1,40 @@
-"""Which engines are not supported, one sentence each. Decided from vLLM's config at start."""
+"""What is refused, one sentence each: engines that are not supported, pauses that mean nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["config_refusals"]
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.lease import MAX_LEASE_S
+
+if TYPE_CHECKING:
+    from weightsync.engine import PauseSpec
+
+__all__ = ["check_pause", "config_refusals"]
+
+_MODES = ("keep", "wait", "abort")
+
+
+def check_pause(spec: PauseSpec, lease_s: float) -> None:
+    """Refuse a pause that means nothing.
+
+    Args:
+        spec: How to pause.
+        lease_s: For how long.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID.
+    """
+    if spec.mode not in _MODES or spec.after_wait not in ("keep", "abort"):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"pause mode {spec.mode!r} then {spec.after_wait!r}; use keep, wait or abort, and keep "
+            "or abort after wait",
+        )
+    if not 0 < lease_s <= MAX_LEASE_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"a lease of {lease_s} s; use more than 0 and up to 3600"
+        )
 
 
 def config_refusals(config: Any) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ from weightsync import failpoints
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Pairing", "agreed"]
+    from weightsync.engine import SwitchOrder
+
+__all__ = ["Pairing", "agreed", "held_after"]
 
 
 class Pairing:
@@ -65,3 +67,16 @@ def agreed(replies: Sequence[Mapping[str, Any]], count: int) -> str:
         for reply in replies
     }
     return digests.pop() if len(digests) == 1 and len(replies) == count else ""
+
+
+def held_after(replies: Sequence[Mapping[str, Any]], count: int, order: SwitchOrder) -> str:
+    """Return the digest that all `count` ranks hold after a switch, or "" if they tell no one.
+
+    That is the new one where every rank says so, the base where every rank says that it failed and
+    is back on it.
+    """
+    if agreed(replies, count) == order.content_digest:
+        return order.content_digest
+    back = len(replies) == count and not any(reply.get("ok") for reply in replies)
+    digests = {reply.get("content_digest") for reply in replies}
+    return order.base_digest if back and digests == {order.base_digest} else ""

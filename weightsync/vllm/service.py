@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec
+from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec, SwitchOrder
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
@@ -130,6 +130,27 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         )
         await failpoints.reach("bridge.resumed")
         return pb.ResumeResponse(label_set=label_set)
+
+    @_told
+    async def Switch(self, request: Any, context: Any) -> pb.SwitchResponse:
+        """Change the version between two steps."""
+        self._check_driver(request)
+        order = SwitchOrder(
+            apply_id=request.apply_id,
+            base_id=request.base_apply_id,
+            version=request.version,
+            content_digest=request.content_digest,
+            base_digest=request.base_content_digest,
+            limit_s=request.limit.ToTimedelta().total_seconds(),
+        )
+        await failpoints.reach("bridge.switch")
+        outcome = await self._engine.switch(order)
+        await failpoints.reach("bridge.switched")
+        return pb.SwitchResponse(
+            replies_json=[json.dumps(reply).encode() for reply in outcome.replies],
+            serves=outcome.serves,
+            label_set=outcome.label_set,
+        )
 
     @_told
     async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:

@@ -10,7 +10,11 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weightsync import failpoints
+from weightsync.vllm.agreement import tensor_peers
+from weightsync.vllm.between import switch
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.rank import Rank, RefusedCallError
 from weightsync.vllm.settings import EngineSettings
@@ -25,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: Names of the methods on vLLM's workers.
 METHODS = frozenset(
     f"weightsync_{word}"
-    for word in ("hello", "capture", "prepare", "commit", "verify", "state", "release")
+    for word in ("hello", "capture", "prepare", "commit", "switch", "verify", "state", "release")
 )
 _ATTRIBUTE = "_weightsync_rank"
 
@@ -66,7 +70,17 @@ def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    if worker.device.type == "cuda":
+        # vLLM sends the next step before it has the outcome of the last one: let it end first.
+        torch.cuda.synchronize(worker.device)
+    rank = _rank_of(worker)
+    return switch(rank, args, tensor_peers())
+
+
 def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    if word == "switch":
+        return _switch(worker, args)
     context = _with_config(worker) if word == "capture" else contextlib.nullcontext()
     with context:
         reply: dict[str, Any] = getattr(_rank_of(worker), word)(args)
@@ -76,7 +90,7 @@ def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
 def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
     """Return the reply, or what a failpoint makes of it: FIELD or FIELD=VALUE is another."""
     lie = None
-    if word == "commit":
+    if word in ("commit", "switch"):
         lie = failpoints.lie("worker.reply")
     elif word == "state":
         lie = failpoints.lie("worker.tell")

@@ -44,10 +44,19 @@ Key = Annotated[
     typer.Option("--key", help="Idempotency key: a repeated call with it joins the first."),
 ]
 Pause = Annotated[
-    str, typer.Option("--pause", help="Requests in flight: keep, wait (finish first) or abort.")
+    str,
+    typer.Option(
+        "--pause",
+        help="Requests in flight: keep, wait (finish first), abort; or between_steps: no pause.",
+    ),
 ]
 Cache = Annotated[
-    str, typer.Option("--cache", help="Caches: recompute (exact) or keep (shortest gap).")
+    str | None,
+    typer.Option(
+        "--cache",
+        help="Caches: recompute (exact; default) or keep (shortest gap; all that --pause "
+        "between_steps can do).",
+    ),
 ]
 Wait = Annotated[
     float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")

@@ -39,12 +39,14 @@ def _metadata(pairs: list[str]) -> dict[str, str]:
 def _set_pause(
     choices: PauseChoices,
     pause: str,
-    cache: str,
+    cache: str | None,
     wait_timeout: float | None,
     after_wait: str,
     key: str | None,
 ) -> None:
-    choices["pause"], choices["cache"] = pause, cache
+    choices["pause"] = pause
+    if cache is not None:
+        choices["cache"] = cache
     if wait_timeout is not None:
         choices["wait_timeout_s"] = wait_timeout
     if pause == "wait":
@@ -93,7 +95,7 @@ def apply(
     version: Annotated[int, typer.Argument(help="0: the newest that is not rejected.")] = 0,
     *,
     pause: Pause = "keep",
-    cache: Cache = "recompute",
+    cache: Cache = None,
     wait_timeout: Wait = None,
     after_wait: After = "keep",
     dry_run: Annotated[
@@ -132,7 +134,7 @@ def rollback(
     *,
     reason: Annotated[str, typer.Option(help="Why, for logs and status.")] = "",
     pause: Pause = "keep",
-    cache: Cache = "recompute",
+    cache: Cache = None,
     wait_timeout: Wait = None,
     after_wait: After = "keep",
     key: Key = None,

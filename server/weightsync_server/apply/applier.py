@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
+from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import answers, reports
@@ -72,8 +73,8 @@ class Applier:
         self._metrics = metrics
         self._settings = settings
         self._calls = Calls()
-        # Bytes per second of pause in the last apply, by strategy.
-        self._rates: dict[int, float] = {}
+        # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
+        self._rates: dict[tuple[int, bool], float] = {}
 
     async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
         """Make a version live on every rank, or change nothing.
@@ -155,6 +156,7 @@ class Applier:
     ) -> pb.ApplyVersionResponse:
         async with self._keeper.exclusive() as session:
             live = _live(session)
+            _check_capable(session, spec)
             record = self._choose(request, live)
             if record.version == live.record.version:
                 return pb.ApplyVersionResponse(report=reports.nothing_done(live, spec))
@@ -163,7 +165,7 @@ class Applier:
             durable = request.require_durable or not request.HasField("require_durable")
             target = await self._ready(session, live, record, timeout, durable=durable)
             if request.dry_run:
-                plan = self._plan(target, read_from_store=absent)
+                plan = self._plan(target, spec, read_from_store=absent)
                 await self._drop(session, live, target)
                 report = reports.planned(target, live.record.version, spec, plan)
                 return pb.ApplyVersionResponse(report=report)
@@ -178,6 +180,7 @@ class Applier:
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
         async with self._keeper.exclusive() as session:
             live = _live(session)
+            _check_capable(session, spec)
             version = self._versions.rollback_to
             if not version:
                 raise WeightSyncError(
@@ -288,7 +291,9 @@ class Applier:
         self._keeper.show(target, whole=switched.compared_all)
         if switched.paused_s:
             done = reports.strategy(patched=switched.patched)
-            self._rates[done] = switched.written_bytes / switched.paused_s
+            self._rates[done, attempt.spec.mode == BETWEEN_STEPS] = (
+                switched.written_bytes / switched.paused_s
+            )
         logger.info(
             "version %d is live, %d bytes written, paused for %.1f ms",
             target.record.version,
@@ -308,9 +313,9 @@ class Applier:
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
             await session.hold(attempt.base)
 
-    def _plan(self, target: Prepared, *, read_from_store: bool) -> pb.ApplyPlan:
+    def _plan(self, target: Prepared, spec: PauseSpec, *, read_from_store: bool) -> pb.ApplyPlan:
         strategy = reports.strategy(patched=target.patched)
-        rate = self._rates.get(strategy)
+        rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
         return pb.ApplyPlan(
             bytes=target.bytes,
             predicted_pause=duration(target.bytes / rate if rate else 0.0),
@@ -325,6 +330,15 @@ def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
     if not 0 <= seconds <= _MAX_PREPARE_S:
         raise WeightSyncError(
             Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
+        )
+
+
+def _check_capable(session: Session, spec: PauseSpec) -> None:
+    if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "the plugin in vLLM cannot change weights between two steps; install this weightsync "
+            "release there too, or use another pause mode",
         )
 
 

@@ -11,19 +11,21 @@ import asyncio
 import os
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-    from weightsync.engine import Engine
+    from weightsync.engine import Engine, SwitchOrder
     from weightsync.handover import SegmentServer
 
 __all__ = ["QUICK_S", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
+
+_T = TypeVar("_T")
 
 #: Time for a worker RPC that only starts a thread or reads a field, seconds.
 QUICK_S = 30.0
@@ -62,7 +64,8 @@ class Report:
 class RankCommit:
     """What a rank answered to a commit; `content_digest` is empty unless proved.
 
-    It is `patched` when only what changes was written, and compared.
+    It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
+    of a switch between two steps.
     """
 
     rank: str
@@ -72,6 +75,7 @@ class RankCommit:
     commit_s: float
     verify_s: float
     error: str
+    switch_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Ranks:
         self._pages = [PageReader() for _ in self.names]
         for name, page in zip(self.names, self._pages, strict=True):
             segments.publish(f"{self._page}/{name}", os.dup(page.segment.fd), PAGE_BYTES)
-        self._outstanding: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._outstanding: asyncio.Task[Any] | None = None
 
     @property
     def hung(self) -> bool:
@@ -178,6 +182,13 @@ class Ranks:
         replies = await self._call("weightsync_commit", {"apply_id": apply_id}, timeout_s)
         return [_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
 
+    async def switch(self, order: SwitchOrder, timeout_s: float) -> tuple[list[RankCommit], str]:
+        """Change the version between two steps; tells what the engine goes on with, "": nothing."""
+        outcome = await self._asked(lambda: self._engine.switch(order), "a switch", timeout_s)
+        replies = self._paired(outcome.replies, "a switch")
+        ranks = zip(self.names, replies, strict=True)
+        return [_commit(rank, order.apply_id, reply) for rank, reply in ranks], outcome.serves
+
     async def release(
         self, keep: Iterable[str], timeout_s: float, segments: Iterable[str] | None = None
     ) -> None:
@@ -231,12 +242,18 @@ class Ranks:
     async def _call(
         self, method: str, args: dict[str, Any], timeout_s: float
     ) -> list[dict[str, Any]]:
+        replies = await self._asked(
+            lambda: self._engine.call_workers(method, args), method, timeout_s
+        )
+        return self._paired(replies, method)
+
+    async def _asked(self, call: Callable[[], Awaitable[_T]], what: str, timeout_s: float) -> _T:
         if self.hung:
             raise WeightSyncError(
                 Reason.ENGINE_FENCED,
                 "an earlier call to the ranks has not returned; wait for it or restart vLLM",
             )
-        task = asyncio.ensure_future(self._engine.call_workers(method, args))
+        task = asyncio.ensure_future(call())
         self._outstanding = task
         # Its outcome may come when nobody waits any more.
         task.add_done_callback(_swallow)
@@ -244,13 +261,15 @@ class Ranks:
         if not done:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the ranks did not answer {method} within {timeout_s:g} s",
+                f"the ranks did not answer {what} within {timeout_s:g} s",
             )
-        replies = task.result()
+        return task.result()
+
+    def _paired(self, replies: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
         if len(replies) != len(self.names):
             raise WeightSyncError(
                 Reason.FAULT,
-                f"{len(replies)} ranks answered {method}, expected {len(self.names)}; restart vLLM "
+                f"{len(replies)} ranks answered {what}, expected {len(self.names)}; restart vLLM "
                 "if it stays so",
             )
         return [_own(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
@@ -278,13 +297,13 @@ def _check(rank: str, reply: dict[str, Any]) -> None:
         raise refusal(rank, str(reply.get("error", "")), lasting=bool(reply.get("refused")))
 
 
-def _own(rank: str, reply: dict[str, Any]) -> dict[str, Any]:
+def _own(rank: str, reply: Mapping[str, Any]) -> dict[str, Any]:
     if reply.get("rank") == rank:
-        return reply
+        return dict(reply)
     return {"ok": False, "error": f"answered as rank {reply.get('rank')!r}"}
 
 
-def _swallow(task: asyncio.Task[list[dict[str, Any]]]) -> None:
+def _swallow(task: asyncio.Task[Any]) -> None:
     # The answer to a call that was given up: the ranks are asked again before anything else.
     if not task.cancelled():
         task.exception()
@@ -321,4 +340,5 @@ def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         commit_s=float(reply.get("commit_s", 0.0)),
         verify_s=float(reply.get("verify_s", 0.0)),
         error=error,
+        switch_s=float(reply.get("switch_s", 0.0)),
     )

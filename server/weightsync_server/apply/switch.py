@@ -3,6 +3,8 @@
 INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new version
                                                  -> else: restore the old one, verify, resume
                                                  -> else: fence
+
+In mode between_steps the ranks do all of that in one call, and nothing pauses.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Never, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import EngineState
+from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply import answers
 from weightsync_server.apply.journal import Cause, Entry
 from weightsync_server.apply.ranks import QUICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from weightsync.engine import PauseSpec
     from weightsync_server.apply.answers import Reply
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Switch", "Switched"]
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 #: How often a resume is tried, and how long between two tries, seconds.
 _RESUMES, _AGAIN_S = 3, 0.1
@@ -92,6 +96,14 @@ def _failures(replies: list[RankCommit], digest: str) -> list[str]:
     ]
 
 
+def _restored(base: Prepared, failures: list[str]) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.APPLY_RESTORED,
+        f"the apply failed and version {base.record.version} was restored and verified on "
+        f"every rank ({'; '.join(failures)}); push the version again or apply another one",
+    )
+
+
 def _intent(attempt: Attempt) -> Entry:
     target, base = attempt.target, attempt.base.record.version
     return Entry("INTENT", target.apply_id, target.record.version, base, attempt.cause)
@@ -137,7 +149,7 @@ class Switch:
         await failpoints.reach("apply.pause")
         try:
             with self._bounded(attempt):
-                await self._paused(attempt, result)
+                await self._made_live(attempt, result)
         except OSError as error:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
@@ -204,12 +216,57 @@ class Switch:
         with self._told():
             await self._write(self._stored(entry, held))
 
+    async def _made_live(self, attempt: Attempt, result: Switched) -> None:
+        if attempt.spec.mode == BETWEEN_STEPS:
+            await self._between(attempt, result)
+        else:
+            await self._paused(attempt, result)
+
+    async def _between(self, attempt: Attempt, result: Switched) -> None:
+        target, base = attempt.target, attempt.base
+        result.pause_mode = BETWEEN_STEPS
+        order = SwitchOrder(
+            apply_id=target.apply_id,
+            base_id=base.apply_id,
+            version=target.record.version,
+            content_digest=target.digest,
+            base_digest=base.digest,
+            limit_s=self._timeout_s,
+        )
+        result.ranks, serves = await self._tried(lambda: self._switched(order))
+        failures = _failures(result.ranks, target.digest)
+        if failures and serves == base.digest:
+            raise _restored(base, failures)
+        if failures or serves != target.digest:
+            await self._fence(failures or ["the ranks did not tell one version"])
+        self._count(target, result)
+        result.paused_s = max(rank.switch_s for rank in result.ranks)
+
+    async def _switched(self, order: SwitchOrder) -> tuple[list[RankCommit], str]:
+        ranks = self._session.ranks
+        try:
+            # For the commit and, where it fails, for the way back.
+            return await ranks.switch(order, 2 * self._timeout_s)
+        except WeightSyncError as error:
+            if ranks.hung or error.reason in (Reason.ENGINE_AWAY, Reason.FAULT):
+                # Nobody knows what the ranks hold until they are asked.
+                await self._fence([error.message])
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the engine did not begin to switch ({error.message}); apply again",
+                retry_after_s=1.0,
+            ) from error
+
+    async def _tried(self, write: Callable[[], Awaitable[_T]]) -> _T:
+        await failpoints.reach("apply.commit")
+        written = await write()
+        await failpoints.reach("apply.committed")
+        return written
+
     async def _paused(self, attempt: Attempt, result: Switched) -> None:
         async with self._session.paused(attempt.spec) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            await failpoints.reach("apply.commit")
-            failures = await self._commit(attempt.target, result)
-            await failpoints.reach("apply.committed")
+            failures = await self._tried(lambda: self._commit(attempt.target, result))
             if failures:
                 await self._restore(attempt.base, pause, failures)
             start = time.perf_counter()
@@ -249,6 +306,10 @@ class Switch:
                     retry_after_s=1.0,
                 ) from error
             return [error.message]
+        self._count(target, result)
+        return _failures(result.ranks, target.digest)
+
+    def _count(self, target: Prepared, result: Switched) -> None:
         self._metrics.set_served(
             {
                 rank.rank: target.record.version if rank.content_digest == target.digest else 0
@@ -257,7 +318,6 @@ class Switch:
         )
         result.commit_s = max(rank.commit_s for rank in result.ranks)
         result.verify_s = max(rank.verify_s for rank in result.ranks)
-        return _failures(result.ranks, target.digest)
 
     async def _restore(self, base: Prepared, pause: Pause, failures: list[str]) -> Never:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
@@ -267,11 +327,7 @@ class Switch:
             await self._fence(failures + again)
         await failpoints.reach("apply.restored")
         await self._resume(pause, base)
-        raise WeightSyncError(
-            Reason.APPLY_RESTORED,
-            f"the apply failed and version {base.record.version} was restored and verified on "
-            f"every rank ({'; '.join(failures)}); push the version again or apply another one",
-        )
+        raise _restored(base, failures)
 
     async def _fence(self, failures: list[str]) -> Never:
         reason = "; ".join(failures)

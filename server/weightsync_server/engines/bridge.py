@@ -17,6 +17,8 @@ from weightsync.engine import (
     EngineState,
     Lease,
     PauseSpec,
+    SwitchOrder,
+    SwitchOutcome,
 )
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
@@ -134,6 +136,21 @@ class BridgeEngine:
             server_id=self._id,
         )
         return (await self._call(self._stub.Resume(request, timeout=self._resume_s))).label_set
+
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Change the version between two steps."""
+        request = pb.SwitchRequest(
+            apply_id=order.apply_id,
+            base_apply_id=order.base_id,
+            version=order.version,
+            content_digest=order.content_digest,
+            base_content_digest=order.base_digest,
+            limit=_duration(order.limit_s),
+            server_id=self._id,
+        )
+        answer = await self._call(self._stub.Switch(request))
+        replies = [json.loads(reply) for reply in answer.replies_json]
+        return SwitchOutcome(replies, answer.serves, answer.label_set)
 
     async def fence(self, reason: str) -> None:
         """Keep the engine paused and refuse requests until `resume`."""

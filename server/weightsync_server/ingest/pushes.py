@@ -28,6 +28,7 @@ from weightsync_server.versions import NoMeters
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
+    from weightsync_server.ingest.chunks import Message
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
 
 __all__ = ["Pushes"]
@@ -119,7 +120,7 @@ class Pushes:
         return response
 
     async def stream(
-        self, requests: AsyncIterator[pb.PushWeightsRequest], deadline_s: float | None = None
+        self, requests: AsyncIterator[Message], deadline_s: float | None = None
     ) -> pb.PushWeightsResponse:
         """Serve one PushWeights stream.
 

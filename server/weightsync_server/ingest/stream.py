@@ -9,6 +9,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.checks import check_size, refused
+from weightsync_server.ingest.chunks import ChunkView
 from weightsync_server.ingest.push import FATAL, Push
 from weightsync_server.ingest.resuming import wake
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from weightsync.segments import Segment
+    from weightsync_server.ingest.chunks import Message
     from weightsync_server.ingest.pushes import Pushes
     from weightsync_server.ingest.upload import ShardUpload
 
 __all__ = ["PushStream"]
+
+Data = bytes | memoryview
 
 #: How often a stream is looked at within its idle timeout.
 _LOOKS = 4
@@ -38,7 +42,7 @@ class PushStream:
     def __init__(
         self,
         pushes: Pushes,
-        requests: AsyncIterator[pb.PushWeightsRequest],
+        requests: AsyncIterator[Message],
         deadline_s: float | None,
     ) -> None:
         self._pushes = pushes
@@ -83,6 +87,8 @@ class PushStream:
         message = await self._receive()
         if message is None:
             raise refused("the stream holds no message; send begin or join first")
+        if isinstance(message, ChunkView):
+            raise refused("the first message of a stream must be begin or join")
         check_size(message, self._pushes.limits)
         if message.HasField("begin"):
             push = await self._pushes.open(message.begin, self._deadline_s)
@@ -97,7 +103,7 @@ class PushStream:
         self._push = push
         return push.again() if push.committed is not None else None
 
-    async def _receive(self) -> pb.PushWeightsRequest | None:
+    async def _receive(self) -> Message | None:
         self._ticks += 1
         try:
             return await self._next()
@@ -111,19 +117,23 @@ class PushStream:
         push = self._opened()
         most = self._pushes.limits.max_chunk_bytes
         shard = -1
-        data = b""
+        chunk: ChunkView | pb.Chunk
+        data: Data
         while True:
             # Bytes of the last message must not be kept while the next one is awaited.
             message = chunk = data = None  # type: ignore[assignment]
             message = await self._receive()
             if message is None:
                 return None
-            if not message.HasField("chunk"):
-                if message.HasField("commit"):
-                    return message.commit
+            if isinstance(message, ChunkView):
+                chunk = message
+            elif message.HasField("chunk"):
+                chunk = message.chunk
+            elif message.HasField("commit"):
+                return message.commit
+            else:
                 await self._other(push, message)
                 continue
-            chunk = message.chunk
             if chunk.shard != shard:
                 shard = -1
                 upload, segment = await self._switch(push, chunk.shard)
@@ -159,7 +169,7 @@ class PushStream:
             push.first_byte_at = asyncio.get_running_loop().time()
         return upload, await push.ready(upload)
 
-    def _irregular(self, push: Push, upload: ShardUpload, begin: int, data: bytes) -> bytes:
+    def _irregular(self, push: Push, upload: ShardUpload, begin: int, data: Data) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
         push.check_open()
         if len(data) > self._pushes.limits.max_chunk_bytes:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from weightsync_server.service.debug import add_debug_service
 from weightsync_server.service.servicer import WeightSyncServicer
+from weightsync_server.service.serving import add_service
 
-__all__ = ["WeightSyncServicer", "add_debug_service"]
+__all__ = ["WeightSyncServicer", "add_debug_service", "add_service"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from weightsync_server.apply import Applier
-    from weightsync_server.ingest import Lender, Pushes
+    from weightsync_server.ingest import Lender, Message, Pushes
     from weightsync_server.versions import ModelVersions
 
 __all__ = ["WeightSyncServicer"]
@@ -65,9 +65,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
             self._lender.offer(response, context.peer())
         return response
 
-    async def PushWeights(
-        self, request_iterator: AsyncIterator[pb.PushWeightsRequest], context: Any
-    ) -> Any:
+    async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:
         """Receive layout, bytes and digests."""
         return await self._pushes.stream(request_iterator, context.time_remaining())
 

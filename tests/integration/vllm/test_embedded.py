@@ -64,3 +64,14 @@ def test_wait_that_takes_too_long_becomes_keep_or_abort(seen: dict[str, Any]) ->
     assert seen["abort_became"] == "abort"
     assert 0 < seen["aborted_tokens"] < 400
     assert seen["idle_wait"] == "wait"
+
+
+def test_a_request_goes_on_over_a_switch_between_two_of_its_steps(seen: dict[str, Any]) -> None:
+    assert seen["switched"]
+    assert seen["switch_labelled"]
+    assert seen["switch_state"] == "serving"
+    assert seen["switch_tokens"] == 300
+    (before, after) = seen["switch_spans"]
+    assert (before[0], before[1], after[0], after[2]) == ("2", 0, "3", 300)
+    # Tokens of other weights begin where their label does, or one step beside it.
+    assert abs(before[2] - seen["switch_at"]) <= 1

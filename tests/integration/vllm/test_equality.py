@@ -1,7 +1,8 @@
 """After an apply, a running vLLM answers exactly as one that was started from the new checkpoint.
 
 Tokens and log probabilities are compared, over families, dtypes, tied heads and tensor parallelism,
-with CPU repacking off: after applies that write everything, after patches, and after the way back.
+with CPU repacking off: after applies that write everything, after patches, after the way back, and
+after switches between two steps.
 With repacking on, prepare refuses.
 """
 
@@ -138,6 +139,13 @@ def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
         assert _answers(bench.vllm) == beside
         bench.client.apply(a, 5, apply_id=adopted)
         assert _answers(bench.vllm) == before
+        # No prompt fills a block of the cache, which is kept.
+        switched = bench.client.switch(b, 6, patched, a, adopted)
+        assert (switched.serves, len(switched.replies_json)) == (b.content_digest, cell.tp)
+        without = _answers(bench.vllm)
+        assert bench.client.switch(a, 7, adopted, b, patched).serves == a.content_digest
+        assert _answers(bench.vllm) == before
+    assert without == after
     assert len({str(answers) for answers in (before, beside, after)}) == 3
     assert after == expected
 

@@ -149,6 +149,14 @@ def test_apply_leaves_defaults_to_the_server(client: Client, servicer: Any) -> N
     assert client.apply(dry_run=True).plan.write_bytes == 42  # type: ignore[union-attr]
 
 
+def test_no_pause_is_asked_for_by_its_name(client: Client, servicer: Any) -> None:
+    client.push(arrays(0))
+    client.apply(pause="between_steps")
+    # Nothing about caches: there is one way only.
+    wanted = pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS)
+    assert servicer.requests[-1].pause == wanted
+
+
 @pytest.mark.parametrize(
     "options", [{"pause": "stop"}, {"cache": "unspecified"}, {"after_wait": "wait a bit"}]
 )

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.vllm.test_adapter import DIGEST, Llm
 from weightsync import failpoints
-from weightsync.engine import EngineState, PauseSpec
+from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.adapter import VllmEngine
@@ -93,6 +93,7 @@ async def test_the_server_that_said_hello_last_drives(
             first.pause(PauseSpec(), 30),
             first.renew(lease.lease_id, 30),
             first.resume(lease.lease_id, 7, DIGEST),
+            first.switch(SwitchOrder("new", "old", 8, DIGEST, DIGEST, 1.0)),
             first.fence("of the first"),
             first.call_workers("weightsync_commit", {}),
             first.offer_checkpoint("", "offer"),
@@ -165,3 +166,18 @@ def test_a_socket_that_nobody_serves_is_told(tmp_path: Path) -> None:
     error = asyncio.run(ask())
     assert error.reason is Reason.ENGINE_AWAY
     assert "VLLM_PLUGINS=weightsync" in error.message
+
+
+async def test_a_switch_goes_over_the_bridge_and_back(folder: str, first: BridgeEngine) -> None:
+    llm = Llm()
+    async with _bridge(llm, folder) as engine:
+        assert BETWEEN_STEPS in (await first.hello()).capabilities
+        await first.resume("", 7, DIGEST)
+        llm.log.clear()
+        llm.digests = ["cd" * 16] * 2
+        order = SwitchOrder("new", "old", 8, "cd" * 16, DIGEST, 1.5)
+        outcome = await first.switch(order)
+        assert (outcome.serves, outcome.label_set) == ("cd" * 16, True)
+        assert [reply["rank"] for reply in outcome.replies] == ["0/0/0", "0/0/1"]
+        assert llm.log == ["weightsync_switch", "label 8"]
+        assert engine.condition()[0] is EngineState.SERVING

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weightsync/engine/v1/engine.proto\x12\x14weightsync.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"K\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\xd2\x01\n\rHelloResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cvllm_version\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x30\n\x05state\x18\x07 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\"\xb3\x01\n\x0cPauseRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nafter_wait\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x06 \x01(\t\"/\n\rPauseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"b\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\x14\n\x12RenewLeaseResponse\"]\n\rResumeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x03 \x01(\t\x12\x11\n\tserver_id\x18\x04 \x01(\t\"#\n\x0eResumeResponse\x12\x11\n\tlabel_set\x18\x01 \x01(\x08\"1\n\x0c\x46\x65nceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\t\"\x0f\n\rFenceResponse\"J\n\x12\x43\x61llWorkersRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\x0c\x12\x11\n\tserver_id\x18\x03 \x01(\t\"+\n\x13\x43\x61llWorkersResponse\x12\x14\n\x0creplies_json\x18\x01 \x03(\x0c\"U\n\x16OfferCheckpointRequest\x12\x16\n\x0esegment_socket\x18\x01 \x01(\t\x12\x10\n\x08offer_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"(\n\x17OfferCheckpointResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"\x0f\n\rHealthRequest\"\x9c\x01\n\x0eHealthResponse\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x10\n\x08sleeping\x18\x05 \x01(\x08\x12\x11\n\tserver_id\x18\x06 \x01(\t*\xad\x01\n\x0b\x42ridgeState\x12\x1c\n\x18\x42RIDGE_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x42RIDGE_STATE_UNRECONCILED\x10\x01\x12\x18\n\x14\x42RIDGE_STATE_SERVING\x10\x02\x12\x17\n\x13\x42RIDGE_STATE_PAUSED\x10\x03\x12\x17\n\x13\x42RIDGE_STATE_FENCED\x10\x04\x12\x15\n\x11\x42RIDGE_STATE_DEAD\x10\x05\x32\xe4\x05\n\rEngineService\x12P\n\x05Hello\x12\".weightsync.engine.v1.HelloRequest\x1a#.weightsync.engine.v1.HelloResponse\x12P\n\x05Pause\x12\".weightsync.engine.v1.PauseRequest\x1a#.weightsync.engine.v1.PauseResponse\x12_\n\nRenewLease\x12\'.weightsync.engine.v1.RenewLeaseRequest\x1a(.weightsync.engine.v1.RenewLeaseResponse\x12S\n\x06Resume\x12#.weightsync.engine.v1.ResumeRequest\x1a$.weightsync.engine.v1.ResumeResponse\x12P\n\x05\x46\x65nce\x12\".weightsync.engine.v1.FenceRequest\x1a#.weightsync.engine.v1.FenceResponse\x12\x62\n\x0b\x43\x61llWorkers\x12(.weightsync.engine.v1.CallWorkersRequest\x1a).weightsync.engine.v1.CallWorkersResponse\x12n\n\x0fOfferCheckpoint\x12,.weightsync.engine.v1.OfferCheckpointRequest\x1a-.weightsync.engine.v1.OfferCheckpointResponse\x12S\n\x06Health\x12#.weightsync.engine.v1.HealthRequest\x1a$.weightsync.engine.v1.HealthResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!weightsync/engine/v1/engine.proto\x12\x14weightsync.engine.v1\x1a\x1egoogle/protobuf/duration.proto\"K\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\xd2\x01\n\rHelloResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cvllm_version\x18\x03 \x01(\t\x12\r\n\x05ranks\x18\x04 \x03(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x10\n\x08refusals\x18\x06 \x03(\t\x12\x30\n\x05state\x18\x07 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\"\xb3\x01\n\x0cPauseRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\x12/\n\x0cwait_timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nafter_wait\x18\x04 \x01(\t\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x06 \x01(\t\"/\n\rPauseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\"b\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x03 \x01(\t\"\x14\n\x12RenewLeaseResponse\"]\n\rResumeRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x03 \x01(\t\x12\x11\n\tserver_id\x18\x04 \x01(\t\"#\n\x0eResumeResponse\x12\x11\n\tlabel_set\x18\x01 \x01(\x08\"\xbb\x01\n\rSwitchRequest\x12\x10\n\x08\x61pply_id\x18\x01 \x01(\t\x12\x15\n\rbase_apply_id\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\t\x12\x1b\n\x13\x62\x61se_content_digest\x18\x05 \x01(\t\x12(\n\x05limit\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tserver_id\x18\x07 \x01(\t\"I\n\x0eSwitchResponse\x12\x14\n\x0creplies_json\x18\x01 \x03(\x0c\x12\x0e\n\x06serves\x18\x02 \x01(\t\x12\x11\n\tlabel_set\x18\x03 \x01(\x08\"1\n\x0c\x46\x65nceRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tserver_id\x18\x02 \x01(\t\"\x0f\n\rFenceResponse\"J\n\x12\x43\x61llWorkersRequest\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\targs_json\x18\x02 \x01(\x0c\x12\x11\n\tserver_id\x18\x03 \x01(\t\"+\n\x13\x43\x61llWorkersResponse\x12\x14\n\x0creplies_json\x18\x01 \x03(\x0c\"U\n\x16OfferCheckpointRequest\x12\x16\n\x0esegment_socket\x18\x01 \x01(\t\x12\x10\n\x08offer_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\"(\n\x17OfferCheckpointResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"\x0f\n\rHealthRequest\"\x9c\x01\n\x0eHealthResponse\x12\x30\n\x05state\x18\x01 \x01(\x0e\x32!.weightsync.engine.v1.BridgeState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x10\n\x08requests\x18\x04 \x01(\r\x12\x10\n\x08sleeping\x18\x05 \x01(\x08\x12\x11\n\tserver_id\x18\x06 \x01(\t*\xad\x01\n\x0b\x42ridgeState\x12\x1c\n\x18\x42RIDGE_STATE_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x42RIDGE_STATE_UNRECONCILED\x10\x01\x12\x18\n\x14\x42RIDGE_STATE_SERVING\x10\x02\x12\x17\n\x13\x42RIDGE_STATE_PAUSED\x10\x03\x12\x17\n\x13\x42RIDGE_STATE_FENCED\x10\x04\x12\x15\n\x11\x42RIDGE_STATE_DEAD\x10\x05\x32\xb9\x06\n\rEngineService\x12P\n\x05Hello\x12\".weightsync.engine.v1.HelloRequest\x1a#.weightsync.engine.v1.HelloResponse\x12P\n\x05Pause\x12\".weightsync.engine.v1.PauseRequest\x1a#.weightsync.engine.v1.PauseResponse\x12_\n\nRenewLease\x12\'.weightsync.engine.v1.RenewLeaseRequest\x1a(.weightsync.engine.v1.RenewLeaseResponse\x12S\n\x06Resume\x12#.weightsync.engine.v1.ResumeRequest\x1a$.weightsync.engine.v1.ResumeResponse\x12S\n\x06Switch\x12#.weightsync.engine.v1.SwitchRequest\x1a$.weightsync.engine.v1.SwitchResponse\x12P\n\x05\x46\x65nce\x12\".weightsync.engine.v1.FenceRequest\x1a#.weightsync.engine.v1.FenceResponse\x12\x62\n\x0b\x43\x61llWorkers\x12(.weightsync.engine.v1.CallWorkersRequest\x1a).weightsync.engine.v1.CallWorkersResponse\x12n\n\x0fOfferCheckpoint\x12,.weightsync.engine.v1.OfferCheckpointRequest\x1a-.weightsync.engine.v1.OfferCheckpointResponse\x12S\n\x06Health\x12#.weightsync.engine.v1.HealthRequest\x1a$.weightsync.engine.v1.HealthResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weightsync.engine.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BRIDGESTATE']._serialized_start=1361
-  _globals['_BRIDGESTATE']._serialized_end=1534
+  _globals['_BRIDGESTATE']._serialized_start=1626
+  _globals['_BRIDGESTATE']._serialized_end=1799
   _globals['_HELLOREQUEST']._serialized_start=91
   _globals['_HELLOREQUEST']._serialized_end=166
   _globals['_HELLORESPONSE']._serialized_start=169
@@ -50,22 +50,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEREQUEST']._serialized_end=827
   _globals['_RESUMERESPONSE']._serialized_start=829
   _globals['_RESUMERESPONSE']._serialized_end=864
-  _globals['_FENCEREQUEST']._serialized_start=866
-  _globals['_FENCEREQUEST']._serialized_end=915
-  _globals['_FENCERESPONSE']._serialized_start=917
-  _globals['_FENCERESPONSE']._serialized_end=932
-  _globals['_CALLWORKERSREQUEST']._serialized_start=934
-  _globals['_CALLWORKERSREQUEST']._serialized_end=1008
-  _globals['_CALLWORKERSRESPONSE']._serialized_start=1010
-  _globals['_CALLWORKERSRESPONSE']._serialized_end=1053
-  _globals['_OFFERCHECKPOINTREQUEST']._serialized_start=1055
-  _globals['_OFFERCHECKPOINTREQUEST']._serialized_end=1140
-  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_start=1142
-  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_end=1182
-  _globals['_HEALTHREQUEST']._serialized_start=1184
-  _globals['_HEALTHREQUEST']._serialized_end=1199
-  _globals['_HEALTHRESPONSE']._serialized_start=1202
-  _globals['_HEALTHRESPONSE']._serialized_end=1358
-  _globals['_ENGINESERVICE']._serialized_start=1537
-  _globals['_ENGINESERVICE']._serialized_end=2277
+  _globals['_SWITCHREQUEST']._serialized_start=867
+  _globals['_SWITCHREQUEST']._serialized_end=1054
+  _globals['_SWITCHRESPONSE']._serialized_start=1056
+  _globals['_SWITCHRESPONSE']._serialized_end=1129
+  _globals['_FENCEREQUEST']._serialized_start=1131
+  _globals['_FENCEREQUEST']._serialized_end=1180
+  _globals['_FENCERESPONSE']._serialized_start=1182
+  _globals['_FENCERESPONSE']._serialized_end=1197
+  _globals['_CALLWORKERSREQUEST']._serialized_start=1199
+  _globals['_CALLWORKERSREQUEST']._serialized_end=1273
+  _globals['_CALLWORKERSRESPONSE']._serialized_start=1275
+  _globals['_CALLWORKERSRESPONSE']._serialized_end=1318
+  _globals['_OFFERCHECKPOINTREQUEST']._serialized_start=1320
+  _globals['_OFFERCHECKPOINTREQUEST']._serialized_end=1405
+  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_start=1407
+  _globals['_OFFERCHECKPOINTRESPONSE']._serialized_end=1447
+  _globals['_HEALTHREQUEST']._serialized_start=1449
+  _globals['_HEALTHREQUEST']._serialized_end=1464
+  _globals['_HEALTHRESPONSE']._serialized_start=1467
+  _globals['_HEALTHRESPONSE']._serialized_end=1623
+  _globals['_ENGINESERVICE']._serialized_start=1802
+  _globals['_ENGINESERVICE']._serialized_end=2627
 # @@protoc_insertion_point(module_scope)

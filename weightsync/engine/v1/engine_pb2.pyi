@@ -121,7 +121,7 @@ class HelloResponse(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the engine can do: weight_version, cache_keep, ..."""
+        """What the engine can do: weight_version, cache_keep, between_steps, ..."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -330,6 +330,88 @@ class ResumeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class SwitchRequest(_message.Message):
+    """Changes the version between two steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_ID_FIELD_NUMBER: _builtins.int
+    BASE_APPLY_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    apply_id: _builtins.str
+    """What every rank shall hold: an apply that every rank has prepared."""
+    base_apply_id: _builtins.str
+    """What every rank holds: an apply that every rank has prepared."""
+    version: _builtins.int
+    """The version of apply_id, for labels."""
+    content_digest: _builtins.str
+    """Its content digest."""
+    base_content_digest: _builtins.str
+    """That of base_apply_id; must be what the engine serves."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
+    @_builtins.property
+    def limit(self) -> _duration_pb2.Duration:
+        """How long a rank waits for the others before it ends itself."""
+
+    def __init__(
+        self,
+        *,
+        apply_id: _builtins.str = ...,
+        base_apply_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        content_digest: _builtins.str = ...,
+        base_content_digest: _builtins.str = ...,
+        limit: _duration_pb2.Duration | None = ...,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "base_apply_id", b"base_apply_id", "base_content_digest", b"base_content_digest", "content_digest", b"content_digest", "limit", b"limit", "server_id", b"server_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchRequest: _TypeAlias = SwitchRequest  # noqa: Y015
+
+@_typing.final
+class SwitchResponse(_message.Message):
+    """What became of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLIES_JSON_FIELD_NUMBER: _builtins.int
+    SERVES_FIELD_NUMBER: _builtins.int
+    LABEL_SET_FIELD_NUMBER: _builtins.int
+    serves: _builtins.str
+    """Content digest of what the engine goes on with; empty: nobody knows, it is fenced."""
+    label_set: _builtins.bool
+    """True when the engine's own weight version label was set."""
+    @_builtins.property
+    def replies_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One JSON object per rank, in the order of HelloResponse.ranks."""
+
+    def __init__(
+        self,
+        *,
+        replies_json: _abc.Iterable[_builtins.bytes] | None = ...,
+        serves: _builtins.str = ...,
+        label_set: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label_set", b"label_set", "replies_json", b"replies_json", "serves", b"serves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchResponse: _TypeAlias = SwitchResponse  # noqa: Y015
 
 @_typing.final
 class FenceRequest(_message.Message):

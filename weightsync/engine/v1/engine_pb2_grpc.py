@@ -55,6 +55,11 @@ class EngineServiceStub:
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Switch = channel.unary_unary(
+                '/weightsync.engine.v1.EngineService/Switch',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchResponse.FromString,
+                _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/weightsync.engine.v1.EngineService/Fence',
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.FenceRequest.SerializeToString,
@@ -111,6 +116,15 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Switch(self, request, context):
+        """Lets every rank write and prove a prepared version between two steps, without a pause; where one
+        fails, every rank puts the base back before the next step, or ends, and the engine with it. Only
+        where Hello tells the capability between_steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fence(self, request, context):
         """Keeps the engine paused and answers 503 until a Resume.
         """
@@ -161,6 +175,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeRequest.FromString,
                     response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Switch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Switch,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchResponse.SerializeToString,
             ),
             'Fence': grpc.unary_unary_rpc_method_handler(
                     servicer.Fence,
@@ -292,6 +311,33 @@ class EngineService:
             '/weightsync.engine.v1.EngineService/Resume',
             weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeRequest.SerializeToString,
             weightsync_dot_engine_dot_v1_dot_engine__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Switch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/Switch',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.SwitchResponse.FromString,
             options,
             channel_credentials,
             insecure,

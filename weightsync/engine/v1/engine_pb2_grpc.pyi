@@ -47,6 +47,11 @@ class EngineServiceStub:
     """Prolongs the lease. Unknown lease: FAILED_PRECONDITION."""
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
     """Sets the version label where the engine has one, then starts generation."""
+    Switch: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SwitchRequest, _engine_pb2.SwitchResponse]
+    """Lets every rank write and prove a prepared version between two steps, without a pause; where one
+    fails, every rank puts the base back before the next step, or ends, and the engine with it. Only
+    where Hello tells the capability between_steps.
+    """
     Fence: _grpc.UnaryUnaryMultiCallable[_engine_pb2.FenceRequest, _engine_pb2.FenceResponse]
     """Keeps the engine paused and answers 503 until a Resume."""
     CallWorkers: _grpc.UnaryUnaryMultiCallable[_engine_pb2.CallWorkersRequest, _engine_pb2.CallWorkersResponse]
@@ -73,6 +78,11 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Prolongs the lease. Unknown lease: FAILED_PRECONDITION."""
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
     """Sets the version label where the engine has one, then starts generation."""
+    Switch: _aio.UnaryUnaryMultiCallable[_engine_pb2.SwitchRequest, _engine_pb2.SwitchResponse]  # type: ignore[assignment]
+    """Lets every rank write and prove a prepared version between two steps, without a pause; where one
+    fails, every rank puts the base back before the next step, or ends, and the engine with it. Only
+    where Hello tells the capability between_steps.
+    """
     Fence: _aio.UnaryUnaryMultiCallable[_engine_pb2.FenceRequest, _engine_pb2.FenceResponse]  # type: ignore[assignment]
     """Keeps the engine paused and answers 503 until a Resume."""
     CallWorkers: _aio.UnaryUnaryMultiCallable[_engine_pb2.CallWorkersRequest, _engine_pb2.CallWorkersResponse]  # type: ignore[assignment]
@@ -120,6 +130,17 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]:
         """Sets the version label where the engine has one, then starts generation."""
+
+    @_abc_1.abstractmethod
+    def Switch(
+        self,
+        request: _engine_pb2.SwitchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SwitchResponse, _abc.Awaitable[_engine_pb2.SwitchResponse]]:
+        """Lets every rank write and prove a prepared version between two steps, without a pause; where one
+        fails, every rank puts the base back before the next step, or ends, and the engine with it. Only
+        where Hello tells the capability between_steps.
+        """
 
     @_abc_1.abstractmethod
     def Fence(

@@ -87,6 +87,9 @@ class Engine(MemoryEngine):
     async def resume(self, lease_id: str, version: int, content_digest: str) -> Any:
         return await self._around("resume", super().resume(lease_id, version, content_digest))
 
+    async def switch(self, order: Any) -> Any:
+        return await self._around("switch", super().switch(order))
+
     async def renew(self, lease_id: str, lease_s: float) -> Any:
         return await self._around("renew", super().renew(lease_id, lease_s))
 

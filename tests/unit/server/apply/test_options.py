@@ -18,6 +18,11 @@ def test_defaults() -> None:
     [
         (pb.PauseOptions(mode=pb.PAUSE_MODE_ABORT), PauseSpec(mode="abort")),
         (pb.PauseOptions(cache=pb.CACHE_MODE_KEEP), PauseSpec(clear_cache=False)),
+        (pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS), PauseSpec("between_steps", False)),
+        (
+            pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_KEEP),
+            PauseSpec("between_steps", False),
+        ),
         (pb.PauseOptions(cache=pb.CACHE_MODE_RECOMPUTE), PauseSpec(clear_cache=True)),
         (
             pb.PauseOptions(
@@ -47,6 +52,11 @@ def test_what_is_asked_for(options: pb.PauseOptions, spec: PauseSpec) -> None:
     [
         (pb.PauseOptions(mode=9), "pause.mode"),  # type: ignore[arg-type]
         (pb.PauseOptions(cache=9), "pause.cache"),  # type: ignore[arg-type]
+        (
+            pb.PauseOptions(mode=pb.PAUSE_MODE_BETWEEN_STEPS, cache=pb.CACHE_MODE_RECOMPUTE),
+            "pause.cache RECOMPUTE needs a pause",
+        ),
+        (pb.PauseOptions(after_wait=pb.PAUSE_MODE_BETWEEN_STEPS), "pause.after_wait"),
         (pb.PauseOptions(after_wait=9), "pause.after_wait"),  # type: ignore[arg-type]
         (pb.PauseOptions(after_wait=pb.PAUSE_MODE_WAIT), "pause.after_wait"),
         (pb.PauseOptions(wait_timeout=duration_pb2.Duration(seconds=-1)), "pause.wait_timeout"),

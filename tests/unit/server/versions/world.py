@@ -20,7 +20,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.changes import unpack_changes
 from weightsync_server.faults import write_fault
 from weightsync_server.fetchers import FetcherPool, keeping, patching, tasks
-from weightsync_server.ingest import Pushes, PushLimits
+from weightsync_server.ingest import Pushes, PushLimits, read_message
 from weightsync_server.store import open_store
 from weightsync_server.threads import in_thread
 from weightsync_server.versions import ModelVersions, Retention, SegmentBudget
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weightsync.manifest import ShardEntry, TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.changes import Change, DeltaTold
+    from weightsync_server.ingest import Message
     from weightsync_server.versions import ChainLimits, DeltaCounts, Fetchers
 
 MODEL = "m"
@@ -136,16 +137,15 @@ def begin(**fields: Any) -> pb.BeginPushRequest:
     return pb.BeginPushRequest(**{"model": MODEL, **fields})
 
 
-async def sending(
-    messages: Iterable[pb.PushWeightsRequest],
-) -> AsyncIterator[pb.PushWeightsRequest]:
+async def sending(messages: Iterable[pb.PushWeightsRequest]) -> AsyncIterator[Message]:
+    """Yield what a server reads of messages that a client sends."""
     for message in messages:
-        yield message
+        yield read_message(message.SerializeToString())
 
 
 def one_stream(
     shards: Sequence[Shard], *, commit: str | None = "", **fields: Any
-) -> AsyncIterator[pb.PushWeightsRequest]:
+) -> AsyncIterator[Message]:
     """Return the messages of a trainer that does all in one call."""
     messages = [pb.PushWeightsRequest(begin=begin(**fields))]
     for shard in shards:

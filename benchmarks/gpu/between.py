@@ -1,0 +1,80 @@
+"""Our way without a pause: the token gap that a switch between two steps makes.
+
+between_steps_stall_s         longest gap between two tokens of one request around the switch, less
+                              token_gap_p50_s of the run; the first update counts as well
+between_steps_first_stall_s   that of the first update
+between_steps_switch_s        of the slowest rank: writing, proving, agreeing
+between_steps_commit_s, between_steps_verify_s      of it
+between_steps_max_gap_s       longest gap of the whole call, its preparation included
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.gpu.ours import Ours
+
+__all__ = ["measure_between"]
+
+_SWITCH = "weightsync_switch"
+
+
+async def measure_between(ours: Ours) -> None:
+    """Apply versions of which every value differs between two steps.
+
+    Args:
+        ours: The engine, its server and the trainer; requests run.
+    """
+    results = ours.site.results
+    stalls: list[float] = []
+    with results.attempt("our apply between two steps"), _watched(ours.site.llm) as switches:
+        await ours.site.calm()
+        for _ in results.rounds(ours.rounds, "our apply between two steps", 45.0):
+            await ours.trainer.do("change")
+            pushed = await ours.trainer.do("push", address=ours.address)
+            begin = time.perf_counter()
+            report = await asyncio.to_thread(
+                ours.client.apply, pushed["version"], pause="between_steps"
+            )
+            started, ended = switches[-1]
+            await ours.site.load.spoken(time.perf_counter())
+            around = max(ours.site.load.gaps(started, ended))
+            stalls.append(around - _usual(results.samples["token_gap_p50_s"]))
+            results.add(
+                between_steps_stall_s=stalls[-1],
+                between_steps_switch_s=report.phases.paused_total_s,
+                between_steps_commit_s=report.phases.commit_s,
+                between_steps_verify_s=report.phases.verify_s,
+                between_steps_max_gap_s=max(ours.site.load.gaps(begin, ended)),
+            )
+            await ours.site.calm()
+        results.facts["between_steps_first_stall_s"] = round(stalls[0], 6)
+
+
+def _usual(gaps: list[float]) -> float:
+    return statistics.median(gaps)
+
+
+@contextlib.contextmanager
+def _watched(llm: Any) -> Iterator[list[tuple[float, float]]]:
+    """Note when the ranks were asked to switch, and when all had answered."""
+    times: list[tuple[float, float]] = []
+    call = llm.collective_rpc
+
+    async def timed(method: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        answer = await call(method, *args, **kwargs)
+        if method == _SWITCH:
+            times.append((begin, time.perf_counter()))
+        return answer
+
+    llm.collective_rpc = timed
+    try:
+        yield times
+    finally:
+        llm.collective_rpc = call
