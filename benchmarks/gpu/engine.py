@@ -124,7 +124,7 @@ class Site:
         Returns:
             `first_token`: when the first token after it came. `gap_s`: the longest time between
             two tokens of one request from `begin` on. `paused_s`: from the request to pause until
-            vLLM had resumed.
+            vLLM had resumed. `paused_at`: when the request to pause came.
         """
         paused, resumed = self.stops.pauses[-1], self.stops.resumes[-1]
         assert paused[0] >= begin, "nothing has paused vLLM"
@@ -135,14 +135,17 @@ class Site:
             "first_token": first,
             "gap_s": max(gaps),
             "paused_s": resumed[1] - paused[0],
+            "paused_at": paused[0],
         }
 
-    async def calm(self, seconds: float = _CALM_S) -> None:
-        """Generate while nothing else goes on, and note the gaps between tokens."""
+    async def calm(self, seconds: float = _CALM_S) -> float:
+        """Generate while nothing else goes on, note the gaps between tokens, return the median."""
         begin = time.perf_counter()
         await asyncio.sleep(seconds)
         gaps = self.load.gaps(begin, time.perf_counter())
-        self.results.add(token_gap_p50_s=statistics.median(gaps), token_gap_max_s=max(gaps))
+        median = statistics.median(gaps)
+        self.results.add(token_gap_p50_s=median, token_gap_max_s=max(gaps))
+        return median
 
 
 @contextlib.asynccontextmanager

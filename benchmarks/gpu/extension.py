@@ -19,6 +19,7 @@ class GpuProbe:
 
     model_runner: Any
     device: Any
+    _weightsync_rank: Any
 
     def bench_load_files(self, folder: str) -> float:
         """Load weights from ordinary mappings of files in shared memory; returns seconds.
@@ -60,6 +61,10 @@ class GpuProbe:
         self._bench_kept = {}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def bench_room(self, size: int) -> None:
+        """Give our rank another budget of device memory."""
+        self._weightsync_rank.set_room(size)
 
     def bench_memory(self) -> int:
         """Return the bytes in use on the device, by whomever; 0 on a processor."""

@@ -9,6 +9,17 @@ pause_seen_s              the same as vLLM's process sees it; max_gap_s the long
 prepare_s, apply_s        before the pause; the whole call
 update_end_to_end_s       the trainer's call, push included, to the first token of the new weights
 
+commit_prestaged_s        commit_s where the version lay in device memory before the pause
+staging_slowdown          median token gap while the ranks prepare over that without anything;
+staging_max_gap_s         the longest one then
+h2d_bytes_per_rank        sent to the device, before the pause and in it, by the rank that sent most
+
+live_check_s              from then until all that is live was compared, beside generation
+
+Every version is applied once after its push, then the one before it and it again in turns.
+
+With suffix _registered: without room on the device, straight from registered host memory.
+
 With suffix _delta_1pct: a version of which 1 % of the values differ from the live one. strategy_...
 tells how it was written.
 """
@@ -17,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,12 +38,13 @@ from benchmarks.engine import bridge
 from benchmarks.gpu.engine import Site
 from benchmarks.gpu.link import TrainerLink
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, EngineState
+from weightsync_client import ApplyReport, Client, EngineState, LiveCheck, RankResult
 
 __all__ = ["Ours", "serving"]
 
 _READY_S = 150.0
 _SHARE = 0.01
+_CHECK_S = 60.0
 _FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120")
 
 
@@ -98,44 +111,100 @@ class Ours:
     files: Path
     rounds: int
     cache: str = "keep"
+    _calm_s: float = 0.0
+    _version: int = 0
 
     async def full(self) -> None:
         """Apply versions of which every value differs."""
-        await self._rounds("" if self.cache == "keep" else "_exact", None)
+        suffix = "" if self.cache == "keep" else "_exact"
+        with self.site.results.attempt(f"our apply{suffix}"):
+            # The first one makes segments and warms up.
+            await self._pushed(suffix, None)
+            await self._measured(suffix, None)
 
     async def delta(self) -> None:
         """Apply versions of which 1 % of the values differ from the live one."""
-        await self._rounds("_delta_1pct", _SHARE)
+        with self.site.results.attempt("our apply_delta_1pct"):
+            await self._measured("_delta_1pct", _SHARE)
 
-    async def _rounds(self, suffix: str, share: float | None) -> None:
-        results = self.site.results
-        with results.attempt(f"our apply{suffix}"):
-            for number in results.rounds(1 + self.rounds, f"our apply{suffix}", 45.0):
-                if share is None:
-                    await self.trainer.do("change")
-                else:
-                    changed = await self.trainer.do("change_some", share=share)
-                    results.facts["changed_elements"] = changed["changed"]
-                figures = await self._round(suffix)
-                if number:  # The first one makes segments and warms up.
-                    results.add(**figures)
-                await self.site.calm()
-            (results.facts[f"device_bytes_used{suffix}"], *_) = await self.site.ask("bench_memory")
+    async def registered(self) -> None:
+        """Apply versions that were not staged on the device."""
+        with self.site.results.attempt("our apply_registered"):
+            await self.site.ask("bench_room", 0)
+            await self._there_and_back("_registered", self.rounds - 1)
 
-    async def _round(self, suffix: str) -> dict[str, float]:
+    async def _measured(self, suffix: str, share: float | None) -> None:
+        self.site.results.add(**await self._pushed(suffix, share))
+        await self._there_and_back(suffix, self.rounds - 1)
+        (used, *_) = await self.site.ask("bench_memory")
+        self.site.results.facts[f"device_bytes_used{suffix}"] = used
+
+    async def _pushed(self, suffix: str, share: float | None) -> dict[str, float]:
+        """Push and apply what the trainer has next."""
+        if share is None:
+            await self.trainer.do("change")
+        else:
+            changed = await self.trainer.do("change_some", share=share)
+            self.site.results.facts["changed_elements"] = changed["changed"]
+        self.site.results.say(f"push for our apply{suffix}")
         called = time.perf_counter()
         pushed = await self.trainer.do("push", address=self.address)
+        self._version = pushed["version"]
+        self.site.results.facts[f"push_kind{suffix}"] = pushed["kind"]
+        figures, first_token = await self._applied(suffix, back=False)
+        figures[_key("push", suffix)] = pushed["seconds"]
+        figures[_key("update_end_to_end", suffix)] = first_token - called
+        return figures
+
+    async def _there_and_back(self, suffix: str, rounds: int) -> None:
+        """Go to the version before and back to the pushed one; both lie in host memory."""
+        pairs = max(1, rounds // 2)
+        for _ in self.site.results.rounds(pairs, f"our apply{suffix}", 45.0):
+            for back in (True, False):
+                figures, _ = await self._applied(suffix, back=back)
+                self.site.results.add(**figures)
+
+    async def _applied(self, suffix: str, *, back: bool) -> tuple[dict[str, float], float]:
+        """Return figures of one apply, and when the first token of the new weights came."""
         begin = time.perf_counter()
-        report: ApplyReport = await asyncio.to_thread(
-            self.client.apply, pushed["version"], cache=self.cache
-        )
+        report = await asyncio.to_thread(self._rolled_back if back else self._forwards)
         applied = time.perf_counter()
         seen = await self.site.settled(begin)
+        figures = self._figures(suffix, report, seen) | {_key("apply", suffix): applied - begin}
+        await self._compared(suffix, report.version)
+        self._calm_s = await self.site.calm()
+        return figures, seen["first_token"]
+
+    def _forwards(self) -> ApplyReport:
+        return self.client.apply(self._version, cache=self.cache, clear_rejected=True)
+
+    def _rolled_back(self) -> ApplyReport:
+        return self.client.rollback("a benchmark", cache=self.cache).report
+
+    async def _compared(self, suffix: str, version: int) -> None:
+        """Wait until what is live was compared as a whole, which would slow down what comes."""
+        begin = time.perf_counter()
+        while True:
+            told = await asyncio.to_thread(self.client.get_version, version)
+            if told.live_check != LiveCheck.PENDING:
+                break
+            if time.perf_counter() - begin > _CHECK_S:
+                msg = f"version {version} was not compared within {_CHECK_S:g} s"
+                raise RuntimeError(msg)
+            await asyncio.sleep(0.05)
+        self.site.results.add(**{_key("live_check", suffix): time.perf_counter() - begin})
+        if told.live_check == LiveCheck.FAILED:
+            msg = f"the live parameters do not hold version {version}"
+            raise RuntimeError(msg)
+
+    def _figures(
+        self, suffix: str, report: ApplyReport, seen: dict[str, float]
+    ) -> dict[str, float]:
         facts = self.site.results.facts
         facts[f"strategy{suffix}"] = str(report.strategy)
-        facts[f"push_kind{suffix}"] = pushed["kind"]
         facts[f"written_bytes{suffix}"] = report.written_bytes
-        facts[f"h2d_bytes_per_rank{suffix}"] = max(r.written_bytes for r in report.ranks)
+        facts[f"h2d_bytes_per_rank{suffix}"] = max(r.h2d_bytes for r in report.ranks)
+        facts[f"device_room_bytes{suffix}"] = report.ranks[0].device_room_bytes
         figures = {
             "commit": max(rank.commit_s for rank in report.ranks),
             "verify": max(rank.verify_s for rank in report.ranks),
@@ -144,12 +213,23 @@ class Ours:
             "prepare": report.phases.prepare_s,
             "stop": report.phases.pause_s,
             "resume": report.phases.resume_s,
-            "apply": applied - begin,
-            "push": pushed["seconds"],
-            "update_end_to_end": seen["first_token"] - called,
             "max_gap": seen["gap_s"],
         }
-        return {_key(name, suffix): value for name, value in figures.items()}
+        if not suffix and all(map(_prestaged, report.ranks)):
+            figures["commit_prestaged"] = figures["commit"]
+        named = {_key(name, suffix): value for name, value in figures.items()}
+        return named | self._beside_staging(suffix, report, seen["paused_at"])
+
+    def _beside_staging(self, suffix: str, report: ApplyReport, paused: float) -> dict[str, float]:
+        """Return what the ranks' preparation did to the requests."""
+        gaps = self.site.load.gaps(paused - report.phases.prepare_s, paused)
+        if not self._calm_s or not gaps:
+            return {}
+        slowdown = statistics.median(gaps) / self._calm_s
+        return {
+            f"staging_slowdown{suffix}": slowdown,
+            f"staging_max_gap{suffix}_s": max(gaps),
+        }
 
     async def prove(self) -> None:
         """Ask every rank for a proof, then compare with a reload of the trainer's weights."""
@@ -178,6 +258,11 @@ class Ours:
             "reload_weights", kwargs={"weights_path": str(self.files)}
         )
         return all(await self.site.ask("bench_same"))
+
+
+def _prestaged(rank: RankResult) -> bool:
+    # Where there is room it holds a whole version.
+    return 0 < rank.written_bytes < rank.device_used_bytes
 
 
 def _key(name: str, suffix: str) -> str:

@@ -133,6 +133,7 @@ def _apply(tp: int, cache: str = "keep") -> Part:
                 if not exact:
                     await ours.delta()
                     await measure_between(ours)
+                    await ours.registered()
                 await ours.prove()
 
     return part
@@ -165,7 +166,12 @@ PARTS: dict[str, Part] = {
 
 @contextlib.asynccontextmanager
 async def _room(
-    order: Order, results: Results, *, tp: int = 1, backend: str = "", trainer: str = ""
+    order: Order,
+    results: Results,
+    *,
+    tp: int = 1,
+    backend: str = "",
+    trainer: str = "",
 ) -> AsyncIterator[_Room]:
     results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": "FULL_DECODE_ONLY"}
     results.parameters |= {"executor": order.executor}

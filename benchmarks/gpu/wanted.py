@@ -101,7 +101,15 @@ ROWS = (
         0.75,
         least=True,
     ),
-    Row("h2d_bytes_per_rank", "bytes of the model", _figure("bytes")),
+    Row(
+        "h2d_bytes_per_rank",
+        "bytes of the model / ranks, and a tenth more",
+        lambda f: 1.1 * f["bytes"] / f["tp"],
+        1.0,
+    ),
+    Row("verify_registered_s", _H2D, _over("h2d_pinned_gbps")),
+    Row("staging_slowdown", "token gaps without it", lambda _: 1.0, 1.08),
+    Row("staging_max_gap_s", "token_gap_p50_s + 0.005", _figure("token_gap_p50_s", 0.005), 1.0),
 )
 
 

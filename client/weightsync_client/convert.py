@@ -112,6 +112,9 @@ def _rank(m: pb.RankResult) -> types.RankResult:
         _seconds(m.commit),
         _seconds(m.verify),
         m.error,
+        m.h2d_bytes,
+        m.device_room_bytes,
+        m.device_used_bytes,
     )
 
 

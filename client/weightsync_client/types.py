@@ -187,6 +187,9 @@ class RankResult:
         version: What its live parameters hold; 0: no whole version.
         content_digest: What its live parameters were proved to hold; empty: nothing.
         error: Why it refused or failed; empty: it did not.
+        h2d_bytes: Bytes sent to its device for this version.
+        device_room_bytes: Memory of its device that it may take to stage versions.
+        device_used_bytes: Memory of its device that it has taken, scratch included.
     """
 
     rank: str
@@ -196,6 +199,9 @@ class RankResult:
     commit_s: float
     verify_s: float
     error: str
+    h2d_bytes: int = 0
+    device_room_bytes: int = 0
+    device_used_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +13,24 @@ from safetensors.torch import save
 from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
-from weightsync.vllm import changes as changes_
-from weightsync.vllm import patch
+from weightsync.vllm.cuda import device as device_
+from weightsync.vllm.cuda import patch
+from weightsync.vllm.cuda.room import Room
+from weightsync.vllm.cuda.runtime import Runtime
+from weightsync.vllm.cuda.scatter import Scatters
+from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import memory_of, words_of
-from weightsync.vllm.writing import differ, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from weightsync.vllm.crew import Crew
-
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+_ROOMS = ("1GiB", "0")
 
 
 @pytest.fixture
@@ -36,6 +40,14 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
     stage.close()
 
 
+@pytest.fixture(autouse=True)
+def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every rank room, and let a few elements of a toy model be few enough for a patch."""
+    monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", "1GiB")
+    monkeypatch.setattr(patch, "_WORTH", 1)
+    monkeypatch.setattr(patch, "_DENSE", 2)
+
+
 def _worker(staging: Staging, rank: int, dtype: Any) -> Worker:
     model = load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(1)).cuda()
     worker = Worker(model, staging, rank)
@@ -43,20 +55,46 @@ def _worker(staging: Staging, rank: int, dtype: Any) -> Worker:
     return worker
 
 
+def _addresses(worker: Worker) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in worker.model.named_parameters()}
+
+
+def test_the_runtime_is_found_and_segments_are_registered(staging: Staging) -> None:
+    assert Runtime.find() is not None
+    worker = _worker(staging, 0, torch.float32)
+    worker.adopt(staging.stage_files([save(toy_tensors(1))]))
+    registrar = worker._weightsync_rank._beside.registrar  # type: ignore[attr-defined]
+    assert (registrar.refused, len(registrar._registered)) == ("", 1)
+    worker.call("release", keep=[], segments=[])
+    deadline = time.monotonic() + 10
+    while worker.call("state")["segments"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not registrar._registered
+
+
+@pytest.mark.parametrize("room", _ROOMS)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_apply_restore_and_catch_a_flipped_bit(staging: Staging, rank: int, dtype: Any) -> None:
+def test_apply_restore_and_catch_a_flipped_bit(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, room: str, rank: int, dtype: Any
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", room)
     worker = _worker(staging, rank, dtype)
     first = staging.stage_files([save(toy_tensors(1))])
     second = staging.stage_files([save(toy_tensors(2))])
     worker.adopt(first)
-    addresses = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
-    assert worker.job("prepare", "two", second)["phase"] == "ready"
-    assert worker.call("commit", apply_id="two")["content_digest"] == second.content_digest
+    addresses = _addresses(worker)
+    report = worker.job("prepare", "two", second, base="base")
+    assert (report["phase"], report["error"]) == ("ready", "")
+    reply = worker.call("commit", apply_id="two")
+    assert reply["content_digest"] == second.content_digest
+    assert reply["compared_all"] is (room == "0")
     wanted = load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(2))
     for name, parameter in wanted.named_parameters():
         assert torch.equal(worker.model.get_parameter(name).cpu(), parameter)
-    assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
+    assert _addresses(worker) == addresses
+    assert worker.job("verify", "two")["proved"] is True
     worker.model.down.data.view(torch.uint8)[0, 0] ^= 1
     assert worker.job("verify", "two")["mismatched"] == ["down"]
     assert worker.call("commit", apply_id="base")["content_digest"] == first.content_digest
@@ -66,7 +104,7 @@ def _nudged(seed: int, *names: str) -> dict[str, torch.Tensor]:
     """Return a version in which one element of each named tensor differs by one bit."""
     made = {name: tensor.clone() for name, tensor in toy_tensors(seed).items()}
     for name in names:
-        words_of(made[name]).reshape(-1)[1] ^= 1
+        words_of(made[name]).reshape(-1)[0] ^= 1 << 20
     return made
 
 
@@ -87,10 +125,9 @@ def test_a_patch_its_rollback_and_a_restore_in_full(
     tensors = _nudged(1, "embed", "head", "q", "k", "down")
     # More than a nudge survives rounding; all of this slice goes as a copy.
     tensors["k"] += 1
-    tensors["down"][:, ::4] += 1
     first, second = (staging.stage_files([save(each)]) for each in (toy_tensors(1), tensors))
     worker.adopt(first)
-    addresses = {name: p.data_ptr() for name, p in worker.model.named_parameters()}
+    addresses = _addresses(worker)
     assert worker.job("prepare", "two", second, base="base")["patched"] is True
     reply = worker.call("commit", apply_id="two")
     assert (reply["patched"], reply["content_digest"]) == (True, second.content_digest)
@@ -105,7 +142,7 @@ def test_a_patch_its_rollback_and_a_restore_in_full(
     reply = worker.call("commit", apply_id="again")
     assert (reply["patched"], reply["ok"]) == (False, True)
     assert _holds(worker, tensors, dtype)
-    assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
+    assert _addresses(worker) == addresses
 
 
 def test_an_element_that_does_not_hold_is_found_in_the_pause(
@@ -114,64 +151,68 @@ def test_an_element_that_does_not_hold_is_found_in_the_pause(
     worker = _worker(staging, 0, torch.float32)
     worker.adopt(staging.stage_files([save(toy_tensors(1))]))
     second = staging.stage_files([save(_nudged(1, "k", "down"))])
-    worker.job("prepare", "two", second, base="base")
-    write = patch.Patch.write
+    assert worker.job("prepare", "two", second, base="base")["patched"] is True
+    write = patch.DevicePatch.write
 
-    def damage(self: patch.Patch, crew: Crew) -> None:
+    def damage(self: patch.DevicePatch, crew: Any) -> None:
         write(self, crew)
-        (change,) = [change for change in self.changes if change.param == "down"]
-        self.targets.memory("down")[change.positions.long()] ^= 2
+        words_of(worker.model.down.data)[0, 0] ^= 2
 
-    monkeypatch.setattr(patch.Patch, "write", damage)
+    monkeypatch.setattr(patch.DevicePatch, "write", damage)
     assert worker.call("commit", apply_id="two")["mismatched"] == ["down"]
     assert worker.call("commit", apply_id="base")["ok"]
 
 
-def test_without_device_memory_everything_is_copied(
+def test_without_device_memory_everything_is_sent(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*arguments: Any) -> None:
+    def exhausted(*arguments: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError
 
     worker = _worker(staging, 0, torch.float32)
     worker.adopt(staging.stage_files([save(toy_tensors(1))]))
-    second = staging.stage_files([save(_nudged(1, "k"))])
-    monkeypatch.setattr(patch, "_sent", exhausted)
-    assert worker.job("prepare", "two", second, base="base")["patched"] is False
-    assert worker.call("commit", apply_id="two")["content_digest"] == second.content_digest
+    second = staging.stage_files([save({**toy_tensors(2), "q": torch.ones(4, 4)})])
+    worker._weightsync_rank._beside._arena._memory = None  # type: ignore[attr-defined]
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsync.vllm.cuda.room.torch.empty", exhausted)
+        assert worker.job("prepare", "two", second, base="base")["patched"] is False
+    reply = worker.call("commit", apply_id="two")
+    assert (reply["content_digest"], reply["compared_all"]) == (second.content_digest, True)
+    assert reply["h2d_bytes"] > 0
 
 
-@pytest.mark.parametrize("share", [0.001, 0.01, 0.05])
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.03])
 def test_elements_of_large_parameters_are_written_and_compared(share: float) -> None:
-    # 2 GiB of bfloat16 in the shapes of a model.
-    shapes = [(4096, 4096)] * 8 + [(14336, 4096)] * 8 + [(128256, 4096)] + [(4096,)] * 32
+    # 3 GB of bfloat16 in the shapes of a model: positions are beyond 31 bits.
+    shapes = [(4096, 4096)] * 8 + [(14336, 4096)] * 8 + [(128256, 4096)] * 2 + [(4096,)] * 32
     device = torch.device("cuda", 0)
-    params = {
-        str(at): torch.randn(shape, device=device).bfloat16() for at, shape in enumerate(shapes)
-    }
-    wanted, changes = {}, []
-    for name, tensor in params.items():
+    params = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+    wanted, places = [], []
+    for tensor in params:
         words = words_of(tensor).reshape(-1)
-        places = (torch.rand(words.shape, device=device) < share).nonzero().reshape(-1)
-        values = words[places] ^ 1
-        wanted[name] = words.clone()
-        wanted[name][places] = values
-        changes.append(changes_.Change(name, places.int().cpu(), values.cpu()))
-    staged = patch.stage(changes, device)
-    assert staged is not None
+        places.append((torch.rand(words.shape, device=device) < share).nonzero().reshape(-1))
+        wanted.append(words.clone())
+        wanted[-1][places[-1]] ^= 1
+    count = sum(place.numel() for place in places)
+    made = Scatters(Room(device, Amount(40 << 30), 1.0), device).make(params, {2: count})
+    assert made is not None
+    scatter = made[2]
+    first = [scatter.place(memory_of(tensor)) for tensor in params]
+    torch.cat([at + begin for at, begin in zip(places, first, strict=True)], out=scatter.positions)
+    torch.cat([w[at] for w, at in zip(wanted, places, strict=True)], out=scatter.values)
+    assert bool(scatter.differs())
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for change in staged:
-        put(memory_of(params[change.param]), change.positions, change.values)
+    scatter.write()
     torch.cuda.synchronize()
     written = time.perf_counter()
-    wrong = [differ(memory_of(params[c.param]), c.positions, c.values) for c in staged]
-    assert not any(torch.stack(wrong).tolist())
+    assert not bool(scatter.differs())
     done = time.perf_counter()
-    for name, tensor in params.items():
-        assert torch.equal(memory_of(tensor), wanted[name])
+    for tensor, words in zip(params, wanted, strict=True):
+        assert torch.equal(memory_of(tensor), words)
+    elements = sum(math.prod(shape) for shape in shapes)
     print(  # noqa: T201 - the times are worth reading
-        f"{share:.1%} of {sum(t.numel() for t in params.values()) / 1e9:.2f}e9 values: "
+        f"{share:.1%} of {elements / 1e9:.2f}e9 values: "
         f"written in {(written - begin) * 1e3:.2f} ms, compared in {(done - written) * 1e3:.2f} ms"
     )
 
@@ -182,3 +223,77 @@ def test_parameter_at_another_address_is_refused(staging: Staging) -> None:
     kept = worker.model.down
     worker.model.down = torch.nn.Parameter(kept.clone(), requires_grad=False)
     assert "down was replaced" in worker.call("commit", apply_id="base")["error"]
+
+
+class Large(torch.nn.Module):
+    """Fuses two tensors and cuts the columns of a third, as rank `rank` of 2."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        make = torch.nn.Parameter
+        self.fused = make(torch.zeros(16384, 4096, dtype=torch.bfloat16), requires_grad=False)
+        self.down = make(torch.zeros(4096, 8192, dtype=torch.bfloat16), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        loaded = set()
+        for name, tensor in weights:
+            loaded.add(name)
+            if name == "down":
+                self.down.data.copy_(tensor.narrow(1, 8192 * self.rank, 8192))
+            else:
+                begin = 8192 * int(name)
+                self.fused.data[begin : begin + 8192].copy_(tensor[8192 * self.rank :][:8192])
+        return loaded
+
+
+def _large(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"0": (16384, 4096), "1": (16384, 4096), "down": (4096, 16384)}
+    return {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("room", ["4GiB", "0"])
+def test_half_of_a_model_crosses_the_bus_once(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    monkeypatch.setattr(patch, "_WORTH", 32)
+    monkeypatch.setattr(patch, "_DENSE", 8)
+    monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", room)
+    first, second = _large(1), _large(2)
+    model = Large(1)
+    with torch.no_grad():
+        model.load_weights(first.items())
+    worker = Worker(model.cuda(), staging, 1)
+    worker.device = torch.device("cuda", 0)
+    worker.adopt(staging.stage_files([save(first)]))
+    version = staging.stage_files([save(second)])
+    half = sum(tensor.nbytes for tensor in second.values()) // 2
+    report = worker.job("prepare", "two", version, base="base")
+    reply = worker.call("commit", apply_id="two")
+    assert reply["content_digest"] == version.content_digest
+    # Without room it is sent once to be written, and once to be compared.
+    sent = report["h2d_bytes"] + reply["h2d_bytes"]
+    assert sent == half * (2 if room == "0" else 1)
+    assert torch.equal(model.down.cpu(), second["down"][:, 8192:])
+    assert worker.job("verify", "two")["proved"] is True
+    print(  # noqa: T201 - the times are worth reading
+        f"{half / 1e9:.2f} GB, room {room}: prepare {report['seconds']:.3f} s, "
+        f"commit {reply['commit_s'] * 1e3:.2f} ms, verify {reply['verify_s'] * 1e3:.2f} ms"
+    )
+    few = {name: tensor.clone() for name, tensor in second.items()}
+    for tensor in few.values():
+        words_of(tensor)[::7, 5::100] ^= 1
+    version = staging.stage_files([save(few)])
+    report = worker.job("prepare", "three", version, base="two")
+    reply = worker.call("commit", apply_id="three")
+    assert reply["content_digest"] == version.content_digest
+    assert reply["patched"] is (room != "0")
+    assert worker.job("verify", "three")["proved"] is True
+    print(  # noqa: T201 - the times are worth reading
+        f"patch of {report['bytes']} bytes, room {room}: prepare {report['seconds']:.3f} s, "
+        f"commit {reply['commit_s'] * 1e3:.2f} ms, verify {reply['verify_s'] * 1e3:.2f} ms"
+    )
+    assert device_._SCRATCH < 64 << 20

@@ -1309,6 +1309,9 @@ class RankResult(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     VERIFY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    H2D_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_ROOM_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_USED_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.str
     """Data, pipeline and tensor parallel rank, as dp/pp/tp."""
     version: _builtins.int
@@ -1319,6 +1322,12 @@ class RankResult(_message.Message):
     """Bytes written on this rank."""
     error: _builtins.str
     """Why the rank refused or failed; empty: it did not."""
+    h2d_bytes: _builtins.int
+    """Bytes sent to the rank's device for this version, before the pause and in it; 0 on a CPU."""
+    device_room_bytes: _builtins.int
+    """Memory of its device that the rank may take to stage versions. 0: no device, or no room."""
+    device_used_bytes: _builtins.int
+    """Memory of its device that the rank has taken, scratch included."""
     @_builtins.property
     def commit(self) -> _duration_pb2.Duration:
         """Time to write."""
@@ -1337,10 +1346,13 @@ class RankResult(_message.Message):
         commit: _duration_pb2.Duration | None = ...,
         verify: _duration_pb2.Duration | None = ...,
         error: _builtins.str = ...,
+        h2d_bytes: _builtins.int = ...,
+        device_room_bytes: _builtins.int = ...,
+        device_used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "error", b"error", "rank", b"rank", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "device_room_bytes", b"device_room_bytes", "device_used_bytes", b"device_used_bytes", "error", b"error", "h2d_bytes", b"h2d_bytes", "rank", b"rank", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

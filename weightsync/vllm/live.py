@@ -92,6 +92,11 @@ class Targets:
         self._addresses: tuple[int, ...] = ()
         self._views: list[torch.Tensor] = []
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters."""
+        return self._params
+
     def views(self) -> list[torch.Tensor]:
         """Return one live view per slice.
 
@@ -111,6 +116,10 @@ class Targets:
             self._views = [view_of(now[item.param], item.target) for item in self._slices]
             self._addresses = addresses
         return self._views
+
+    def param(self, name: str) -> torch.Tensor:
+        """Return a parameter; `views` checks that it is still that of the plan."""
+        return self._live.tensor(name)
 
     def memory(self, name: str) -> torch.Tensor:
         """Return the integers in a parameter's memory, from its first element on, as one row.

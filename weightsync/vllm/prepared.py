@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,20 +11,22 @@ from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
 from weightsync.vllm.changes import find_differences
 from weightsync.vllm.live import Targets
-from weightsync.vllm.patch import Copy, Patch, split, stage
+from weightsync.vllm.patch import Copy, Patch, split
 from weightsync.vllm.plan import LoadPlan, check_against_base
 from weightsync.vllm.sources import Sources
 from weightsync.vllm.words import tensor_digest_of
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import torch
 
-    from weightsync.vllm.changes import Change
+    from weightsync.vllm.changes import Differences
     from weightsync.vllm.crew import Crew
+    from weightsync.vllm.cuda.patch import DevicePatch
     from weightsync.vllm.live import LiveParameters
+    from weightsync.vllm.writing import Work
 
 __all__ = [
     "NeedsCaptureError",
@@ -71,6 +74,9 @@ class Prepared:
         expected: Digest that each slice must have once it is live; None: not computed yet.
         targets: The live destinations.
         patch: What changes since the version that was live at the prepare, if that is little.
+        whole: What writes all of it on a device; None: this does, on the host.
+        patched: Always False: it writes everything.
+        compared_all: Always True.
     """
 
     apply_id: str
@@ -81,15 +87,19 @@ class Prepared:
     sources: list[torch.Tensor]
     expected: list[bytes | None]
     targets: Targets
-    patch: Patch | None = None
+    patch: Patch | DevicePatch | None = None
+    whole: Work | None = None
+    patched: bool = False
+    compared_all: bool = True
 
-    def work(self, held: str) -> Prepared | Patch:
+    def work(self, held: str) -> Work:
         """Return what writes this version, proved by what it writes.
 
         Args:
             held: Content digest of what the live parameters are proved to hold; "": unknown.
         """
-        return self.patch if self.patch is not None and self.patch.base == held else self
+        whole = self.whole or self
+        return self.patch if self.patch is not None and self.patch.base == held else whole
 
     @property
     def nbytes(self) -> int:
@@ -138,10 +148,34 @@ class Prepared:
     def _expect(self, index: int, stop: Callable[[], bool]) -> bytes:
         digest = self.expected[index]
         if digest is None:
-            dtype = self.targets.views()[index].dtype
-            digest = tensor_digest_of(self.sources[index], dtype, stop)
+            place = self.targets.views()[index]
+            device = None if place.device.type == "cpu" else place.device
+            digest = tensor_digest_of(self.sources[index], place.dtype, stop, device)
             self.expected[index] = digest
         return digest
+
+    def expect_known(self) -> None:
+        """Expect of slices that are whole tensors what the server has proved of those."""
+        for index, (item, source) in enumerate(zip(self.plan.slices, self.sources, strict=True)):
+            _, shape = self.plan.tensors[item.tensor]
+            if not item.cast and source.is_contiguous() and source.numel() == math.prod(shape):
+                self.expected[index] = self.digests[item.tensor]
+
+    def differences(
+        self, base: Prepared, crew: Crew, stop: Callable[[], bool]
+    ) -> Differences | None:
+        """Return what differs from a version of the same plan; None: a copy is less work.
+
+        Raises:
+            StoppedError: `stop` returned True.
+        """
+        slices = self.plan.slices
+        same = {name for name, digest in self.digests.items() if digest == base.digests[name]}
+        old = [
+            None if item.tensor in same else source
+            for item, source in zip(slices, base.sources, strict=True)
+        ]
+        return find_differences(slices, old, self.sources, self.targets.views(), crew, stop)
 
     def find_patch(self, base: Prepared, crew: Crew, stop: Callable[[], bool]) -> None:
         """Make the patch from a version of the same plan, where less changes than a copy writes.
@@ -149,15 +183,10 @@ class Prepared:
         Raises:
             StoppedError: `stop` returned True.
         """
-        places, slices = self.targets.views(), self.plan.slices
-        same = {name for name, digest in self.digests.items() if digest == base.digests[name]}
-        old = [
-            None if item.tensor in same else source
-            for item, source in zip(slices, base.sources, strict=True)
-        ]
-        found = find_differences(slices, old, self.sources, places, crew, stop)
+        found = self.differences(base, crew, stop)
         if found is None:
             return
+        slices = self.plan.slices
         for index in range(len(slices)):
             if index not in found.changes and index not in found.dense:
                 self.expected[index] = base.expected[index]
@@ -165,23 +194,8 @@ class Prepared:
             Copy(i, slices[i].param, self.sources[i], self._expect(i, stop))
             for i in sorted(found.dense)
         ]
-        changes = _placed(found.changes, places)
-        if changes is not None:
-            self.patch = Patch(base.content_digest, self.targets, changes, copies)
-
-
-def _placed(changes: Mapping[int, Change], places: Sequence[torch.Tensor]) -> list[Change] | None:
-    """Return changes where they will be written from; None: a device has not got the memory."""
-    by_device: dict[torch.device, list[Change]] = {}
-    for index in sorted(changes):
-        by_device.setdefault(places[index].device, []).append(changes[index])
-    placed: list[Change] = []
-    for device, group in by_device.items():
-        staged = split(group) if device.type == "cpu" else stage(group, device)
-        if staged is None:
-            return None
-        placed += staged
-    return placed
+        changes = split(found.changes[index] for index in sorted(found.changes))
+        self.patch = Patch(base.content_digest, self.targets, changes, copies)
 
 
 def read_document(socket: str, document: str) -> StagedVersion:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,31 +17,22 @@ from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
 from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
+from weightsync.vllm.jobs import NAMES, Job, caught
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage
-from weightsync.vllm.prepared import (
-    NeedsCaptureError,
-    Plans,
-    Prepared,
-    find_plan,
-    prepare,
-    read_document,
-)
+from weightsync.vllm.prepared import Plans, Prepared, find_plan, prepare, read_document
 from weightsync.vllm.sources import Mappings
-from weightsync.vllm.words import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from weightsync.vllm.cuda.device import Device
     from weightsync.vllm.plan import LoadPlan
 
 __all__ = ["Rank", "RefusedCallError"]
 
 logger = logging.getLogger(__name__)
-
-#: Offenders named in one report.
-_NAMES = 10
 
 
 class RefusedCallError(Exception):
@@ -64,24 +55,6 @@ class _Holding:
         return "" if self.dirty else self.content_digest
 
 
-@dataclass
-class _Job:
-    """The one background thread.
-
-    Attributes:
-        apply_id: What it works on.
-        gives_way: Whether the next job may end it, and what it works on then stays.
-    """
-
-    apply_id: str
-    gives_way: bool = False
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    thread: threading.Thread | None = None
-
-    def running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
-
-
 class Rank:
     """State of one worker process. Calls come from one thread; one job runs beside them.
 
@@ -91,10 +64,17 @@ class Rank:
         name: `dp/pp/tp`.
         segment_socket: Where the server's segments are unless a call says otherwise.
         ranks: Workers of the engine on this host.
+        beside: What it has on its device; None: its parameters are written by the host.
     """
 
     def __init__(
-        self, model: Any, device: torch.device, name: str, segment_socket: str, ranks: int = 1
+        self,
+        model: Any,
+        device: torch.device,
+        name: str,
+        segment_socket: str,
+        ranks: int = 1,
+        beside: Device | None = None,
     ) -> None:
         self._model = model
         self._device = device
@@ -107,12 +87,13 @@ class Rank:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
         self._plans = Plans()
         self._prepared: dict[str, Prepared] = {}
-        self._mappings = Mappings()
+        self._beside = beside
+        self._mappings = Mappings(beside.registrar if beside else None)
         self._memory = threading.Lock()
         #: Segments that the server still has, if it said so since the last unmapping.
         self._existing: set[str] | None = None
         self._holding = _Holding()
-        self._job = _Job("")
+        self._job = Job("")
         self._page: tuple[str, PageWriter] | None = None
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +114,7 @@ class Rank:
             "prepared": sorted(self._prepared),
             "busy": self._job.apply_id if self._job.running() else "",
             "segments": len(self._mappings),
+            **self._told(),
         }
 
     def capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,6 +132,8 @@ class Rank:
         if self._plans.base is not None:
             check_coverage(plan, self._plans.base)
         self._plans.add(plan)
+        if self._beside is not None:
+            self._beside.warm_up(plan)
         return {"seconds": seconds, "slices": len(plan.slices)}
 
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +150,8 @@ class Rank:
         apply_id = str(args["apply_id"])
         ready = self._known(apply_id)
         failpoints.hit("worker.commit")
-        held = self._holding
+        self._end_staging()
+        held, sent = self._holding, self._sent
         work = ready.work(held.proved)
         held.apply_id, held.content_digest, held.dirty = apply_id, "", True
         begin = time.perf_counter()
@@ -188,10 +173,13 @@ class Rank:
             "apply_id": apply_id,
             "content_digest": held.content_digest,
             "written_bytes": work.nbytes,
-            "patched": work is not ready,
+            "patched": work.patched,
+            "compared_all": work.compared_all,
+            "h2d_bytes": self._sent - sent,
             "commit_s": written - begin,
             "verify_s": done - written,
-            "mismatched": wrong[:_NAMES],
+            "mismatched": wrong[:NAMES],
+            **self._told(),
         }
         # Its base is gone, or soon will be.
         ready.patch = None
@@ -234,7 +222,7 @@ class Rank:
         for apply_id in set(self._prepared) - keep:
             del self._prepared[apply_id]
         if not self._job.running():
-            self._sweep()
+            self._sweep_aside()
         return {"prepared": sorted(self._prepared), "segments": len(self._mappings)}
 
     def _known(self, apply_id: str) -> Prepared:
@@ -251,6 +239,30 @@ class Rank:
 
     def _socket(self, args: Mapping[str, Any]) -> str:
         return str(args.get("socket") or self._segment_socket)
+
+    def set_room(self, size: int) -> None:
+        """Give the rank another budget of device memory; no job runs."""
+        if self._beside is not None:
+            self._beside.set_room(size)
+
+    @property
+    def _sent(self) -> int:
+        return self._beside.sent if self._beside is not None else 0
+
+    def _told(self) -> dict[str, int]:
+        return self._beside.told() if self._beside is not None else {}
+
+    def _end_staging(self) -> None:
+        """See to it that no prepare writes what a commit is about to read on the device."""
+        if self._beside is not None and self._job.stages and self._job.running():
+            self._job.end()
+
+    def _sweep_aside(self) -> None:
+        if self._beside is None:
+            self._sweep()
+        else:
+            # Taking gigabytes from a device lasts longer than a step.
+            threading.Thread(target=self._sweep, name="weightsync", daemon=True).start()
 
     def _sweep(self) -> None:
         if self._existing is None:
@@ -269,7 +281,8 @@ class Rank:
         if before.running() and not before.cancelled.is_set():
             msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
             raise RefusedCallError(msg)
-        job = _Job(str(args["apply_id"]), gives_way=bool(args.get("gives_way")))
+        stages = work == self._prepare
+        job = Job(str(args["apply_id"]), bool(args.get("gives_way")), stages=stages)
         job.thread = threading.Thread(
             target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
         )
@@ -277,7 +290,7 @@ class Rank:
         job.thread.start()
 
     def _run(
-        self, job: _Job, before: _Job, args: dict[str, Any], work: Callable[..., dict[str, Any]]
+        self, job: Job, before: Job, args: dict[str, Any], work: Callable[..., dict[str, Any]]
     ) -> None:
         if before.thread is not None:
             before.thread.join()
@@ -290,7 +303,7 @@ class Rank:
         except Exception:
             logger.exception("weightsync: no status page for apply %s", job.apply_id)
             return
-        report = _caught(lambda: work(job, args))
+        report = caught(lambda: work(job, args))
         report |= {**known, "seconds": time.perf_counter() - begin}
         if job.cancelled.is_set() and not job.gives_way:
             self._prepared.pop(job.apply_id, None)
@@ -314,7 +327,7 @@ class Rank:
             self._page = (page, PageWriter(fd))
         return self._page[1]
 
-    def _prepare(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
         self._refuse_repacked()
         staged = read_document(self._socket(args), str(args["document"]))
@@ -324,15 +337,29 @@ class Rank:
             views = self._mappings.map(self._socket(args), staged.segments)
         stop = job.cancelled.is_set
         ready = prepare(job.apply_id, staged, plan, views, self._live)
-        if base := self._base(str(args.get("base", "")), plan):
+        sent = self._sent
+        self._make_ready(ready, args, stop)
+        proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
+        self._prepared[job.apply_id] = ready
+        work = ready.work(self._holding.proved)
+        size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work.patched}
+        told = {"h2d_bytes": self._sent - sent, **self._told()}
+        return {"phase": "ready", **size, **told, **proved}
+
+    def _make_ready(
+        self, ready: Prepared, args: Mapping[str, Any], stop: Callable[[], bool]
+    ) -> None:
+        base = self._base(str(args.get("base", "")), ready.plan)
+        if self._beside is not None:
+            # Without a base the engine stands, and is proved by what the server received: a copy
+            # beside it would shorten no pause. What is live already needs none either.
+            staging = bool(args.get("base")) and not args.get("compare_live")
+            self._beside.make_ready(ready, base, self._aside, stop, staging=staging)
+            return
+        if base:
             ready.find_patch(base, self._aside, stop)
         if ready.patch is None:
             ready.expect_all(self._aside, stop)
-        proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
-        self._prepared[job.apply_id] = ready
-        work = ready.patch or ready
-        size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work is not ready}
-        return {"phase": "ready", **size, **proved}
 
     def _base(self, apply_id: str, plan: LoadPlan) -> Prepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
@@ -341,7 +368,7 @@ class Rank:
             return None
         return base
 
-    def _verify(self, job: _Job, args: dict[str, Any]) -> dict[str, Any]:
+    def _verify(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         del args
         ready = self._known(job.apply_id)
         return {"phase": "ready", **self._compare(ready, job.cancelled.is_set)}
@@ -359,21 +386,4 @@ class Rank:
             held.dirty = False
         elif held.content_digest == ready.content_digest:
             held.content_digest, held.dirty = "", True
-        return {"proved": not wrong, "mismatched": wrong[:_NAMES]}
-
-
-def _caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a job; whatever happens becomes a report."""
-    blank: dict[str, Any] = {"error": "", "names": [], "proved": None, "mismatched": []}
-    try:
-        return blank | work()
-    except NeedsCaptureError:
-        return blank | {"phase": "needs_capture"}
-    except PlanRefusedError as error:
-        refused = {"phase": "failed", "error": str(error), "refused": True}
-        return blank | refused | {"names": error.names[:_NAMES]}
-    except StoppedError:
-        return blank | {"phase": "failed", "error": "released by the server"}
-    except Exception as error:
-        logger.exception("weightsync: a background job failed")
-        return blank | {"phase": "failed", "error": f"{type(error).__name__}: {error}"}
+        return {"proved": not wrong, "mismatched": wrong[:NAMES]}

@@ -6,16 +6,53 @@ vLLM starts our plugins without arguments, and its workers inherit the environme
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["EngineSettings", "socket_path"]
+__all__ = ["Amount", "EngineSettings", "socket_path"]
 
 _DEFAULT_SOCKET = "unix:/run/weightsync/engine.sock"
 _SWITCH_VALUES = {"": False, "0": False, "1": True}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kKMGT]i?B|B|)")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """So much memory, or such a part of all of it.
+
+    Attributes:
+        number: Bytes, or per cent.
+        relative: Whether it is per cent.
+    """
+
+    number: float
+    relative: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Amount:
+        """Read `16GiB`, `16GB`, `1000` or `12.5%`.
+
+        Raises:
+            ValueError: It is none of those.
+        """
+        match = _AMOUNT.fullmatch(text.strip())
+        if match is None or (match[2] == "%" and float(match[1]) > 100):
+            msg = f"{text!r} is no amount of memory; write bytes such as 16GiB, or a share as 10%"
+            raise ValueError(msg)
+        number, unit = float(match[1]), match[2]
+        if unit == "%":
+            return cls(number, relative=True)
+        base = 1024 if "i" in unit else 1000
+        return cls(number * base ** _POWERS[unit.rstrip("iB")])
+
+    def of(self, total: int) -> int:
+        """Return it in bytes where there are so many in all."""
+        return int(total * self.number / 100) if self.relative else int(self.number)
 
 
 def socket_path(address: str) -> str:
@@ -39,11 +76,14 @@ class EngineSettings:
         engine_socket: File of the unix socket on which the bridge serves.
         segment_socket: File of the server's segment socket as vLLM's processes see it.
         cpu_plain_weights: Turn vLLM's CPU weight repacking off, so that parameters can be written.
+        device_room: Memory of its CUDA device that each rank may take to stage versions; None: what
+            vLLM leaves, less a reserve.
     """
 
     engine_socket: str
     segment_socket: str
     cpu_plain_weights: bool
+    device_room: Amount | None = None
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -60,4 +100,15 @@ class EngineSettings:
         if switch not in _SWITCH_VALUES:
             msg = f"WEIGHTSYNC_CPU_PLAIN_WEIGHTS is {switch!r}; set it to 0 or 1"
             raise ValueError(msg)
-        return cls(engine, segments, _SWITCH_VALUES[switch])
+        return cls(engine, segments, _SWITCH_VALUES[switch], _room(env))
+
+
+def _room(env: Mapping[str, str]) -> Amount | None:
+    text = env.get("WEIGHTSYNC_DEVICE_ROOM", "").strip()
+    if not text:
+        return None
+    try:
+        return Amount.parse(text)
+    except ValueError as error:
+        msg = f"WEIGHTSYNC_DEVICE_ROOM: {error}"
+        raise ValueError(msg) from None

@@ -17,16 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from weightsync.manifest import Layout, TensorEntry
+    from weightsync.vllm.cuda.runtime import Registrar
     from weightsync.vllm.plan import Slice
 
 __all__ = ["Mappings", "Sources"]
 
 
 class Mappings:
-    """Segments of the server that this process has mapped, by id. Each is mapped once."""
+    """Segments of the server that this process has mapped, by id. Each is mapped once.
 
-    def __init__(self) -> None:
+    Args:
+        registrar: Makes them known to a device for as long as they are mapped; None: no device.
+    """
+
+    def __init__(self, registrar: Registrar | None = None) -> None:
         self._mapped: dict[str, MappedSegment] = {}
+        self._registrar = registrar
 
     def map(self, socket: str, ids: Sequence[str]) -> list[memoryview]:
         """Return the bytes of segments, in the order of `ids`.
@@ -41,15 +47,22 @@ class Mappings:
                 received = client.map(missing)
             for name, (fd, size) in zip(missing, received, strict=True):
                 self._mapped[name] = MappedSegment(fd, size)
+        if self._registrar is not None:
+            for name in ids:
+                self._registrar.register(name, self._mapped[name].view)
         return [self._mapped[name].view for name in ids]
 
     def keep(self, ids: Iterable[str]) -> None:
         """Unmap all other segments; a segment that somebody still views stays mapped."""
         for name in set(self._mapped) - set(ids):
+            segment = self._mapped[name]
             try:
-                self._mapped[name].close()
+                segment.view.release()
             except BufferError:
                 continue
+            if self._registrar is not None:
+                self._registrar.unregister(name)
+            segment.close()
             del self._mapped[name]
 
     def __len__(self) -> int:

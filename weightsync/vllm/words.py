@@ -88,7 +88,10 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tensor_digest_of(
-    tensor: torch.Tensor, dtype: torch.dtype | None = None, stop: Callable[[], bool] = bool
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    stop: Callable[[], bool] = bool,
+    device: torch.device | None = None,
 ) -> bytes:
     """Return the xxh3-128 of a tensor's elements in row-major order, wherever it lies.
 
@@ -98,12 +101,17 @@ def tensor_digest_of(
         tensor: Any strides, any device.
         dtype: What its elements are converted to first.
         stop: Asked before every piece; True raises `StoppedError`.
+        device: Where a commit converts its elements; None: on the host. Both round alike, but
+            devices have a NaN of their own.
     """
     digester = TensorDigester()
     for piece in pieces(tensor, _PIECE_BYTES // tensor.element_size()):
         if stop():
             raise StoppedError
-        values = cast(piece.cpu(), dtype or piece.dtype)
+        if dtype is not None and dtype != piece.dtype and device is not None:
+            values = piece.to(device).to(dtype).cpu()
+        else:
+            values = cast(piece.cpu(), dtype or piece.dtype)
         digester.update(_row_major(values).data)
     return digester.digest()
 

@@ -15,6 +15,7 @@ import torch
 from weightsync import failpoints
 from weightsync.vllm.agreement import tensor_peers
 from weightsync.vllm.between import switch
+from weightsync.vllm.cuda.device import Device
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.rank import Rank, RefusedCallError
 from weightsync.vllm.settings import EngineSettings
@@ -54,12 +55,21 @@ def _rank_of(worker: Any) -> Rank:
     if found is None:
         model = worker.model_runner.get_model()
         name = rank_name(worker.parallel_config, worker.rank)
-        socket = EngineSettings.load().segment_socket
+        settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
-        found = Rank(model, worker.device, name, socket, ranks)
+        beside = _beside(worker, settings)
+        found = Rank(model, worker.device, name, settings.segment_socket, ranks, beside)
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
+
+
+def _beside(worker: Any, settings: EngineSettings) -> Device | None:
+    if worker.device.type != "cuda":
+        return None
+    cache = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
+    share = float(getattr(cache, "gpu_memory_utilization", 1.0))
+    return Device(worker.device, settings.device_room, share)
 
 
 def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync import failpoints
 from weightsync.delta import elements
@@ -13,9 +11,38 @@ from weightsync.delta import elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from weightsync.vllm.crew import Crew
 
-__all__ = ["differ", "put", "write_each"]
+__all__ = ["Work", "begin_patch", "differ", "put", "write_each"]
+
+
+class Work(Protocol):
+    """What writes a version into the live parameters, and proves that it is there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a commit writes."""
+
+    @property
+    def patched(self) -> bool:
+        """Whether only what changes is written."""
+
+    @property
+    def compared_all(self) -> bool:
+        """Whether the proof compares every live byte with what the server received."""
+
+    def write(self, crew: Crew) -> None:
+        """Write; on a device it may still be under way when this returns."""
+
+    def mismatched(self, crew: Crew) -> list[str]:
+        """Look at what was written; return the parameters that do not hold it."""
+
+
+def begin_patch() -> None:
+    """Take note that the first of single elements is about to be written."""
+    failpoints.hit("worker.patch")
 
 
 def write_each(crew: Crew, write: Callable[[int], None], sizes: Sequence[int]) -> None:
@@ -37,28 +64,22 @@ def write_each(crew: Crew, write: Callable[[int], None], sizes: Sequence[int]) -
 
 
 def put(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Write elements into memory.
+    """Write elements into the host's memory.
 
     Args:
-        memory: One row of integers, on any device.
-        positions: Where, each once; on the same device.
+        memory: One row of integers.
+        positions: Where, each once.
         values: What.
     """
-    if memory.device.type == "cpu":
-        elements.put(memory.numpy(), positions.numpy(), values.numpy())
-    else:
-        memory.index_copy_(0, positions.long(), values)
+    elements.put(memory.numpy(), positions.numpy(), values.numpy())
 
 
-def differ(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return, in a tensor without dimensions, whether any element is not the one that `put` wrote.
+def differ(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return whether any element is not the one that `put` wrote.
 
     Args:
-        memory: One row of integers, on any device.
-        positions: Where to look; on the same device.
+        memory: One row of integers.
+        positions: Where to look.
         values: What must be there.
     """
-    if memory.device.type == "cpu":
-        held = elements.holds(memory.numpy(), positions.numpy(), values.numpy())
-        return torch.tensor(not held)
-    return memory.index_select(0, positions).ne(values).any()
+    return not elements.holds(memory.numpy(), positions.numpy(), values.numpy())

@@ -78,6 +78,9 @@ def _ranks(ranks: tuple[types.RankResult, ...]) -> None:
     for rank in ranks:
         state = f"version {rank.version}" if rank.version else "no whole version"
         note = f": {rank.error}" if rank.error else ""
+        if rank.device_used_bytes:
+            used, room = size(rank.device_used_bytes), size(rank.device_room_bytes)
+            note = f", {used} of its device taken, room for {room}{note}"
         typer.echo(f"  rank {rank.rank}: {state} {rank.content_digest}{note}")
 
 

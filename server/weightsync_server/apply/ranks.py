@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine, SwitchOrder
     from weightsync.handover import SegmentServer
 
-__all__ = ["QUICK_S", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
+__all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
 
 _T = TypeVar("_T")
 
@@ -31,6 +31,25 @@ _T = TypeVar("_T")
 QUICK_S = 30.0
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a rank has on its device, in bytes.
+
+    Attributes:
+        room: What it may take to stage versions.
+        used: What it has taken.
+        sent: What was sent there for one version.
+    """
+
+    room: int = 0
+    used: int = 0
+    sent: int = 0
+
+
+#: Of a rank whose parameters lie in the host's memory.
+NO_DEVICE = DeviceUse()
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class Report:
         proved: Whether the live parameters hold the version; None: not compared.
         mismatched: Names of tensors that differ, at most 10.
         seconds: How long it took.
+        device: What it told about its device.
     """
 
     rank: str
@@ -58,6 +78,7 @@ class Report:
     proved: bool | None
     mismatched: tuple[str, ...]
     seconds: float
+    device: DeviceUse = NO_DEVICE
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,8 @@ class RankCommit:
     """What a rank answered to a commit; `content_digest` is empty unless proved.
 
     It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
-    of a switch between two steps.
+    of a switch between two steps. It has `compared_all` when all that is live was compared with
+    what the server received.
     """
 
     rank: str
@@ -76,6 +98,8 @@ class RankCommit:
     verify_s: float
     error: str
     switch_s: float = 0.0
+    compared_all: bool = True
+    device: DeviceUse = NO_DEVICE
 
 
 @dataclass(frozen=True)
@@ -322,7 +346,15 @@ def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | Non
         proved=page.get("proved"),
         mismatched=tuple(page.get("mismatched", ())),
         seconds=float(page.get("seconds", 0.0)),
+        device=_device(page),
     )
+
+
+def _device(told: dict[str, Any]) -> DeviceUse:
+    room, used, sent = (
+        int(told.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
+    )
+    return DeviceUse(room, used, sent)
 
 
 def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
@@ -341,4 +373,6 @@ def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
         verify_s=float(reply.get("verify_s", 0.0)),
         error=error,
         switch_s=float(reply.get("switch_s", 0.0)),
+        compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
+        device=_device(reply),
     )

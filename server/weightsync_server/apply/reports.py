@@ -32,13 +32,20 @@ def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
 def held_ranks(held: Prepared) -> list[pb.RankResult]:
     """Return what every rank was last proved to hold."""
     return [
-        pb.RankResult(rank=report.rank, version=held.record.version, content_digest=held.digest)
+        pb.RankResult(
+            rank=report.rank,
+            version=held.record.version,
+            content_digest=held.digest,
+            device_room_bytes=report.device.room,
+            device_used_bytes=report.device.used,
+        )
         for report in held.reports
     ]
 
 
 def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched) -> pb.ApplyReport:
     """Return the report of an apply that made `target` live."""
+    staged = {report.rank: report.device.sent for report in target.reports}
     return pb.ApplyReport(
         apply_id=target.apply_id,
         outcome=pb.APPLY_OUTCOME_APPLIED,
@@ -62,6 +69,9 @@ def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched
                 written_bytes=rank.written_bytes,
                 commit=duration(rank.commit_s),
                 verify=duration(rank.verify_s),
+                h2d_bytes=staged.get(rank.rank, 0) + rank.device.sent,
+                device_room_bytes=rank.device.room,
+                device_used_bytes=rank.device.used,
             )
             for rank in switched.ranks
         ],

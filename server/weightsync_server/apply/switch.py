@@ -84,8 +84,8 @@ class Switched:
 
     @property
     def compared_all(self) -> bool:
-        """Whether every rank compared everything, because it wrote everything."""
-        return not any(rank.patched for rank in self.ranks)
+        """Whether every rank compared all that is live with what this server received."""
+        return all(rank.compared_all for rank in self.ranks)
 
 
 def _failures(replies: list[RankCommit], digest: str) -> list[str]:

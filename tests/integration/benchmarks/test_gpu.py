@@ -41,3 +41,7 @@ def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]
         paused, whole = report[f"pause_total{suffix}"], report[f"update_end_to_end{suffix}"]
         assert 0 < report[f"commit{suffix}"] + report[f"verify{suffix}"] < paused < whole
         assert f"pause_total{suffix}" in report["beside"]
+    if part == "apply":
+        assert report["commit_registered_s"] > 0
+        assert report["staging_slowdown"] > 0
+        assert report["staging_max_gap_s"] > 0

@@ -44,6 +44,29 @@ def test_nonsense_is_named(environment: dict[str, str]) -> None:
         EngineSettings.load(environment)
 
 
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("0", 0), ("1000", 1000), ("16GiB", 16 << 30), ("1.5 MB", 1_500_000), ("12.5%", 125),
+        ("3 B", 3), ("100%", 1000), ("2kB", 2000),
+    ],
+)  # fmt: skip
+def test_room_is_bytes_or_a_share(text: str, amount: int) -> None:
+    room = EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": text}).device_room
+    assert room is not None
+    assert room.of(1000) == amount
+
+
+def test_without_a_room_it_is_worked_out() -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": " "}).device_room is None
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "101%", "1 GiBs", "1e9", "%"])
+def test_a_room_that_means_nothing_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_DEVICE_ROOM.*16GiB"):
+        EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": text})
+
+
 def _config(model: Path | str, load_format: str = "auto") -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), revision=None),

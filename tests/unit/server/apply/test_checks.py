@@ -118,6 +118,33 @@ async def test_a_copy_of_everything_was_compared_in_its_pause(it: Plant) -> None
     assert _checks(it) == {"passed": 0, "failed": 0, "cancelled": 0}
 
 
+class StagingEngine(Engine):
+    """Compares a commit with what it has staged itself, and tells what it has on its device."""
+
+    def _ready(self, *args: Any) -> dict[str, Any]:
+        told = {"device_room": 900, "device_used": 700, "h2d_bytes": 40}
+        return super()._ready(*args) | told
+
+    def _commit(self, args: Any) -> dict[str, Any]:
+        told = {"device_room": 900, "device_used": 700, "h2d_bytes": 2, "compared_all": False}
+        return super()._commit(args) | told
+
+
+async def test_after_a_commit_of_what_was_staged_everything_is_compared(tmp_path: Path) -> None:
+    async with plant(tmp_path, StagingEngine(tmp_path / "segments.sock")) as staging:
+        await staging.ready()
+        await staging.push(2)
+        report = await staging.apply(2)
+        assert report.strategy == pb.APPLY_STRATEGY_COPY
+        (rank,) = report.ranks
+        told = (rank.device_room_bytes, rank.device_used_bytes, rank.h2d_bytes)
+        assert told == (900, 700, 42)
+        await _passed(staging, 2)
+        assert _checks(staging) == {"passed": 1, "failed": 0, "cancelled": 0}
+        (held,) = staging.keeper.status().ranks
+        assert (held.device_room_bytes, held.device_used_bytes) == (900, 700)
+
+
 async def test_a_rollback_writes_what_changed_too(it: Plant) -> None:
     await _push_part(it, 2)
     await it.apply(2)

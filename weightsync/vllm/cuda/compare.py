@@ -1,0 +1,88 @@
+"""Whether device memory holds what it must, bit for bit, with one answer for all at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.vllm.cuda.blocks import wide
+
+__all__ = ["Comparison", "limit_of", "unequal"]
+
+_WIDE = torch.int64
+
+
+def unequal(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return which integers differ, as truth values in the memory of `mask` if it has the room."""
+    if left.dim() == 1 and left.numel() <= mask.numel():
+        return torch.ne(left, right, out=mask[: left.numel()])
+    return left.ne(right)
+
+
+def limit_of(mask: torch.Tensor) -> int:
+    """Return how many bytes of each side are compared at a time with so much scratch."""
+    return mask.numel() * _WIDE.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two sides as integers, where their truth values go, and the answer.
+
+    In a pause each view that is made costs as much as a launch, so all are made before it.
+    """
+
+    name: str
+    left: torch.Tensor
+    right: torch.Tensor
+    flag: torch.Tensor
+    out: torch.Tensor | None
+    #: The same memory, as few wide integers.
+    reduced: torch.Tensor | None
+
+    def queue(self) -> None:
+        if self.out is None or self.reduced is None:
+            torch.any(self.left.ne(self.right), out=self.flag)
+        else:
+            torch.ne(self.left, self.right, out=self.out)
+            torch.any(self.reduced, out=self.flag)
+
+
+class Comparison:
+    """Collects what differs; the device is asked once.
+
+    Args:
+        mask: Truth values on the device, for scratch. Its size is that of a piece.
+        most: How many are added at most.
+    """
+
+    def __init__(self, mask: torch.Tensor, most: int) -> None:
+        self._mask = mask
+        self._flags = torch.zeros(most, dtype=torch.bool, device=mask.device)
+        self._free = list(self._flags.unbind())
+        self._pairs: list[_Pair] = []
+
+    def add(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Have two tensors of one shape and dtype compared by `run`."""
+        left, right = wide(live, wanted)
+        out = reduced = None
+        if left.dim() == 1 and left.numel() <= self._mask.numel():
+            out = self._mask[: left.numel()]
+            reduced = out if out.numel() % _WIDE.itemsize else out.view(_WIDE)
+        flag = self._free[len(self._pairs)]
+        self._pairs.append(_Pair(name, left, right, flag, out, reduced))
+
+    def queue_last(self) -> None:
+        """Queue, on the current stream, the comparison that was added last."""
+        self._pairs[-1].queue()
+
+    def queue(self) -> None:
+        """Queue all comparisons that were added."""
+        for pair in self._pairs:
+            pair.queue()
+
+    def wrong(self) -> list[str]:
+        """Wait for everything that was queued; return the names of what differs, each once."""
+        answers = self._flags[: len(self._pairs)].tolist()
+        found = (p.name for p, bad in zip(self._pairs, answers, strict=True) if bad)
+        return list(dict.fromkeys(found))

@@ -1,0 +1,191 @@
+"""What a rank has on its CUDA device beside vLLM, and how a version is made ready there."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.vllm.cuda.blocks import lay_out
+from weightsync.vllm.cuda.direct import Direct
+from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
+from weightsync.vllm.cuda.room import Room
+from weightsync.vllm.cuda.runtime import Registrar, Runtime
+from weightsync.vllm.cuda.scatter import Scatters
+from weightsync.vllm.cuda.staged import Arena, Staged, send_blocks
+from weightsync.vllm.cuda.upload import CHUNK, Pace, Uploader
+from weightsync.vllm.cuda.warm import warm_up
+from weightsync.vllm.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.vllm.crew import Crew
+    from weightsync.vllm.plan import LoadPlan
+    from weightsync.vllm.prepared import Prepared
+    from weightsync.vllm.settings import Amount
+
+__all__ = ["Device"]
+
+logger = logging.getLogger(__name__)
+
+#: Truth values that are compared at a time; they stay in the device's cache.
+_MASK = 16 << 20
+#: What is held whatever the room is, to convert, cut and compare.
+_SCRATCH = 2 * CHUNK + _MASK
+
+
+class Device:
+    """Stages and finds on a stream of its own, one version at a time.
+
+    Args:
+        device: Of the rank.
+        amount: How much memory the user gave it; None: what vLLM leaves.
+        share: Part of the device that vLLM may take.
+    """
+
+    def __init__(self, device: torch.device, amount: Amount | None, share: float) -> None:
+        runtime = Runtime.find() if device.type == "cuda" else None
+        self.device = device
+        self.registrar = Registrar(device, runtime) if device.type == "cuda" else None
+        self._room = Room(device, amount, share)
+        self._arena = Arena(self._room)
+        self._scatters = Scatters(self._room, device)
+        scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
+        self._mask = scratch[2 * CHUNK :].view(torch.bool)
+        self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
+        # Whose version lies in what is kept; it writes from host memory when another one comes.
+        self._holder: weakref.ref[Prepared] | None = None
+
+    @property
+    def sent(self) -> int:
+        """Bytes that were sent to the device so far."""
+        return self._uploader.sent
+
+    def told(self) -> dict[str, int]:
+        """Return what reports tell about its memory."""
+        return {"device_room": self._room.limit, "device_used": self._room.used + _SCRATCH}
+
+    def set_room(self, size: int) -> None:
+        """Have another budget from now on. What was staged is dropped; nothing may be at work.
+
+        Args:
+            size: Bytes.
+        """
+        self._let_go()
+        self._arena.drop()
+        self._scatters.drop()
+        self._room.limit = size
+
+    @torch.inference_mode()
+    def warm_up(self, plan: LoadPlan) -> None:
+        """Use once whatever a commit of this plan uses. The engine stands meanwhile."""
+        pairs = {
+            (torch_dtype(plan.tensors[item.tensor][0]), torch_dtype(plan.param_dtypes[item.param]))
+            for item in plan.slices
+        }
+        known = [(of, to) for of, to in pairs if of is not None and to is not None]
+        warm_up(known, self._uploader, self._mask)
+
+    @torch.inference_mode()
+    def make_ready(
+        self,
+        ready: Prepared,
+        base: Prepared | None,
+        crew: Crew,
+        stop: Callable[[], bool],
+        *,
+        staging: bool,
+    ) -> None:
+        """Send a version to the device and find what it changes, as far as there is room.
+
+        Beside generation, on the calling thread's stream. No commit may run meanwhile.
+
+        Args:
+            ready: The version.
+            base: What the live parameters are proved to hold; None: not known.
+            crew: Finds on the host what changes, without room on the device.
+            stop: Asked before every piece; True raises `StoppedError`.
+            staging: Whether it is sent now; else there is only the memory for others.
+        """
+        self._let_go()
+        self._holder = weakref.ref(ready)
+        ready.expect_known()
+        ready.whole = self._direct(ready, range(len(ready.sources)))
+        blocks = lay_out(ready.plan.slices, _dtypes(ready))
+        memory = self._arena.reserve(blocks.size)
+        if not staging:
+            return
+        if memory is None:
+            logger.info("weightsync: no room on the device for %d bytes", blocks.size)
+            if base is not None:
+                ready.patch = self._found_on_host(ready, base, crew, stop)
+            return
+        pace = Pace(self.device)
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop)
+        staged = Staged(ready.targets, blocks.all, memory, self._mask)
+        staged.make_views()
+        ready.whole = staged
+        if base is not None:
+            try:
+                ready.patch = self._found_here(staged, base, stop)
+            except torch.OutOfMemoryError:
+                logger.warning("weightsync: no memory to find what changes; all is copied")
+
+    def _let_go(self) -> None:
+        holder = self._holder() if self._holder is not None else None
+        if holder is not None:
+            holder.patch = None
+            holder.whole = self._direct(holder, range(len(holder.sources)))
+
+    def _direct(self, ready: Prepared, indices: range | list[int]) -> Direct:
+        return Direct(
+            ready.targets, ready.plan.slices, ready.sources, indices, self._uploader, self._mask
+        )
+
+    def _found_here(
+        self, staged: Staged, base: Prepared, stop: Callable[[], bool]
+    ) -> DevicePatch | None:
+        pace = Pace(self.device)
+        found = find(staged, pace, stop)
+        if found is None:
+            return None
+        params = [staged.targets.param(name) for name in staged.targets.names]
+        made = self._scatters.make(params, found.counts)
+        if made is None:
+            return None
+        fill_found(found, made, staged, stop)
+        pace.step()
+        pace.drain()
+        rest = Staged(staged.targets, found.dense, staged.memory, self._mask)
+        rest.make_views()
+        return DevicePatch(base.content_digest, staged.targets, list(made.values()), rest)
+
+    def _found_on_host(
+        self, ready: Prepared, base: Prepared, crew: Crew, stop: Callable[[], bool]
+    ) -> DevicePatch | None:
+        if not self._room.limit or any(item.cast for item in ready.plan.slices):
+            # What is converted on the device can differ from what the host would make of it.
+            return None
+        found = ready.differences(base, crew, stop)
+        if found is None:
+            return None
+        targets = ready.targets
+        counts: dict[int, int] = {}
+        for change in found.changes.values():
+            width = change.values.element_size()
+            counts[width] = counts.get(width, 0) + change.values.numel()
+        made = self._scatters.make([targets.param(name) for name in targets.names], counts)
+        if made is None:
+            return None
+        changes = (found.changes[index] for index in sorted(found.changes))
+        fill_sent(changes, made, targets, self._uploader, Pace(self.device))
+        rest = self._direct(ready, sorted(found.dense))
+        return DevicePatch(base.content_digest, targets, list(made.values()), rest)
+
+
+def _dtypes(ready: Prepared) -> dict[str, torch.dtype]:
+    views = ready.targets.views()
+    return {item.param: view.dtype for item, view in zip(ready.plan.slices, views, strict=True)}

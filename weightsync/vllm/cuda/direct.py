@@ -1,0 +1,78 @@
+"""A version in host memory: sent straight into the live parameters, and again to be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync.vllm.cuda.compare import Comparison
+from weightsync.vllm.writing import write_each
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from weightsync.vllm.crew import Crew
+    from weightsync.vllm.cuda.upload import Uploader
+    from weightsync.vllm.live import Targets
+    from weightsync.vllm.plan import Slice
+
+__all__ = ["Direct"]
+
+
+@dataclass
+class Direct:
+    """Writes slices from mapped segments.
+
+    Attributes:
+        targets: The live destinations.
+        slices: The copies of the plan.
+        sources: Where each comes from.
+        indices: Which of them.
+        uploader: Sends them.
+        mask: Scratch for comparisons.
+        patched: Always False: it depends on nothing that is live.
+        compared_all: Always True: what is live is compared with what the server received.
+    """
+
+    targets: Targets
+    slices: Sequence[Slice]
+    sources: Sequence[torch.Tensor]
+    indices: Sequence[int]
+    uploader: Uploader
+    mask: torch.Tensor
+    patched: bool = False
+    compared_all: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a commit writes."""
+        views = self.targets.views()
+        return sum(views[index].nbytes for index in self.indices)
+
+    def write(self, crew: Crew) -> None:
+        """Queue every copy; addresses stay as they are."""
+        views = self.targets.views()
+
+        def send(at: int) -> None:
+            index = self.indices[at]
+            if self.sources[index].numel():
+                self.uploader.send(views[index], self.sources[index])
+
+        write_each(crew, send, [self.sources[index].nbytes for index in self.indices])
+
+    def mismatched(self, crew: Crew) -> list[str]:
+        """Send everything again; return the parameters that do not hold it."""
+        del crew
+        views = self.targets.views()
+        pieces = [
+            (self.slices[index].param, live, source)
+            for index in self.indices
+            for live, source in self.uploader.pieces(views[index], self.sources[index])
+        ]
+        comparison = Comparison(self.mask, len(pieces))
+        for param, live, source in pieces:
+            comparison.add(param, live, self.uploader.fetch(source).to(live.dtype))
+            comparison.queue_last()
+        return comparison.wrong()

@@ -1,0 +1,171 @@
+"""Single elements of all parameters written at once, wherever on the device each lies.
+
+A launch for each parameter costs more than what it writes. So all memory from the first parameter
+to the last is looked at as one row of integers, and a place is a position in that row. Nothing of
+the row is touched but those places.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weightsync.vllm.words import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from weightsync.vllm.cuda.room import Room
+
+__all__ = ["Scatter", "Scatters", "needed"]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POSITION = torch.int64.itemsize
+_ALIGNED = 256
+
+
+class _Memory:
+    """Device memory that others own, as torch and others exchange it."""
+
+    def __init__(self, address: int, count: int, width: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1" if width == 1 else f"<i{width}",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _row(device: torch.device, address: int, count: int, width: int) -> torch.Tensor:
+    """Return memory from an address on as one row of integers, without touching it."""
+    if device.type == "cuda":
+        return torch.as_tensor(_Memory(address, count, width), device=device)
+    kind: Any = (ctypes.c_uint8, ctypes.c_int16, ctypes.c_int32, ctypes.c_int64)[
+        width.bit_length() - 1
+    ]
+    return torch.from_numpy(np.ctypeslib.as_array((kind * count).from_address(address)))
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Elements of one width.
+
+    Attributes:
+        row: The memory from the first parameter of that width to the last.
+        positions: Where in the row, each once.
+        values: What they become, as integers.
+        seen: Room for as many, to look at them.
+        wide: The same room as wide integers; what is beyond the last element is zero.
+    """
+
+    row: torch.Tensor
+    positions: torch.Tensor
+    values: torch.Tensor
+    seen: torch.Tensor
+    wide: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.values.nbytes
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """Return the position of a tensor's first element, which lies in the row."""
+        return (tensor.data_ptr() - self.row.data_ptr()) // self.row.element_size()
+
+    def write(self) -> None:
+        """Queue the writing of all."""
+        self.row.index_copy_(0, self.positions, self.values)
+
+    def differs(self) -> torch.Tensor:
+        """Queue a look at all; return, without dimensions, whether any is not as written."""
+        torch.gather(self.row, 0, self.positions, out=self.seen)
+        self.seen.bitwise_xor_(self.values)
+        return torch.any(self.wide)
+
+
+def needed(counts: Mapping[int, int]) -> int:
+    """Return the bytes that a patch takes.
+
+    Args:
+        counts: Elements by their width.
+    """
+    return sum(
+        _aligned(count * part)
+        for width, count in counts.items()
+        for part in (_POSITION, width, width)
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class Scatters:
+    """Makes the elements of a patch, in device memory that is kept from one to the next.
+
+    Args:
+        room: Where it comes from.
+        device: Where the parameters lie.
+    """
+
+    def __init__(self, room: Room, device: torch.device) -> None:
+        self._room = room
+        self._device = device
+        self._memory: torch.Tensor | None = None
+
+    def make(
+        self,
+        params: Sequence[torch.Tensor],
+        counts: Mapping[int, int],
+    ) -> dict[int, Scatter] | None:
+        """Return elements to fill in, by their width; None: there is no room for them.
+
+        Args:
+            params: The parameters that they lie in.
+            counts: How many, by their width.
+        """
+        if not counts:
+            return {}
+        memory = self._reserve(needed(counts))
+        if memory is None:
+            return None
+        made: dict[int, Scatter] = {}
+        left = memory
+        for width, count in counts.items():
+            regions = []
+            for each in (_POSITION, width, width):
+                size = _aligned(count * each)
+                regions.append(left[:size])
+                left = left[size:]
+            positions = regions[0].view(torch.int64)[:count]
+            values, seen = (region.view(_WORDS[width])[:count] for region in regions[1:])
+            regions[2].zero_()
+            row = self._covering([p for p in params if p.element_size() == width], width)
+            made[width] = Scatter(row, positions, values, seen, regions[2].view(torch.int64))
+        return made
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._room.give_back(self._memory.nbytes)
+            self._memory = None
+
+    def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+        begin = min(param.data_ptr() for param in params)
+        end = max(param.data_ptr() + memory_of(param).nbytes for param in params)
+        return _row(self._device, begin, (end - begin) // width, width)
+
+    def _reserve(self, size: int) -> torch.Tensor | None:
+        if self._memory is None or self._memory.nbytes < size:
+            self.drop()
+            # A little more, so that the next one finds room in it.
+            self._memory = self._room.take(size + size // 8)
+            if self._memory is None:
+                self._memory = self._room.take(size)
+        return self._memory

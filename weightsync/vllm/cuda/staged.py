@@ -1,0 +1,135 @@
+"""A version that lies in device memory already: copied and compared there in a few milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightsync.vllm.cuda.compare import Comparison, limit_of
+from weightsync.vllm.writing import write_each
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from weightsync.vllm.crew import Crew
+    from weightsync.vllm.cuda.blocks import Block, Blocks
+    from weightsync.vllm.cuda.room import Room
+    from weightsync.vllm.cuda.upload import Pace, Uploader
+    from weightsync.vllm.live import Targets
+
+__all__ = ["Arena", "Staged", "send_blocks"]
+
+
+class Arena:
+    """Device memory for one whole version, kept from one to the next.
+
+    Args:
+        room: Where it comes from.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, size: int) -> torch.Tensor | None:
+        """Return memory of at least `size` bytes for a new version; None: there is no room."""
+        if self._memory is None or self._memory.nbytes < size:
+            self.drop()
+            self._memory = self._room.take(size)
+        return self._memory
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._room.give_back(self._memory.nbytes)
+            self._memory = None
+
+
+@dataclass
+class Staged:
+    """Writes blocks from staging memory.
+
+    Attributes:
+        targets: The live destinations.
+        blocks: What to write.
+        memory: Where it lies.
+        mask: Scratch for comparisons.
+        patched: Always False: it depends on nothing that is live.
+        compared_all: Always False: what is live is compared with a copy, not with what was sent.
+    """
+
+    targets: Targets
+    blocks: Sequence[Block]
+    memory: torch.Tensor
+    mask: torch.Tensor
+    patched: bool = False
+    compared_all: bool = False
+    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _comparison: Comparison | None = None
+    #: The views of the live parameters that both were made of.
+    _of: list[torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a commit writes."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def make_views(self) -> None:
+        """Make all that `write` and `mismatched` launch; off the pause."""
+        views = self.targets.views()
+        if self._of is views:
+            return
+        self._copies = [
+            (block.live(self.targets), block.staged(self.memory)) for block in self.blocks
+        ]
+        pieces = [piece for block in self.blocks for piece in block.pieces(limit_of(self.mask))]
+        self._comparison = Comparison(self.mask, len(pieces))
+        for piece in pieces:
+            staged = piece.staged(self.memory)
+            self._comparison.add(piece.param, piece.live(self.targets), staged)
+        self._of = views
+
+    def write(self, crew: Crew) -> None:
+        """Queue every copy; addresses stay as they are."""
+        self.make_views()
+
+        def copy(index: int) -> None:
+            live, staged = self._copies[index]
+            live.copy_(staged, non_blocking=True)
+
+        write_each(crew, copy, [block.nbytes for block in self.blocks])
+
+    def mismatched(self, crew: Crew) -> list[str]:
+        """Return the parameters that do not hold what was staged."""
+        del crew
+        self.make_views()
+        assert self._comparison is not None  # noqa: S101 - it has just been made
+        self._comparison.queue()
+        return self._comparison.wrong()
+
+
+def send_blocks(
+    blocks: Blocks,
+    sources: Sequence[torch.Tensor],
+    memory: torch.Tensor,
+    uploader: Uploader,
+    pace: Pace,
+    stop: Callable[[], bool],
+) -> None:
+    """Send the slices of every block to staging memory; returns when all are there.
+
+    Raises:
+        StoppedError: `stop` returned True.
+    """
+    try:
+        for block in blocks.all:
+            row = block.staged(memory).reshape(-1)
+            for part in block.parts:
+                source = sources[part.index]
+                target = row[part.begin : part.begin + source.numel()].view(source.shape)
+                uploader.send_all(target, source, pace, stop)
+    finally:
+        # Nothing may still be under way when its source is unmapped.
+        pace.drain()

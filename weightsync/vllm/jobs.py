@@ -1,0 +1,66 @@
+"""The one thing that a rank does beside generation, and what it tells about its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weightsync.vllm.plan import PlanRefusedError
+from weightsync.vllm.prepared import NeedsCaptureError
+from weightsync.vllm.words import StoppedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["NAMES", "Job", "caught"]
+
+logger = logging.getLogger(__name__)
+
+#: Offenders named in one report.
+NAMES = 10
+
+
+@dataclass
+class Job:
+    """The one background thread.
+
+    Attributes:
+        apply_id: What it works on.
+        gives_way: Whether the next job may end it, and what it works on then stays.
+        stages: Whether it makes a version ready.
+    """
+
+    apply_id: str
+    gives_way: bool = False
+    stages: bool = False
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def end(self) -> None:
+        """Have it stop soon, and wait for that."""
+        self.cancelled.set()
+        if self.thread is not None:
+            self.thread.join()
+
+
+def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a job; whatever happens becomes a report."""
+    blank: dict[str, Any] = {"error": "", "names": [], "proved": None, "mismatched": []}
+    try:
+        return blank | work()
+    except NeedsCaptureError:
+        return blank | {"phase": "needs_capture"}
+    except PlanRefusedError as error:
+        refused = {"phase": "failed", "error": str(error), "refused": True}
+        return blank | refused | {"names": error.names[:NAMES]}
+    except StoppedError:
+        return blank | {"phase": "failed", "error": "released by the server"}
+    except Exception as error:
+        logger.exception("weightsync: a background job failed")
+        return blank | {"phase": "failed", "error": f"{type(error).__name__}: {error}"}
