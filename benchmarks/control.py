@@ -241,7 +241,13 @@ def _push_for_ever(address: str, size: int) -> None:
             # Of several pushes a lower version cannot follow a higher one; its bytes came all the
             # same.
             try:
-                client.push(tensors, shard_bytes=size // 16, on_progress=note, delta="never")
+                client.push(
+                    tensors,
+                    shard_bytes=size // 16,
+                    on_progress=note,
+                    delta="never",
+                    same_host="never",
+                )
             except ClientError as error:
                 time.sleep(error.retry_after_s or 0)
             sys.stdout.write(f"{sent[0]}\n")

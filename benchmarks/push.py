@@ -11,7 +11,12 @@ stock_gbps              a client that is generated from the proto, one call for 
                         digests included
 stock_over_grpc_floor   as above; wanted at least 0.9
 
-The same with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
+same_host_gbps          the public client's call where it writes into the server's memory, on at
+                        most two threads; wanted beside tensor_copy_gbps, one thread that copies the
+                        same tensors one by one into warm memory
+same_host_over_memcpy   median of the ratios within each round; wanted at least 0.75
+
+The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
 first changes from round to round, every byte changes before each of them, slots are warm, the
 store is memory://, and no engine is attached.
 
@@ -24,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import subprocess
 import tempfile
 import threading
@@ -40,7 +46,7 @@ from benchmarks import report
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from benchmarks.stock import Block, push_stock
-from weightsync_client import Client, Residency
+from weightsync_client import Client, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
@@ -143,7 +149,32 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
             for name in ("stream", "stock"):
                 ratios = [speed[name] / speed["grpc_floor"] for speed in speeds]
                 samples[f"{name}_over_grpc_floor{suffix}"] = ratios
+        samples |= _same_host(ports["_unix"], source, rounds)
     return samples
+
+
+def _same_host(address: str, source: _Source, rounds: int) -> dict[str, list[float]]:
+    target = {name: np.ones_like(tensor) for name, tensor in source.tensors.items()}
+
+    def copy() -> None:
+        for name, tensor in source.tensors.items():
+            np.copyto(target[name], tensor)
+
+    cores = sorted(os.sched_getaffinity(0))
+    # The hand-off takes a thread for each core that it may use.
+    os.sched_setaffinity(0, cores[:2])
+    try:
+        with Client(address) as client:
+            ways: dict[str, Callable[[], float]] = {
+                "tensor_copy": lambda: _speed(len(source.view), copy),
+                "same_host": partial(_ours, client, source, Way.SAME_HOST),
+            }
+            speeds = _alternate(ways, source, rounds)
+    finally:
+        os.sched_setaffinity(0, cores)
+    samples = {f"{name}_gbps": [speed[name] for speed in speeds] for name in ways}
+    ratios = [speed["same_host"] / speed["tensor_copy"] for speed in speeds]
+    return {**samples, "same_host_over_memcpy": ratios}
 
 
 def _memcpy(source: memoryview, rounds: int) -> list[float]:
@@ -183,10 +214,16 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
     return address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
 
-def _ours(client: Client, source: _Source) -> float:
-    """Push everything once and return GB/s."""
+def _ours(client: Client, source: _Source, way: Way = Way.STREAM) -> float:
+    """Push everything once, in the given way, and return GB/s."""
     started = time.perf_counter()
-    pushed = client.push(source.tensors, shard_bytes=source.shard_bytes, delta="never")
+    pushed = client.push(
+        source.tensors,
+        shard_bytes=source.shard_bytes,
+        delta="never",
+        same_host="never" if way is Way.STREAM else "auto",
+    )
+    assert pushed.way is way, pushed
     _check_staged(client, pushed.version)
     assert pushed.sent_bytes >= len(source.view), pushed
     return len(source.view) / (time.perf_counter() - started) / 1e9

@@ -177,7 +177,7 @@ def _copy(words: _Words, block: _Words, size: int) -> float:
 
 def _push(client: Client, tensors: _Tensors) -> float:
     started = time.perf_counter()
-    pushed = client.push(tensors, shard_bytes=_SHARD_BYTES, delta="never")
+    pushed = client.push(tensors, shard_bytes=_SHARD_BYTES, delta="never", same_host="never")
     taken = time.perf_counter() - started
     version = client.get_version(pushed.version)
     assert version.residency == Residency.STAGED, version

@@ -43,6 +43,7 @@ class Reason(enum.StrEnum):
     PUSH_INCOMPLETE = enum.auto()
     OFFSET_MISMATCH = enum.auto()
     SHARD_BUSY = enum.auto()
+    WRITER_LEFT = enum.auto()
     PUSH_ABORTED = enum.auto()
     NO_SLOT = enum.auto()
     MEMORY_EXHAUSTED = enum.auto()
@@ -92,6 +93,8 @@ STATUS: Mapping[Reason, str] = MappingProxyType(
         Reason.PUSH_INCOMPLETE: "FAILED_PRECONDITION",
         Reason.OFFSET_MISMATCH: "ABORTED",
         Reason.SHARD_BUSY: "ABORTED",
+        # A trainer on this host told a shard as written and can still write into its memory.
+        Reason.WRITER_LEFT: "FAILED_PRECONDITION",
         Reason.PUSH_ABORTED: "ABORTED",
         Reason.NO_SLOT: "RESOURCE_EXHAUSTED",
         Reason.MEMORY_EXHAUSTED: "RESOURCE_EXHAUSTED",

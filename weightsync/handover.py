@@ -13,17 +13,15 @@ to connect is the owner and mode of the socket file.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
-import struct
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsync.sockets import claimed
+from weightsync.descriptors import TIMEOUT_S, listen, receive, receive_fds, send, send_fds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,64 +30,8 @@ __all__ = ["OfferedFile", "SegmentClient", "SegmentServer"]
 
 logger = logging.getLogger(__name__)
 
-#: Linux sends at most 253 descriptors in one message (SCM_MAX_FD).
-BATCH = 128
-_MAX_MESSAGE = 16 << 20
-_TIMEOUT_S = 30.0
-
 #: Name, size in bytes and open descriptor of a checkpoint file.
 OfferedFile = tuple[str, int, int]
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = sock.recv(min(size, 1 << 20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def _send(sock: socket.socket, document: dict[str, Any]) -> None:
-    data = json.dumps(document).encode()
-    sock.sendall(struct.pack("<I", len(data)) + data)
-
-
-def _receive(sock: socket.socket) -> dict[str, Any]:
-    (size,) = struct.unpack("<I", _receive_exactly(sock, 4))
-    if size > _MAX_MESSAGE:
-        msg = f"a message of {size} bytes; at most {_MAX_MESSAGE}"
-        raise ValueError(msg)
-    document = json.loads(_receive_exactly(sock, size))
-    if not isinstance(document, dict):
-        msg = "not a JSON object"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
-    return document
-
-
-def _send_fds(sock: socket.socket, fds: Sequence[int]) -> None:
-    for start in range(0, len(fds), BATCH):
-        socket.send_fds(sock, [b"F"], fds[start : start + BATCH])
-
-
-def _receive_fds(sock: socket.socket, count: int) -> list[int]:
-    fds: list[int] = []
-    try:
-        while len(fds) < count:
-            data, some, _, _ = socket.recv_fds(sock, 1, min(BATCH, count - len(fds)))
-            fds += some
-            for fd in some:
-                # Python passes no MSG_CMSG_CLOEXEC on (recv_fds ignores its flags).
-                os.set_inheritable(fd, False)
-            if not data or not some:
-                raise EOFError
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return fds
 
 
 class SegmentServer:
@@ -109,7 +51,7 @@ class SegmentServer:
         self._lock = threading.Lock()
         self._published: dict[str, tuple[int, int]] = {}
         self._offers: dict[str, Future[list[OfferedFile]]] = {}
-        self._socket = _listen(self.path, mode)
+        self._socket = listen(self.path, mode, "choose another --run-dir")
         self._thread = threading.Thread(target=self._accept, name="segment-socket", daemon=True)
         self._thread.start()
 
@@ -159,20 +101,20 @@ class SegmentServer:
                 peer, _ = self._socket.accept()
             except OSError:
                 return
-            peer.settimeout(_TIMEOUT_S)
+            peer.settimeout(TIMEOUT_S)
             threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
         with peer:
             try:
                 while True:
-                    self._answer(peer, _receive(peer))
+                    self._answer(peer, receive(peer))
             except (EOFError, TimeoutError, ConnectionError):
                 return
             except Exception as error:  # noqa: BLE001 - what a client sends ends only its connection
                 logger.warning("segment socket: dropped a client: %s", error)
                 with contextlib.suppress(OSError):
-                    _send(peer, {"error": f"not understood: {error}"})
+                    send(peer, {"error": f"not understood: {error}"})
 
     def _answer(self, peer: socket.socket, request: dict[str, Any]) -> None:
         if request["op"] == "map":
@@ -181,7 +123,7 @@ class SegmentServer:
             files = [(str(name), int(size)) for name, size in request["files"]]
             self._take_offer(peer, str(request["id"]), files)
         else:
-            _send(peer, {"error": f"unknown op {request['op']!r}"})
+            send(peer, {"error": f"unknown op {request['op']!r}"})
 
     def _hand_out(self, peer: socket.socket, names: list[str]) -> None:
         with contextlib.ExitStack() as stack:
@@ -194,20 +136,20 @@ class SegmentServer:
                     sizes.append(size)
                     stack.callback(os.close, fds[-1])
             if missing:
-                _send(peer, {"error": f"no segment {missing[0]}"})
+                send(peer, {"error": f"no segment {missing[0]}"})
                 return
-            _send(peer, {"sizes": sizes})
-            _send_fds(peer, fds)
+            send(peer, {"sizes": sizes})
+            send_fds(peer, fds)
 
     def _take_offer(self, peer: socket.socket, name: str, files: list[tuple[str, int]]) -> None:
         with self._lock:
             future = self._offers.pop(name, None)
         if future is None:
-            _send(peer, {"error": f"no offer {name} is expected"})
+            send(peer, {"error": f"no offer {name} is expected"})
             return
-        _send(peer, {})
+        send(peer, {})
         try:
-            fds = _receive_fds(peer, len(files))
+            fds = receive_fds(peer, len(files))
         except BaseException as error:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
@@ -217,21 +159,6 @@ class SegmentServer:
                 os.close(fd)
             return
         future.set_result([(*file, fd) for file, fd in zip(files, fds, strict=True)])
-
-
-def _listen(path: Path, mode: int) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with claimed(path, "choose another --run-dir"):
-            listener.bind(str(path))
-            # Nobody can connect before it listens, so nobody can with another mode.
-            path.chmod(mode)
-            # All workers of an engine may come at once; with a full queue they would be refused.
-            listener.listen(256)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 class SegmentClient:
@@ -246,7 +173,7 @@ class SegmentClient:
 
     def __init__(self, path: str | Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_TIMEOUT_S)
+        self._socket.settimeout(TIMEOUT_S)
         try:
             self._socket.connect(str(path))
         except OSError:
@@ -260,13 +187,13 @@ class SegmentClient:
             LookupError: The server has no such segment.
         """
         answer = self._call({"op": "map", "ids": list(names)})
-        fds = _receive_fds(self._socket, len(names))
+        fds = receive_fds(self._socket, len(names))
         return list(zip(fds, answer["sizes"], strict=True))
 
     def offer(self, name: str, files: Sequence[OfferedFile]) -> None:
         """Give the server descriptors of checkpoint files; the caller keeps and closes its own."""
         self._call({"op": "offer", "id": name, "files": [[n, size] for n, size, _ in files]})
-        _send_fds(self._socket, [fd for _, _, fd in files])
+        send_fds(self._socket, [fd for _, _, fd in files])
 
     def close(self) -> None:
         """Close the connection."""
@@ -281,8 +208,8 @@ class SegmentClient:
         self.close()
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        _send(self._socket, request)
-        answer = _receive(self._socket)
+        send(self._socket, request)
+        answer = receive(self._socket)
         if "error" in answer:
             raise LookupError(answer["error"])
         return answer

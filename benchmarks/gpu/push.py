@@ -1,8 +1,10 @@
 """How fast a trainer's tensors get to the server, one client, over a unix socket.
 
-push_stream_gbps   from tensors in host memory: the whole push, until every tensor is verified
-push_cuda_gbps     the same from tensors on the GPU
-grpc_floor_gbps    a bare grpcio client stream of flat messages into a warm buffer
+push_stream_gbps          from tensors in host memory: the whole push until all tensors are verified
+push_cuda_gbps            the same from tensors on the GPU
+push_same_host_gbps       from tensors in host memory, written into the server's
+push_same_host_cuda_gbps  the same from tensors on the GPU
+grpc_floor_gbps           a bare grpcio client stream of flat messages into a warm buffer
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ _CHUNK = 1 << 20
 _TRAINER_S = 60.0
 #: Pushes that make and warm the slots.
 _WARM_UP = 2
-_KEYS = {"cpu": "push_stream_gbps", "cuda": "push_cuda_gbps"}
+#: By device and the client's option `same_host`.
+_KEYS = {
+    ("cpu", "never"): "push_stream_gbps",
+    ("cuda", "never"): "push_cuda_gbps",
+    ("cpu", "auto"): "push_same_host_gbps",
+    ("cuda", "auto"): "push_same_host_cuda_gbps",
+}
 
 
 async def measure_pushes(
@@ -52,12 +60,19 @@ async def _from(
     await asyncio.to_thread(server.__enter__)
     try:
         async with training(device, checkpoint, _TRAINER_S) as trainer:
-            for number in results.rounds(_WARM_UP + rounds, f"push from {device}"):
-                await trainer.do("change")
-                pushed = await trainer.do("push", address=address)
-                if number >= _WARM_UP:
-                    gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
-                    results.add(**{_KEYS[device]: gbps})
+            # Written first: both fill the same slots, and a stream takes long to warm them.
+            for same_host in ("auto", "never"):
+                for number in results.rounds(_WARM_UP + rounds, f"push from {device}"):
+                    await trainer.do("change")
+                    pushed = await trainer.do(
+                        "push", address=address, delta="never", same_host=same_host
+                    )
+                    if (pushed["way"] == "same_host") is not (same_host == "auto"):
+                        msg = f"the push went by {pushed['way']}: {pushed['way_reason']}"
+                        raise RuntimeError(msg)
+                    if number >= _WARM_UP:
+                        gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
+                        results.add(**{_KEYS[device, same_host]: gbps})
     finally:
         await asyncio.to_thread(server.__exit__, None, None, None)
 

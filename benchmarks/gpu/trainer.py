@@ -81,7 +81,7 @@ class Trainer:
         self._settle()
         return {"changed": changed}
 
-    def push(self, address: str) -> dict[str, Any]:
+    def push(self, address: str, delta: str = "auto", same_host: str = "auto") -> dict[str, Any]:
         """Push with the public client, which stays open as a trainer's does: deltas need it."""
         from weightsync_client import Client
 
@@ -89,7 +89,7 @@ class Trainer:
         if client is None:
             client = self._clients[address] = Client(address)
         begin = time.perf_counter()
-        pushed = client.push(self.tensors)
+        pushed = client.push(self.tensors, delta=delta, same_host=same_host)
         return {
             "version": pushed.version,
             "seconds": time.perf_counter() - begin,
@@ -97,6 +97,8 @@ class Trainer:
             "fallback_reason": str(pushed.fallback_reason),
             "sent_bytes": pushed.sent_bytes,
             "size_bytes": pushed.size_bytes,
+            "way": pushed.way,
+            "way_reason": pushed.way_reason,
         }
 
     def write(self, folder: str) -> dict[str, Any]:

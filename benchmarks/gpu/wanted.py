@@ -92,7 +92,15 @@ ROWS = (
     Row("update_end_to_end_delta_1pct_s", _PCIE, _crossings),
     Row("update_end_to_end_s_exact", _PCIE, _crossings),
     Row("push_stream_gbps", "grpc_floor_gbps", _figure("grpc_floor_gbps"), 1.0, least=True),
-    Row("push_cuda_gbps", "pinned device to host", _figure("d2h_pinned_gbps"), 0.75, least=True),
+    Row("push_cuda_gbps", "pinned device to host", _figure("d2h_pinned_gbps"), least=True),
+    Row("push_same_host_gbps", "20 GB/s", lambda _: 20.0, 1.0, least=True),
+    Row(
+        "push_same_host_cuda_gbps",
+        "pinned device to host",
+        _figure("d2h_pinned_gbps"),
+        0.75,
+        least=True,
+    ),
     Row(
         "h2d_bytes_per_rank",
         "bytes of the model / ranks, and a tenth more",

@@ -59,6 +59,7 @@ from weightsync_client.types import (
     Version,
     VersionChange,
 )
+from weightsync_client.ways import Streamed, Way
 
 __all__ = [
     "AbortedError",
@@ -106,11 +107,13 @@ __all__ = [
     "Serving",
     "SlotStatus",
     "Status",
+    "Streamed",
     "TensorInfo",
     "Timeouts",
     "UnavailableError",
     "Verification",
     "Version",
     "VersionChange",
+    "Way",
     "WeightSyncError",
 ]

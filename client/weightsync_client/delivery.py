@@ -19,7 +19,9 @@ from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.fallback import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
+from weightsync_client.samehost import why_streamed
 from weightsync_client.types import PushKind, PushResult, Version
+from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
     from weightsync.manifest import Layout
@@ -119,6 +121,7 @@ class Delivery:
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
         allowed = ("auto", "always", "never")
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
+        _choice("same_host", options.get("same_host", "auto"), ("auto", "never"))
         self._link = link
         self._invoke = invoke
         self._model = model
@@ -230,7 +233,8 @@ class Delivery:
     def _full(self, reason: Fallback | str) -> PushResult:
         push = self._begin(self._source, reason)
         result = push.run()
-        self._memory.pace.note(result.sent_bytes, push.sending_s)
+        if result.way is Way.STREAM:
+            self._memory.pace.note(result.sent_bytes, push.sending_s)
         return replace(result, fallback_reason=reason)
 
     def _kept(self, layout: Layout, reason: Fallback) -> PushResult:
@@ -241,7 +245,8 @@ class Delivery:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
         push = self._begin(self._source, reason, taking.keep)
         result = push.run()
-        self._memory.pace.note(result.sent_bytes, push.sending_s)
+        if result.way is Way.STREAM:
+            self._memory.pace.note(result.sent_bytes, push.sending_s)
         snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
         self._memory.warmth.start()
         return replace(result, fallback_reason=reason)
@@ -278,6 +283,7 @@ class Delivery:
     def _request(self, source: Source, reason: Fallback | str) -> pb.BeginPushRequest:
         options, layout = self._options, source.layout
         delta = source.delta
+        same_host = why_streamed(self._link.address, source, options) is None
         return pb.BeginPushRequest(
             model=self._model,
             version=options.get("version", 0),
@@ -289,6 +295,7 @@ class Delivery:
             total_bytes=layout.size if layout else 0,
             shard_count=len(layout.shards) if layout else 0,
             metadata=options.get("metadata", {}),
-            stream=pb.StreamSource(),
+            stream=None if same_host else pb.StreamSource(),
+            same_host=pb.SameHostSource() if same_host else None,
             fallback_reason=reason,
         )

@@ -24,16 +24,19 @@ from weightsync_client.errors import (
 from weightsync_client.jobs import Job, Jobs
 from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.samehost import SameHost, why_streamed
 from weightsync_client.shards import Keep, Shard, ShardDigester
 from weightsync_client.sources import Source
-from weightsync_client.streams import Feed, Lane
+from weightsync_client.streams import Lane
 from weightsync_client.types import PushResult
+from weightsync_client.ways import Streamed
 
 __all__ = ["Push"]
 
 # A server that restarted may know less of a push: none of it with memory://, else at most 64 MiB of
 # each shard less.
-_FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE})
+# What was left open by another process of ours may be sent in place of written.
+_FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE, Reason.WRITER_LEFT})
 
 
 class Push:
@@ -82,6 +85,8 @@ class Push:
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
         self._sent = 0
+        why = why_streamed(link.address, source, options)
+        self._same_host = SameHost(link, self._ask, source, why, keep, self._count)
         self._reset()
 
     def _reset(self) -> None:
@@ -92,6 +97,7 @@ class Push:
         self._held: dict[int, pb.ShardProgress] = {}
         self._layout_known = False
         self._done: list[tuple[tuple[TensorEntry, ...], list[bytes]]] = []
+        self._same_host.reset()
 
     @property
     def digests(self) -> dict[str, bytes]:
@@ -116,6 +122,8 @@ class Push:
                 if restarts > 3 or not self._may_restart(error):
                     self._clean_up(error)
                     raise
+                if error.reason is Reason.WRITER_LEFT:
+                    self._same_host.give_up(Streamed.WRITER_LEFT)
                 self._reset()
             except BaseException as error:
                 self._clean_up(error)
@@ -138,10 +146,16 @@ class Push:
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch
         if not reply.HasField("committed"):
-            self._held = {progress.shard: progress for progress in reply.shards}
             self._layout_known = reply.layout_known
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
-            self._send_all(list(reply.data_endpoints))
+            started = time.monotonic()
+            self._held = self._same_host.run(reply)
+            self.sending_s = time.monotonic() - started
+            if self._error is not None:
+                raise self._error
+            self._done += self._same_host.done.values()
+            if self._same_host.reason:
+                self._send_all(list(reply.data_endpoints))
         self._free()
         return reply.committed if reply.HasField("committed") else self._commit()
 
@@ -185,6 +199,8 @@ class Push:
             sent_bytes=self._sent,
             seconds=seconds,
             dense_bytes=reply.size_bytes,
+            way=self._same_host.way,
+            way_reason=self._same_host.reason,
         )
 
     def _clean_up(self, error: BaseException) -> None:
@@ -230,6 +246,8 @@ class Push:
         shards: Iterator[Shard] = iter(self._source.shards)
         again = self._source.again
         while not self._stop.is_set() and (shard := next(shards, None)) is not None:
+            if shard.index in self._same_host.done:
+                continue
             job = Job(shard, ShardDigester(shard, self._keep))
             job.take_up(self._held.get(shard.index))
             job.layout_held |= self._layout_known
@@ -251,6 +269,7 @@ class Push:
         with self._lock:
             self._error = self._error or error
         self._stop.set()
+        self._same_host.cancel()
         for _ in range(self._streams):
             self._permits.release()
             self._jobs.put(None)
@@ -280,7 +299,7 @@ class Push:
         """Wait for the next shard on a stream that tells the server that there will be one."""
         found: list[Job | None] = []
         while not found and not self._stop.is_set():
-            error = self._stream(lane, self._jobs.heartbeats(self._push_id, found))
+            error = lane.carry(self._jobs.heartbeats(self._push_id, found))
             if error is not None and not _resumable(error):
                 raise error
             if error is not None and not found:
@@ -290,7 +309,7 @@ class Push:
     def _deliver(self, lane: Lane, pending: list[Job]) -> None:
         failures = 0
         while True:
-            error = self._stream(lane, self._messages(lane, pending))
+            error = lane.carry(self._messages(lane, pending))
             if error is None:
                 self._finish(pending)
                 return
@@ -303,22 +322,6 @@ class Push:
                 failures = 1
             if failures >= self._retry.attempts:
                 raise error
-
-    def _stream(
-        self, lane: Lane, wanted: Generator[messages.Message, None, None]
-    ) -> BaseException | None:
-        feed = Feed(wanted)
-        try:
-            lane.send(feed)
-        except ClientError as error:
-            return feed.error or error
-        finally:
-            feed.close()
-        if feed.error is None and not feed.exhausted:
-            return refuse(
-                Reason.SERVER_AWAY, "the server ended the stream before all was sent; try again"
-            )
-        return feed.error
 
     def _messages(self, lane: Lane, pending: list[Job]) -> Generator[messages.Message, None, None]:
         yield messages.join_message(self._push_id)

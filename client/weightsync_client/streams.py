@@ -10,7 +10,7 @@ import grpc
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.errors import AbortedError, ClientError, from_rpc
+from weightsync_client.errors import AbortedError, ClientError, from_rpc, refuse
 from weightsync_client.messages import Message, serialize
 from weightsync_client.tensors import Scratch
 
@@ -83,6 +83,21 @@ class Lane:
         self._call: grpc.Future[pb.PushWeightsResponse] | None = None
         self._cancelled = False
         self.scratch = Scratch()
+
+    def carry(self, messages: Messages) -> BaseException | None:
+        """Send messages on a stream of their own; return what went wrong."""
+        feed = Feed(messages)
+        try:
+            self.send(feed)
+        except ClientError as error:
+            return feed.error or error
+        finally:
+            feed.close()
+        if feed.error is None and not feed.exhausted:
+            return refuse(
+                Reason.SERVER_AWAY, "the server ended the stream before all was sent; try again"
+            )
+        return feed.error
 
     def send(self, feed: Feed) -> pb.PushWeightsResponse:
         """Send what the feed gives and return the answer, which acknowledges every byte.

@@ -40,9 +40,15 @@ Read = Callable[[int, int], "memoryview | bytes"]
 
 
 class Scratch:
-    """Host memory of one stream, through which device tensors are copied block by block."""
+    """Host memory of one stream, through which device tensors are copied block by block.
 
-    def __init__(self) -> None:
+    Args:
+        views: What is read of a device tensor is not needed any more when the next is read, so it
+            need not be copied out of the block.
+    """
+
+    def __init__(self, *, views: bool = False) -> None:
+        self.views = views
         self._block: torch.Tensor | None = None
 
     def block(self, device: torch.device) -> torch.Tensor:
@@ -234,15 +240,16 @@ def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
     block = scratch.block(flat.device)
     held = range(0)
 
-    def read(begin: int, end: int) -> bytes:
-        # Bytes, not a view: the block is shared by all tensors of the stream.
+    def read(begin: int, end: int) -> memoryview | bytes:
+        # Bytes, not a view, in most cases: the block is shared by all tensors of the stream.
         nonlocal held
         if end - begin > len(block):
             return flat[begin:end].cpu().numpy().tobytes()
         if not (held.start <= begin and end <= held.stop):
             held = range(begin, min(begin + len(block), len(flat)))
             block[: len(held)].copy_(flat[held.start : held.stop])
-        return block[begin - held.start : end - held.start].numpy().tobytes()
+        found = block[begin - held.start : end - held.start].numpy()
+        return found.data if scratch.views else found.tobytes()
 
     return read
 

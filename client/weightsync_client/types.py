@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from weightsync_client.fallback import Fallback
+from weightsync_client.ways import Streamed, Way
 
 __all__ = [
     "ApplyOutcome",
@@ -143,6 +144,8 @@ class PushResult:
         base_version: Of a delta; 0: a push in full.
         changed_fraction: Share of the elements that changed; None: not known in a push in full.
         dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
+        way: How the bytes went; SAME_HOST if any shard was written into the server's memory.
+        way_reason: Why they, or some of them, were sent over the link; empty: they were not.
     """
 
     version: int
@@ -159,6 +162,8 @@ class PushResult:
     base_version: int = 0
     changed_fraction: float | None = None
     dense_bytes: int = 0
+    way: Way = Way.STREAM
+    way_reason: Streamed | str = ""
 
 
 @dataclass(frozen=True, slots=True)

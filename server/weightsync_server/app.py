@@ -23,7 +23,7 @@ from weightsync_server.census import Census, count_lost
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.faults import refusing
 from weightsync_server.fetchers import FetcherPool
-from weightsync_server.ingest import Pushes, PushLimits
+from weightsync_server.ingest import Pushes, PushLimits, start_lending
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
@@ -146,6 +146,10 @@ class App:
             scrubbing = asyncio.create_task(Scrubber(versions, settings.scrub_bytes_per_s).run())
             stack.callback(scrubbing.cancel)
         stack.push_async_callback(pushes.close)
+        lender = None
+        if settings.same_host:
+            silence_s = settings.push_idle_timeout_s
+            lender = start_lending(stack, pushes, settings.lending_socket, silence_s)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()
         keeper = Keeper(
@@ -159,7 +163,7 @@ class App:
         )
         applier = Applier(keeper, versions, journal, metrics, settings)
         status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
-        servicer = WeightSyncServicer(versions, pushes, applier, status)
+        servicer = WeightSyncServicer(versions, pushes, applier, status, lender)
         _track(metrics, versions, budget, fetchers, pushes)
         census = Census(versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue])
         census.start()

@@ -117,6 +117,16 @@ class Settings(BaseSettings):
     reader_timeout_s: float = Field(
         10, gt=0, description="Seconds that a reader may take for one message of a stream."
     )
+    same_host: bool = Field(
+        True,
+        description="Lend the memory of a push to a trainer on this host, which writes its tensors "
+        "there in place of sending them.",
+    )
+    same_host_socket: Path | None = Field(
+        None,
+        description="Unix socket of that; its owner and mode say which users may. Default: "
+        "trainers.sock in run_dir.",
+    )
     max_pushes: int = Field(
         4, ge=1, description="Pushes open at once, shared out when several callers push."
     )
@@ -232,6 +242,11 @@ class Settings(BaseSettings):
     def store_url(self) -> str:
         """Where versions are kept, default filled in."""
         return self.store or f"file://{(self.state_dir / 'store').absolute()}"
+
+    @property
+    def lending_socket(self) -> Path:
+        """Path of the lending socket, default filled in."""
+        return (self.same_host_socket or self.run_dir / "trainers.sock").absolute()
 
     @property
     def segment_socket(self) -> Path:

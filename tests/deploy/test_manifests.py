@@ -193,7 +193,9 @@ def test_a_group_for_each_role_may_enter_its_folder(
 
 def test_the_unit_of_the_server_gives_each_socket_its_role() -> None:
     service = _unit("weightsync-server.service")
-    (variable,) = shlex.split(service["Environment"])
+    variable, lending = shlex.split(service["Environment"])
+    # Whoever may push here may also write into the memory of the push.
+    assert lending == "WEIGHTSYNC_SAME_HOST_SOCKET=/run/weightsync-push/trainers.sock"
     name, _, value = variable.partition("=")
     assert name == "WEIGHTSYNC_LISTEN"
     endpoints = CliApp.run(Settings, cli_args=["--listen", value]).endpoints

@@ -54,6 +54,8 @@ PUSH = {
     "fetcher.keep": 0,
     "fetcher.kept": 0,
 }
+#: In a push that is written on the same host.
+LEND = ("receive.lend", "receive.written")
 #: In a push of a delta.
 DELTA = ("fetcher.inspect", "fetcher.copy", "delta.patch", "delta.patched")
 #: In the background, so that nobody is told.
@@ -126,6 +128,18 @@ def test_in_a_push(site: ErringSite, point: str, code: str) -> None:
     assert version not in site.versions()
     # Whether it is still open or has failed: the same call brings it.
     assert site.push(version).durable
+    assert site.pull(version) == one_shard(SIZE, version % 251).data
+
+
+@each(LEND)
+def test_in_a_hand_off(site: ErringSite, point: str, code: str) -> None:
+    version = site.next_version()
+    site.arm(fails(point, code))
+    error = site.outcome(lambda: site.hand_over(version))
+    site.disarm(point)
+    told(error, code)
+    assert version not in site.versions()
+    assert site.hand_over(version).durable
     assert site.pull(version) == one_shard(SIZE, version % 251).data
 
 
@@ -413,6 +427,7 @@ def test_when_a_checkpoint_is_adopted(point: str, code: str) -> None:
 def test_every_failpoint_of_the_server_is_here() -> None:
     here = {
         *PUSH,
+        *LEND,
         *DELTA,
         *FOLD,
         *UNHINDERED,

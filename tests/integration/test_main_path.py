@@ -25,6 +25,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import Client, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +46,8 @@ class Site:
         ]
         self.vllm = VllmServer(self.checkpoints[0], root / "run", dtype="bfloat16")
         self.alone = VllmServer(self.checkpoints[1], root / "alone", dtype="bfloat16", bridge=False)
-        self.server = WeightSyncServer(root / "run", root / "state")
+        flags = ("--same-host",)
+        self.server = WeightSyncServer(root / "run", root / "state", flags=flags)
 
     def texts(self) -> list[Any]:
         """Greedy tokens and logprobs of every prompt."""
@@ -249,6 +251,20 @@ def test_a_restarted_server_finds_the_live_version_by_asking_the_ranks(
     stub = site.server.stub
     assert stub.VerifyVersion(pb.VerifyVersionRequest(model="default"), timeout=60).verified
     assert site.texts() == fresh[1]
+
+
+def test_what_a_trainer_on_this_host_writes_is_what_is_served(
+    site: Site, fresh: list[list[Any]]
+) -> None:
+    site.server.wait_serving()
+    with Client(site.server.address) as client:
+        # In the end the same is live as before: both slots have held what was written.
+        for number in (0, 1, 0, 1):
+            pushed = client.push(site.checkpoints[number], delta="never")
+            assert (pushed.way, pushed.way_reason) == (Way.SAME_HOST, "")
+            report = client.apply(pushed.version)
+            assert {rank.content_digest for rank in report.ranks} == {pushed.content_digest}
+            assert site.texts() == fresh[number]
 
 
 def test_a_restarted_engine_serves_the_live_version_and_not_its_disk(

@@ -12,6 +12,7 @@ import grpc
 
 from tests.support.bounds import MODEL, Message, begin, one_shard, within
 from tests.support.deltas import delta_begin, delta_of, push_version
+from tests.support.lending import Trainer
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import content
@@ -55,6 +56,7 @@ class ErringSite:
             folder / "run",
             folder / "state",
             flags=(
+                "--same-host",
                 "--slots",
                 "3",
                 "--retain-versions",
@@ -132,6 +134,19 @@ class ErringSite:
         self.pushed[version] = seed
         return answer
 
+    def hand_over(self, version: int) -> pb.CommitPushResponse:
+        """Push a version as a trainer that writes it into the server's memory."""
+        seed = version % 251
+        shards = [one_shard(SIZE, seed)]
+        trainer = Trainer(self.stub, key=f"push-{version}", version=version, shards=shards)
+        try:
+            trainer.hand(0)
+            answer = trainer.commit()
+        finally:
+            trainer.borrower.close()
+        self.pushed[version] = seed
+        return answer
+
     def push_delta(self, version: int) -> pb.CommitPushResponse:
         """Push a version as what changed since the newest one."""
         base = max(self.pushed)
@@ -170,6 +185,8 @@ class ErringSite:
         """Return the refusal of a call, which must have a reason; None: it was done."""
         try:
             call()
+        except WeightSyncError as error:
+            return error
         except grpc.RpcError as error:
             told = from_call(error)
             unclean = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)

@@ -75,7 +75,9 @@ class WeightSyncServer:
         }
         given = {flag.partition("=")[0] for flag in self.flags}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
-        server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *self.flags]
+        # Most tests are about streams; those about the hand-off ask for it.
+        streams = [] if "--same-host" in self.flags else ["--no-same-host"]
+        server = [sys.executable, "-m", "weightsync_server.cli", *pairs, *streams, *self.flags]
         return [*self.wrapper, *server]
 
     def start(self) -> WeightSyncServer:

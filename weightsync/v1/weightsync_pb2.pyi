@@ -408,6 +408,25 @@ class StreamSource(_message.Message):
 Global___StreamSource: _TypeAlias = StreamSource  # noqa: Y015
 
 @_typing.final
+class SameHostSource(_message.Message):
+    """The caller runs on the server's host and would write its tensors into the server's memory: the
+    answer may hold an offer. Without one, and for what is not written so, the bytes come as chunks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SameHostSource: _TypeAlias = SameHostSource  # noqa: Y015
+
+@_typing.final
 class BeginPushRequest(_message.Message):
     """Opens a push."""
 
@@ -444,6 +463,7 @@ class BeginPushRequest(_message.Message):
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    SAME_HOST_FIELD_NUMBER: _builtins.int
     FALLBACK_REASON_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name. Unknown: NOT_FOUND listing the configured ones."""
@@ -487,6 +507,10 @@ class BeginPushRequest(_message.Message):
     def stream(self) -> Global___StreamSource:
         """Chunks over PushWeights."""
 
+    @_builtins.property
+    def same_host(self) -> Global___SameHostSource:
+        """Written into memory of the server by a caller on its host; PUSH_KIND_FULL only."""
+
     def __init__(
         self,
         *,
@@ -501,13 +525,14 @@ class BeginPushRequest(_message.Message):
         shard_count: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         stream: Global___StreamSource | None = ...,
+        same_host: Global___SameHostSource | None = ...,
         fallback_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "stream", b"stream"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["same_host", b"same_host", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream", "same_host"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -533,8 +558,9 @@ class ShardProgress(_message.Message):
     verified: _builtins.bool
     """True when the bytes are verified and, unless the store is memory://, durable."""
     durable_bytes: _builtins.int
-    """Bytes that also survive a crash of the server: at most 64 MiB fewer than received_bytes. Always
-    0 with memory:// and while a version is pushed that is committed already.
+    """Bytes that also survive a crash of the server: at most 64 MiB fewer than received_bytes, or for
+    a shard written on the same host all of them soon after it was told as written. Always 0 with
+    memory:// and while a version is pushed that is committed already.
     """
     def __init__(
         self,
@@ -567,6 +593,7 @@ class BeginPushResponse(_message.Message):
     DATA_ENDPOINTS_FIELD_NUMBER: _builtins.int
     LAYOUT_KNOWN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
+    SAME_HOST_OFFER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Names the push in later calls. Hard to guess; not a secret."""
     version: _builtins.int
@@ -589,6 +616,13 @@ class BeginPushResponse(_message.Message):
     def committed(self) -> Global___CommitPushResponse:
         """Set when this version is already committed under the same idempotency key: nothing to send."""
 
+    @_builtins.property
+    def same_host_offer(self) -> Global___SameHostOffer:
+        """Set when the source is same_host and the server would take the bytes so: not where that is off,
+        to a caller whose connection came from another host, for a delta, or for a push that another
+        caller began.
+        """
+
     def __init__(
         self,
         *,
@@ -600,14 +634,45 @@ class BeginPushResponse(_message.Message):
         data_endpoints: _abc.Iterable[_builtins.str] | None = ...,
         layout_known: _builtins.bool = ...,
         committed: Global___CommitPushResponse | None = ...,
+        same_host_offer: Global___SameHostOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "same_host_offer", b"same_host_offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "data_endpoints", b"data_endpoints", "epoch", b"epoch", "layout_known", b"layout_known", "max_chunk_bytes", b"max_chunk_bytes", "push_id", b"push_id", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "data_endpoints", b"data_endpoints", "epoch", b"epoch", "layout_known", b"layout_known", "max_chunk_bytes", b"max_chunk_bytes", "push_id", b"push_id", "same_host_offer", b"same_host_offer", "shards", b"shards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginPushResponse: _TypeAlias = BeginPushResponse  # noqa: Y015
+
+@_typing.final
+class SameHostOffer(_message.Message):
+    """Where a caller on the server's host gets memory to write shards into (weightsync/lending.py tells
+    the words of that socket). The owner and mode of the socket file say who may connect at all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """Path of a unix socket on the server's host."""
+    secret: _builtins.str
+    """Opens this push there, once and within 30 seconds. Whoever has it may write the bytes of this
+    push that are not here yet, and nothing else.
+    """
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secret", b"secret", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SameHostOffer: _TypeAlias = SameHostOffer  # noqa: Y015
 
 @_typing.final
 class JoinPush(_message.Message):

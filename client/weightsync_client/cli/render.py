@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from weightsync_client import types
+from weightsync_client.ways import Way
 
 __all__ = [
     "progress",
@@ -68,6 +69,8 @@ def show_push(result: types.PushResult) -> None:
         )
     elif result.fallback_reason:
         typer.echo(f"sent in full: {result.fallback_reason}")
+    if result.way is Way.SAME_HOST:
+        typer.echo("written into the server's memory on this host")
     typer.echo(f"content {result.content_digest}")
 
 

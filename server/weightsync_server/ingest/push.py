@@ -43,6 +43,7 @@ FATAL = frozenset(
         Reason.VERSION_CONFLICT,
         Reason.VERSION_NOT_ABOVE,
         Reason.EPOCH_STALE,
+        Reason.WRITER_LEFT,
         Reason.FAULT,
     }
 )

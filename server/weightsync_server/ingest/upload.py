@@ -89,6 +89,14 @@ class ShardUpload:
                 metadata={"shard": str(self.index), "received_bytes": str(self.received)},
                 retry_after_s=0.2,
             )
+        if self.segment is not None and not self.segment.taken_back():
+            raise WeightSyncError(
+                Reason.SHARD_BUSY,
+                f"a trainer on this host can still write into the memory of shard {self.index}; "
+                "send it when that process has closed it or has ended",
+                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
+                retry_after_s=0.2,
+            )
         self.owner = stream
 
     def add(self, part: pb.LayoutPart, entries: list[TensorEntry]) -> None:

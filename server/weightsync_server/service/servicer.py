@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from weightsync_server.apply import Applier
-    from weightsync_server.ingest import Message, Pushes
+    from weightsync_server.ingest import Lender, Message, Pushes
     from weightsync_server.versions import ModelVersions
 
 __all__ = ["WeightSyncServicer"]
@@ -31,6 +31,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         pushes: Uploads.
         applier: Applies.
         status: Makes the answer of GetStatus.
+        lender: Makes the offers of the same-host hand-off; None: none are made.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         pushes: Pushes,
         applier: Applier,
         status: Callable[[], pb.GetStatusResponse],
+        lender: Lender | None = None,
     ) -> None:
         self._versions = versions
         self._pushes = pushes
         self._applier = applier
         self._status = status
+        self._lender = lender
 
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
@@ -57,7 +60,10 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
         """Open an upload."""
         self._model(request.model)
-        return await self._pushes.begin(request, context.time_remaining())
+        response = await self._pushes.begin(request, context.time_remaining())
+        if self._lender is not None and request.HasField("same_host"):
+            self._lender.offer(response, context.peer())
+        return response
 
     async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:
         """Receive layout, bytes and digests."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["MAKERS", "SegmentKeeper"]
 
 _UNMAP_S = 10.0
+#: Seconds between two looks whether a trainer has let go of what it was lent.
+_LENT_S = 0.5
 #: Threads that make segments: half of the cores. Who is taken off its core while it touches pages
 #: keeps every other thread from mapping, the one with the GIL included.
 MAKERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -46,6 +48,8 @@ class SegmentKeeper:
         self._fetchers = fetchers
         self._exposed: set[str] = set()
         self._retired: dict[str, int] = {}
+        self._lent: dict[str, int] = {}
+        self._waiting: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._makers = ThreadPoolExecutor(MAKERS, thread_name_prefix="segment")
 
@@ -61,8 +65,8 @@ class SegmentKeeper:
 
     @property
     def retired_bytes(self) -> int:
-        """Bytes that count only because an engine has not let go."""
-        return sum(self._retired.values())
+        """Bytes that count only because an engine, or a trainer, has not let go."""
+        return sum(self._retired.values()) + sum(self._lent.values())
 
     async def create(self, size: int, reserved: int = 0) -> Segment:
         """Return a published segment for `size` bytes, made off the event loop.
@@ -112,6 +116,12 @@ class SegmentKeeper:
     def retire(self, segment: Segment) -> None:
         """Hand it out no more; its memory is free when nobody else maps it."""
         self._server.withdraw(segment.id)
+        if segment.lent:
+            self._lent[segment.id] = segment.capacity
+            waiting = asyncio.create_task(self._taken_back(segment))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+            return
         exposed = segment.id in self._exposed
         if exposed:
             self._retired[segment.id] = segment.capacity
@@ -126,6 +136,8 @@ class SegmentKeeper:
 
     async def close(self) -> None:
         """Wait as `unmapped` does and end the threads; nothing is made any more."""
+        for waiting in self._waiting:
+            waiting.cancel()
         await self.unmapped()
         self._makers.shutdown(wait=False)
 
@@ -140,6 +152,13 @@ class SegmentKeeper:
             size = self._retired.pop(name, None)
             if size is not None:
                 self.budget.release(size)
+
+    async def _taken_back(self, segment: Segment) -> None:
+        # The kernel tells nobody when the last writer goes, so it is asked.
+        while not segment.taken_back():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(_LENT_S)
+        del self._lent[segment.id]
+        self.retire(segment)
 
     async def _unmap(self, segment: Segment, freed: int) -> None:
         # In a thread: taking 5 GB out of the page tables takes a tenth of a second.

@@ -162,7 +162,13 @@ class Slot:
         self.record = None
         self.writing = False
         self._drop_promise()
-        self._spares += [self.segments[index] for index in sorted(self.segments)]
+        for index in sorted(self.segments):
+            segment = self.segments[index]
+            if segment.taken_back():
+                self._spares.append(segment)
+            else:
+                # A trainer that failed may still write into it: it holds no version any more.
+                self._keeper.retire(segment)
         self.segments = {}
         if self.document is not None:
             # Read by the engine during prepare only, so nobody is waited for.

@@ -49,6 +49,7 @@ def test_pushes_are_held_against_the_bare_stream() -> None:
     report = _line("push")
     assert report["errors"] == []
     assert report["push_stream_gbps"] > 0
+    assert report["push_same_host_gbps"] > 0
     held = report["beside"]["push_stream_gbps"]
     assert held["limit"] == report["grpc_floor_gbps"]
     assert held["met"] is (report["push_stream_gbps"] >= report["grpc_floor_gbps"])

@@ -80,12 +80,14 @@ PUBLIC = [
     "Serving",
     "SlotStatus",
     "Status",
+    "Streamed",
     "TensorInfo",
     "Timeouts",
     "UnavailableError",
     "Verification",
     "Version",
     "VersionChange",
+    "Way",
     "WeightSyncError",
 ]
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from weightsync import handover
+from weightsync.descriptors import BATCH
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.handover import BATCH, OfferedFile, SegmentClient, SegmentServer
+from weightsync.handover import OfferedFile, SegmentClient, SegmentServer
 from weightsync.segments import MappedSegment, Segment
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def test_random_bytes_never_stop_the_server(server: SegmentServer, path: Path) -
 def test_a_silent_client_is_dropped(
     server: SegmentServer, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(handover, "TIMEOUT_S", 0.1)
     with _raw(path) as silent:
         silent.sendall(b"\x10")
         assert silent.recv(1) == b""

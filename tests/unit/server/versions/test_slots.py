@@ -17,6 +17,7 @@ from tests.unit.server.versions.world import (
     World,
     begin,
     make_shard,
+    sending,
     simple,
     world,
 )
@@ -292,3 +293,28 @@ def test_a_budget_looks_at_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None
     budget.reserve(600 << 20)
     budget.release(600 << 20, touched=False)
     assert budget.reserved == 600 << 20
+
+
+async def test_lent_memory_is_neither_reused_nor_free_before_it_is_closed(here: World) -> None:
+    await here.push(sized(1, 3 << 20))
+    begun = await here.pushes.begin(begin(), 10)
+    messages = [pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))]
+    await here.pushes.stream(sending([*messages, *sized(2, 3 << 20)[0].layout()]))
+    slot = next(s for s in here.versions.pool.slots if s.record and s.record.version == 2)
+    async with asyncio.timeout(20):
+        while not slot.segments:  # noqa: ASYNC110 - it is made in a thread
+            await asyncio.sleep(0.01)
+    (segment,) = slot.segments.values()
+    fd = segment.lend()
+    await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
+    keeper, budget = here.versions.keeper, here.versions.keeper.budget
+    assert keeper.retired_bytes == segment.capacity
+    assert budget.reserved == here.versions.pool.reserved_bytes + segment.capacity
+    await here.push(sized(3, 3 << 20))
+    assert all(segment not in other.segments.values() for other in here.versions.pool.slots)
+    os.close(fd)
+    async with asyncio.timeout(20):
+        while keeper.retired_bytes:  # noqa: ASYNC110 - the kernel tells nobody
+            await asyncio.sleep(0.05)
+    await keeper.unmapped()
+    assert budget.reserved == here.versions.pool.reserved_bytes

@@ -1,0 +1,207 @@
+"""Shards are written into memory that the server on this host lends for one push."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason
+from weightsync.lending import Borrower, Lent
+from weightsync.mapping import Mapping
+from weightsync.segments import reserved_size
+from weightsync_client.errors import refuse
+from weightsync_client.shards import Keep, Part, Shard, ShardDigester
+from weightsync_client.tensors import Scratch
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync.manifest import TensorEntry
+    from weightsync.v1 import weightsync_pb2 as pb
+    from weightsync_client.sources import Source
+
+__all__ = ["HandOff"]
+
+#: Bytes that are digested and then written while they are in the cache.
+_PIECE = 512 << 10
+#: Parts in one call of pwritev(2) (IOV_MAX).
+_MOST_PARTS = 1024
+#: Threads at most; each fills one shard after the other.
+_MOST_THREADS = 16
+
+_Write = Callable[[Sequence[Part], int], None]
+
+
+class HandOff:
+    """Writes the shards of one push; `run` is called once.
+
+    Args:
+        source: Tensors whose layout the server knows.
+        keep: Gets the bytes of every tensor as they are digested.
+        on_bytes: Called from writing threads with the size of every piece.
+    """
+
+    def __init__(self, source: Source, keep: Keep | None, on_bytes: Callable[[int], None]) -> None:
+        self._source = source
+        self._keep = keep
+        self._on_bytes = on_bytes
+        self._devices = {t.device for t in source.tensors if t.device is not None}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._cancelled = False
+        self._borrower: Borrower | None = None
+        self._error: BaseException | None = None
+        #: Tensors and digests of every shard that the server took, by index.
+        self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
+
+    def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
+        """Write every shard but those that were `begun` otherwise.
+
+        Raises:
+            OSError: The server cannot be reached so, or not any more; `done` tells what it has.
+            WeightSyncError: It refused.
+        """
+        self._borrower = Borrower(offer.socket, offer.secret)
+        try:
+            waiting = [shard for shard in self._source.shards if shard.index not in begun]
+            # The largest first, so that no thread begins one when the others have ended.
+            shards = iter(sorted(waiting, key=lambda shard: -shard.entry.size))
+            count = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(waiting))
+            threads = [
+                threading.Thread(target=self._work, args=(shards,), name="weightsync-hand-off")
+                for _ in range(count)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._borrower.close()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def cancelled(self) -> bool:
+        """`cancel` was called."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """End it from another thread."""
+        self._cancelled = True
+        self._stop.set()
+        if self._borrower is not None:
+            self._borrower.close()
+
+    def _work(self, shards: Iterator[Shard]) -> None:
+        scratch = Scratch(views=True)
+        try:
+            with _own_streams(self._devices):
+                while not self._stop.is_set() and (shard := self._next(shards)) is not None:
+                    self._hand(shard, scratch)
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            with self._lock:
+                self._error = self._error or error
+            self._stop.set()
+
+    def _next(self, shards: Iterator[Shard]) -> Shard | None:
+        with self._lock:
+            return next(shards, None)
+
+    def _hand(self, shard: Shard, scratch: Scratch) -> None:
+        borrower = self._borrower
+        if borrower is None:
+            raise refuse(Reason.FAULT, "a shard was to be written before there was a connection")
+        digester = ShardDigester(shard, self._keep)
+        lent = borrower.borrow(shard.index)
+        try:
+            with _writer(lent, shard.entry.size) as write:
+                self._fill(write, shard, digester, scratch)
+        finally:
+            # Before it is told as written: the server makes sure that nobody can write any more.
+            borrower.give_back(lent)
+        if self._stop.is_set():
+            return
+        borrower.written(shard.index, digester.digests)
+        with self._lock:
+            self.done[shard.index] = shard.tensors, digester.digests
+
+    def _fill(self, write: _Write, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
+        reader = shard.open(scratch)
+        try:
+            for begin, end in _pieces(shard, apart=bool(self._devices)):
+                if self._stop.is_set():
+                    return
+                parts = reader.read(begin, end)
+                at = begin
+                for part in parts:
+                    digester.update(at, part)
+                    at += len(part)
+                write(parts, begin)
+                self._on_bytes(end - begin)
+        finally:
+            reader.close()
+        # Empty tensors at the very end have no byte to go by.
+        digester.update(shard.entry.size, b"")
+
+
+def _pieces(shard: Shard, *, apart: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a shard in order; `apart`: none reaches into two tensors."""
+    start = shard.entry.data_start
+    ends = [start, *(start + tensor.end for tensor in shard.tensors)] if apart else []
+    for begin, end in itertools.pairwise([0, *ends, shard.entry.size]):
+        for at in range(begin, end, _PIECE):
+            yield at, min(at + _PIECE, end)
+
+
+@contextlib.contextmanager
+def _writer(lent: Lent, size: int) -> Iterator[_Write]:
+    """Lend a function that writes parts at a position."""
+    reserved = reserved_size(size)
+    # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept
+    # would cost nothing, but while it is there nobody can prove that nobody writes.
+    if not lent.huge or os.fstat(lent.fd).st_size < reserved:
+        yield partial(_pwrite, lent.fd)
+        return
+    mapping = Mapping(lent.fd, reserved)
+    try:
+        mapping.keep_from_children()
+        yield partial(_copy, mapping.view)
+    finally:
+        mapping.close()
+
+
+def _pwrite(fd: int, parts: Sequence[Part], position: int) -> None:
+    for first in range(0, len(parts), _MOST_PARTS):
+        some = parts[first : first + _MOST_PARTS]
+        size, done = sum(map(len, some)), os.pwritev(fd, some, position)
+        while done < size:
+            done += os.pwrite(fd, b"".join(some)[done:], position + done)
+        position += size
+
+
+def _copy(view: memoryview, parts: Sequence[Part], position: int) -> None:
+    # NumPy lets other threads run meanwhile; a memoryview does not.
+    import numpy as np
+
+    for part in filter(len, parts):
+        end = position + len(part)
+        np.copyto(np.frombuffer(view[position:end], np.uint8), np.frombuffer(part, np.uint8))
+        position = end
+
+
+@contextlib.contextmanager
+def _own_streams(devices: set[torch.device]) -> Iterator[None]:
+    """Within the block the thread copies from GPUs beside the trainer's work, not behind it."""
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == "cuda":
+                import torch
+
+                own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+                stack.enter_context(torch.cuda.stream(own))
+        yield

@@ -1,0 +1,339 @@
+"""The same-host hand-off between real processes: what it brings, and who errs in which way."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from tests.support.lending import Trainer, begun, close_all
+from tests.support.weightsync_server import WeightSyncServer
+from tests.unit.server.versions.world import simple
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.lending import Borrower, Lent
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import AbortedError, AsyncClient, Client, InvalidError, Streamed, Way
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module", params=["memory://", ""], ids=["memory", "file"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WeightSyncServer]:
+    folder = tmp_path_factory.mktemp("sh")
+    listen = [f"unix:{folder}/r/server.sock", f"unix:{folder}/a.sock?role=read"]
+    server = WeightSyncServer(
+        folder / "r",
+        folder / "s",
+        store=request.param,
+        flags=("--same-host", "--slots=3", f"--listen={json.dumps(listen)}"),
+        start_s=120,
+    )
+    server.start()
+    yield server
+    assert server.stop() == 0
+    assert "invariant" not in server.log
+
+
+@pytest.fixture(autouse=True)
+def _closing() -> Iterator[None]:
+    yield
+    close_all()
+
+
+@pytest.fixture
+def client(server: WeightSyncServer) -> Iterator[Client]:
+    with Client(server.address) as client:
+        yield client
+
+
+def weights(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    large = {f"t{i}": rng.integers(0, 255, (1000 + i, 700), np.uint8) for i in range(8)}
+    return {**large, "small": np.full(1, seed, np.float32), "none": np.empty((0, 3), np.int64)}
+
+
+def pulled(client: Client, version: int) -> dict[str, bytes]:
+    return {tensor.name: bytes(tensor.data) for tensor in client.tensors(version)}
+
+
+def same(client: Client, version: int, tensors: dict[str, Any]) -> bool:
+    return pulled(client, version) == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def refusal(trainer: Trainer, index: int, **wrong: Any) -> Reason:
+    with pytest.raises(WeightSyncError) as told:
+        trainer.hand(index, **wrong)
+    return told.value.reason
+
+
+def finish(trainer: Trainer) -> None:
+    trainer.hand(1)
+    trainer.commit()
+
+
+def listed(client: Client) -> set[int]:
+    return {version.version for version in client.versions()}
+
+
+# What it brings.
+
+
+def test_a_state_dict_arrives_whole_whatever_its_layout(
+    server: WeightSyncServer, client: Client
+) -> None:
+    told: list[int] = []
+    for seed, size in enumerate((1_000_000, 3_000_000, 1_000_000)):
+        # The third time the server knows the layout.
+        told.clear()
+        result = client.push(
+            weights(seed),
+            delta="never",
+            shard_bytes=size,
+            on_progress=lambda sent, _: told.append(sent),
+        )
+        assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+        assert result.sent_bytes == result.size_bytes == max(told)
+        assert client.get_version(result.version).trainer_verified
+        assert same(client, result.version, weights(seed))
+    lines = [json.loads(line[line.index("{") :]) for line in server.log.splitlines() if "{" in line]
+    ours = [line for line in lines if line.get("method") == "same_host"]
+    assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {
+        ("push", f"pid:{os.getpid()}")
+    }
+
+
+def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:
+    first = client.push(weights(7))
+    assert (first.way, first.way_reason) == (Way.SAME_HOST, "")
+    changed = weights(7)
+    changed["t0"][0, 0] ^= 1
+    second = client.push(changed)
+    assert (second.way, second.way_reason) == (Way.STREAM, Streamed.DELTA)
+    assert same(client, second.version, changed)
+    client.pull(tmp_path, first.version)
+    third = client.push(tmp_path, delta="never")
+    assert (third.way, third.content_digest) == (Way.SAME_HOST, first.content_digest)
+
+
+async def test_asyncio_takes_it_too(server: WeightSyncServer) -> None:
+    async with AsyncClient(server.address) as client:
+        assert (await client.push(weights(8), delta="never")).way is Way.SAME_HOST
+
+
+def test_what_cannot_go_so_is_sent_and_says_why(server: WeightSyncServer, client: Client) -> None:
+    off = client.push(weights(1), delta="never", same_host="never")
+    assert (off.way, off.way_reason) == (Way.STREAM, Streamed.OFF)
+    once = client.push(iter(weights(2).items()), delta="never")
+    assert (once.way, once.way_reason) == (Way.STREAM, Streamed.ITERABLE)
+    path = server.run_dir / "trainers.sock"
+    path.rename(path.with_suffix(".away"))
+    try:
+        away = client.push(weights(3), delta="never")
+    finally:
+        path.with_suffix(".away").rename(path)
+    assert (away.way, away.way_reason) == (Way.STREAM, Streamed.UNREACHABLE)
+    assert same(client, away.version, weights(3))
+    with pytest.raises(InvalidError, match="same_host"):
+        client.push(weights(4), same_host="sometimes")
+
+
+def test_what_another_process_of_the_trainer_keeps_open_is_sent(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    close = Borrower.give_back
+
+    def keep_one(borrower: Borrower, lent: Lent) -> None:
+        if not kept:
+            kept.append(os.dup(lent.fd))
+        close(borrower, lent)
+
+    monkeypatch.setattr(Borrower, "give_back", keep_one)
+    result = client.push(weights(5), delta="never", shard_bytes=1_000_000)
+    assert (result.way, result.way_reason) == (Way.STREAM, Streamed.WRITER_LEFT)
+    os.pwrite(kept[0], b"\xff" * 4096, 0)
+    os.close(kept[0])
+    assert same(client, result.version, weights(5))
+
+
+def test_a_push_that_is_cancelled_on_the_way_leaves_nothing(client: Client) -> None:
+    def hold(_sent: int, _total: int) -> None:
+        begun.set()
+        go_on.wait(60)
+
+    begun, go_on = threading.Event(), threading.Event()
+    handle = client.push_async(weights(6), delta="never", on_progress=hold)
+    assert begun.wait(60)
+    handle.cancel()
+    go_on.set()
+    with pytest.raises(AbortedError, match="cancelled"):
+        handle.committed.result(60)
+    handle.join()
+    assert not client.status().models[0].pushes
+    again = client.push(weights(6), delta="never")
+    assert again.way is Way.SAME_HOST
+    assert same(client, again.version, weights(6))
+
+
+# Trainers that err.
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"data": b"\x10"}, Reason.SHARD_INVALID),
+        ({"digests": [b"\0" * 16, b"\0" * 16]}, Reason.DIGEST_MISMATCH),
+        ({"digests": [b"\0" * 16] * 3}, Reason.REQUEST_INVALID),
+    ],
+    ids=["header", "digest", "digests"],
+)
+def test_wrong_bytes_are_no_version(
+    server: WeightSyncServer, client: Client, wrong: dict[str, Any], reason: Reason
+) -> None:
+    before = listed(client)
+    trainer = Trainer(server.stub, seed=20)
+    if reason is Reason.DIGEST_MISMATCH:
+        # The server's own digest is computed after the answer.
+        trainer.hand(0, **wrong)
+        with pytest.raises((WeightSyncError, grpc.RpcError), match=r"'s0\.a' of shard 0 arrived"):
+            finish(trainer)
+    else:
+        assert refusal(trainer, 0, **wrong) is reason
+    if reason is Reason.REQUEST_INVALID:
+        server.stub.AbortPush(pb.AbortPushRequest(push_id=trainer.reply.push_id), timeout=60)
+    assert listed(client) <= before
+    assert same(client, client.push(weights(21), delta="never").version, weights(21))
+
+
+@pytest.mark.parametrize("how", ["mapping", "descriptor"])
+def test_whoever_keeps_the_memory_open_gets_no_version_and_spoils_none(
+    server: WeightSyncServer, client: Client, how: str
+) -> None:
+    before = listed(client)
+    trainer = Trainer(server.stub, seed=30)
+    lent = trainer.borrower.borrow(0)
+    trainer.write(lent, trainer.shards[0].data)
+    kept = mmap.mmap(lent.fd, 4096) if how == "mapping" else os.dup(lent.fd)
+    trainer.borrower.give_back(lent)
+    with pytest.raises(WeightSyncError) as told:
+        trainer.borrower.written(0, trainer.shards[0].digests)
+    assert told.value.reason is Reason.WRITER_LEFT
+    assert told.value.code is grpc.StatusCode.FAILED_PRECONDITION
+    assert listed(client) <= before
+    with pytest.raises(grpc.RpcError):
+        trainer.commit()
+    results = [client.push(weights(seed), delta="never") for seed in (31, 32, 33)]
+    if isinstance(kept, int):
+        os.pwrite(kept, b"\xff" * 4096, 0)
+        os.close(kept)
+    else:
+        kept[:] = b"\xff" * 4096
+        kept.close()
+    for seed, result in zip((31, 32, 33), results, strict=True):
+        assert same(client, result.version, weights(seed))
+
+
+def test_what_was_handed_over_is_lent_no_more(server: WeightSyncServer) -> None:
+    trainer = Trainer(server.stub, seed=40)
+    trainer.hand(0)
+    trainer.hand(1)
+    with pytest.raises(WeightSyncError) as told:
+        trainer.borrower.borrow(0)
+    assert told.value.reason is Reason.OFFSET_MISMATCH
+    assert trainer.commit().content_digest == trainer.content
+    secret = trainer.reply.same_host_offer
+    with pytest.raises(WeightSyncError, match="opens no push"):
+        Borrower(secret.socket, secret.secret)
+
+
+def test_a_shard_is_lent_to_one(server: WeightSyncServer) -> None:
+    first = Trainer(server.stub, seed=50, key="two")
+    lent = first.borrower.borrow(0)
+    second = Trainer(server.stub, seed=50, key="two")
+    assert refusal(second, 0) is Reason.SHARD_BUSY
+    join = pb.PushWeightsRequest(join=pb.JoinPush(push_id=first.reply.push_id))
+    with pytest.raises(grpc.RpcError, match="another stream"):
+        server.stub.PushWeights(iter([join, *first.shards[0].chunks()]), timeout=60)
+    # Nobody is connected any more, but the memory is still open: also then nobody else may write.
+    first.borrower.close()
+    while True:
+        with pytest.raises(grpc.RpcError) as told:
+            server.stub.PushWeights(iter([join, *first.shards[0].chunks()]), timeout=60)
+        if "can still write" in str(told.value):
+            break
+    os.close(lent.fd)
+    messages = [m for shard in first.shards for m in [*shard.chunks(), *shard.given()]]
+    server.stub.PushWeights(iter([join, *messages]), timeout=60)
+    assert first.commit().content_digest == first.content
+
+
+def test_a_stranger_gets_nothing(server: WeightSyncServer) -> None:
+    read = server.run_dir.parent / "a.sock"
+    with grpc.insecure_channel(f"unix:{read}") as channel:
+        from weightsync.v1 import weightsync_pb2_grpc
+
+        with pytest.raises(grpc.RpcError) as told:
+            begun(weightsync_pb2_grpc.WeightSyncStub(channel), simple())
+    assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(WeightSyncError) as refused:
+        Borrower(server.run_dir / "trainers.sock", "guessed")
+    assert refused.value.reason is Reason.PERMISSION_DENIED
+    trainer = Trainer(server.stub, seed=60)
+    offer = trainer.reply.same_host_offer
+    with pytest.raises(WeightSyncError):
+        Borrower(offer.socket, offer.secret)
+    assert oct((server.run_dir / "trainers.sock").stat().st_mode)[-3:] == "660"
+    server.stub.AbortPush(pb.AbortPushRequest(push_id=trainer.reply.push_id), timeout=60)
+
+
+def process(server: WeightSyncServer, key: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.support.lent_trainer", server.address, key]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "half\n"
+    return child
+
+
+def test_a_trainer_that_is_killed_is_followed_by_another(server: WeightSyncServer) -> None:
+    child = process(server, "killed")
+    child.kill()
+    child.communicate()
+    trainer = Trainer(server.stub, key="killed")
+    trainer.hand(0)
+    trainer.hand(1)
+    assert trainer.commit().content_digest == trainer.content
+
+
+def test_a_trainer_that_is_frozen_spoils_nothing_when_it_wakes(
+    server: WeightSyncServer, client: Client
+) -> None:
+    child = process(server, "frozen")
+    child.send_signal(signal.SIGSTOP)
+    (push,) = client.status().models[0].pushes
+    client.abort(push.push_id)
+    results = [client.push(weights(seed), delta="never") for seed in (71, 72, 73)]
+    child.send_signal(signal.SIGCONT)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "again\n"
+    for seed, result in zip((71, 72, 73), results, strict=True):
+        assert same(client, result.version, weights(seed))
+    child.kill()
+    child.communicate()

@@ -1,0 +1,237 @@
+"""What the kernel tells of writers, and the lending socket with real processes at its ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightsync import lending
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.lending import Borrower, LendingServer, Lent, Peer
+from weightsync.segments import Segment, unwritten, writers_are_seen
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(SIZE)
+    yield segment
+    segment.close()
+
+
+# Writers.
+
+
+def test_only_what_was_lent_counts_as_a_writer(segment: Segment) -> None:
+    assert writers_are_seen()
+    assert segment.taken_back()
+    os.close(segment.read_only_fd())
+    with mmap.mmap(segment.fd, SIZE) as ours:
+        ours[0] = 1
+        assert unwritten(segment.fd)
+
+
+def test_a_descriptor_its_duplicate_and_a_mapping_are_each_seen(segment: Segment) -> None:
+    first = segment.lend()
+    assert not segment.taken_back()
+    second = os.dup(first)
+    os.close(first)
+    assert not segment.taken_back()
+    # Read-only at first, and made writable afterwards.
+    mapping = mmap.mmap(second, SIZE, prot=mmap.PROT_READ)
+    os.close(second)
+    assert not segment.taken_back()
+    mapping.close()
+    assert segment.taken_back()
+    assert not segment.lent
+
+
+def test_a_descriptor_on_its_way_is_seen(segment: Segment) -> None:
+    here, there = socket.socketpair()
+    fd = segment.lend()
+    socket.send_fds(here, [b"x"], [fd])
+    os.close(fd)
+    assert not segment.taken_back()
+    here.close()
+    there.close()
+    assert segment.taken_back()
+
+
+def test_who_opens_it_while_it_is_looked_at_kills_nobody(segment: Segment) -> None:
+    code = "import os, sys\nfor _ in range(3000):\n    os.close(os.open(sys.argv[1], os.O_RDWR))\n"
+    path = f"/proc/{os.getpid()}/fd/{segment.fd}"
+    child = subprocess.Popen([sys.executable, "-c", code, path])
+    looks = 0
+    while child.poll() is None:
+        unwritten(segment.fd)
+        looks += 1
+    assert child.returncode == 0
+    assert looks > 1
+    assert unwritten(segment.fd)
+
+
+# The socket.
+
+
+class Desk:
+    """Lends one real segment to whoever knows the secret."""
+
+    def __init__(self, segment: Segment, secret: str, peer: Peer) -> None:
+        self.segment = segment
+        self.secret = secret
+        self.peer = peer
+        self.told: list[tuple[int, bytes]] = []
+        self.closed = False
+
+    def redeem(self, secret: str) -> None:
+        if secret != self.secret:
+            raise WeightSyncError(Reason.PERMISSION_DENIED, "this is not the secret; ask again")
+
+    def lend(self, shard: int) -> Lent:
+        if shard:
+            raise WeightSyncError(Reason.SHARD_BUSY, "that one is busy; ask later")
+        return Lent(self.segment.lend(), self.segment.huge)
+
+    def written(self, shard: int, digests: bytes) -> None:
+        self.told.append((shard, digests))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Office:
+    """A lending server and the desks that it opened."""
+
+    def __init__(self, path: Path, segment: Segment, silence_s: float = 20.0) -> None:
+        self.secret = secrets.token_hex(8)
+        self.desks: list[Desk] = []
+        self._segment = segment
+        self.server = LendingServer(path, self.desk, silence_s)
+
+    def desk(self, peer: Peer) -> Desk:
+        self.desks.append(Desk(self._segment, self.secret, peer))
+        return self.desks[-1]
+
+    def gone(self) -> bool:
+        deadline = time.monotonic() + 20
+        while self.server.connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.server.connections == 0 and all(desk.closed for desk in self.desks)
+
+
+@pytest.fixture
+def office(tmp_path: Path, segment: Segment) -> Iterator[Office]:
+    office = Office(tmp_path / "l.sock", segment)
+    yield office
+    office.server.close()
+    assert not office.server.path.exists()
+
+
+def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> None:
+    borrower = Borrower(office.server.path, office.secret)
+    lent = borrower.borrow(0)
+    assert lent.huge is segment.huge
+    assert not os.get_inheritable(lent.fd)
+    os.pwrite(lent.fd, b"written", 0)
+    borrower.give_back(lent)
+    assert segment.taken_back()
+    borrower.written(0, [b"\1" * 16, b"\2" * 16])
+    assert bytes(segment.view[:7]) == b"written"
+    (desk,) = office.desks
+    assert desk.told == [(0, b"\1" * 16 + b"\2" * 16)]
+    assert desk.peer == (os.getpid(), os.getuid())
+    borrower.close()
+    assert office.gone()
+
+
+def test_a_refusal_ends_the_connection(office: Office) -> None:
+    with pytest.raises(WeightSyncError, match="not the secret") as told:
+        Borrower(office.server.path, "other")
+    assert told.value.reason is Reason.PERMISSION_DENIED
+    borrower = Borrower(office.server.path, office.secret)
+    with pytest.raises(WeightSyncError, match="busy"):
+        borrower.borrow(1)
+    with pytest.raises(OSError, match=r"ended|Broken|reset"):
+        borrower.borrow(0)
+    borrower.close()
+    assert office.gone()
+
+
+@pytest.mark.parametrize(
+    "first", [b"\xff\xff\xff\xff", b"\2\0\0\0[]", b"\2\0\0\0{}", b'\x0e\0\0\0{"op": "lend"}']
+)
+def test_what_is_no_request_ends_its_connection_only(office: Office, first: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(office.server.path))
+        raw.sendall(first)
+        assert raw.recv(10) == b""
+    Borrower(office.server.path, office.secret).close()
+    assert office.gone()
+
+
+def test_the_silent_are_dropped(
+    tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "_REDEEM_S", 0.1)
+    office = Office(tmp_path / "l.sock", segment, silence_s=0.1)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(office.server.path))
+        assert raw.recv(10) == b""
+    borrower = Borrower(office.server.path, office.secret)
+    lent = borrower.borrow(0)
+    assert office.gone()
+    # The connection is over, but what was lent still is.
+    assert not segment.taken_back()
+    borrower.give_back(lent)
+    borrower.close()
+    assert segment.taken_back()
+    office.server.close()
+
+
+def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "MOST", 2)
+    kept = [Borrower(office.server.path, office.secret) for _ in range(2)]
+    with pytest.raises(OSError, match=r"ended|Broken|reset"):
+        Borrower(office.server.path, office.secret)
+    for borrower in kept:
+        borrower.close()
+    assert office.gone()
+
+
+def test_a_forked_child_is_no_writer_and_no_sign_of_life(office: Office) -> None:
+    code = (
+        "import os, sys, time\n"
+        "from weightsync.lending import Borrower\n"
+        "from weightsync.mapping import Mapping\n"
+        "borrower = Borrower(*sys.argv[1:])\n"
+        "lent = borrower.borrow(0)\n"
+        "mapping = Mapping(lent.fd, 4 << 20)\n"
+        "mapping.keep_from_children()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.close(1)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "print(child)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(office.server.path), office.secret],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
+    try:
+        assert office.gone()
+        assert office.desks[0].segment.taken_back()
+    finally:
+        os.kill(int(told.stdout), 9)

@@ -1,0 +1,299 @@
+"""The lending socket: memory of a push for a trainer on this host to write its tensors into.
+
+One connection serves one push. Request and answer are documents of `weightsync.descriptors`; an
+answer with `error` and `reason` is a refusal.
+
+| op | request | answer | descriptors |
+| --- | --- | --- | --- |
+| redeem | secret, from BeginPush; the first request, once | {} | none |
+| lend | shard | huge | one, writable: the shard's memory |
+| written | shard, digests: of its tensors in order, hexadecimal | {} | none |
+
+`huge` tells that mapping the memory takes no time; otherwise pwrite(2) is the faster way.
+
+With `written` the trainer tells that the whole shard lies there, that it has closed the descriptor
+and every mapping, and what the digests of the tensors are. The connection is the trainer's sign of
+life: what it has not told as written by its end counts as not sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from weightsync.descriptors import listen, receive, receive_fds, send, send_fds
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer"]
+
+logger = logging.getLogger(__name__)
+
+#: Connections at once; more are closed unheard.
+MOST = 32
+#: Seconds in which a connection must redeem its secret.
+_REDEEM_S = 5.0
+#: Seconds of a trainer's patience; making a shard durable is not waited for.
+_ANSWER_S = 60.0
+
+
+class Peer(NamedTuple):
+    """The process at the other end, by the kernel's word at the time of its connect."""
+
+    pid: int
+    uid: int
+
+
+class Lent(NamedTuple):
+    """Memory of a shard: a writable descriptor, and whether it lies in huge pages."""
+
+    fd: int
+    huge: bool
+
+
+class Desk(Protocol):
+    """Answers one connection; called by one thread at a time."""
+
+    def redeem(self, secret: str) -> None:
+        """Open the push that the secret is for."""
+
+    def lend(self, shard: int) -> Lent:
+        """Return the memory of a shard, whose descriptor the caller closes once it was sent."""
+
+    def written(self, shard: int, digests: bytes) -> None:
+        """Take a shard back."""
+
+    def close(self) -> None:
+        """The connection has ended."""
+
+
+class LendingServer:
+    """Listens for trainers, with a thread for each.
+
+    Args:
+        path: Socket file; replaced when a dead server left it.
+        desk: Makes the desk of a connection.
+        silence_s: Seconds without a request after which a connection is ended.
+        mode: Permissions of the socket file: who may connect at all.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
+        OSError: It cannot be bound.
+    """
+
+    def __init__(
+        self, path: Path, desk: Callable[[Peer], Desk], silence_s: float, mode: int = 0o660
+    ) -> None:
+        self.path = path
+        self._desk = desk
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._peers: set[socket.socket] = set()
+        self._socket = listen(path, mode, "choose another --same-host-socket")
+        self._thread = threading.Thread(target=self._accept, name="lending", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """Connections open now."""
+        return len(self._peers)
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        self.path.unlink(missing_ok=True)
+        with self._lock:
+            ending = [self._socket, *self._peers]
+        for sock in ending:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(timeout=5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return
+            with self._lock:
+                full = len(self._peers) >= MOST
+                if not full:
+                    self._peers.add(peer)
+            if full:
+                peer.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(peer,), name="lending-peer", daemon=True
+            ).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", credentials)
+        desk = self._desk(Peer(pid, uid))
+        try:
+            peer.settimeout(_REDEEM_S)
+            self._answer(peer, lambda: desk.redeem(_secret(receive(peer))))
+            peer.settimeout(self._silence_s)
+            while True:
+                request = receive(peer)
+                self._answer(peer, partial(_asked, desk, request))
+        except (EOFError, TimeoutError, ConnectionError, _RefusedError):
+            pass
+        except Exception as error:  # noqa: BLE001 - what a trainer sends ends only its connection
+            logger.warning("lending socket: dropped a trainer: %s", error)
+        finally:
+            desk.close()
+            with self._lock:
+                self._peers.discard(peer)
+            peer.close()
+
+    def _answer(self, peer: socket.socket, ask: Callable[[], Lent | None]) -> None:
+        try:
+            lent = ask()
+        except WeightSyncError as error:
+            send(peer, {"error": error.message, "reason": error.reason.value})
+            raise _RefusedError from error
+        if lent is None:
+            send(peer, {})
+            return
+        try:
+            send(peer, {"huge": lent.huge})
+            send_fds(peer, [lent.fd])
+        finally:
+            os.close(lent.fd)
+
+
+class _RefusedError(Exception):
+    """The peer was told why; nothing more is done for it on this connection."""
+
+
+def _secret(request: dict[str, Any]) -> str:
+    if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
+        msg = "the first request must redeem a secret"
+        raise ValueError(msg)
+    secret: str = request["secret"]
+    return secret
+
+
+def _asked(desk: Desk, request: dict[str, Any]) -> Lent | None:
+    shard = request["shard"]
+    if not isinstance(shard, int):
+        msg = "the index of a shard is an integer"
+        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+    if request["op"] == "lend":
+        return desk.lend(shard)
+    if request["op"] == "written":
+        desk.written(shard, bytes.fromhex(request["digests"]))
+        return None
+    msg = f"unknown op {request['op']!r}"
+    raise ValueError(msg)
+
+
+class Borrower:
+    """A trainer's connection to a lending socket; its methods may be called by several threads.
+
+    Args:
+        path: Socket file.
+        secret: From BeginPush.
+
+    Raises:
+        OSError: Nobody listens there, or not for us.
+        WeightSyncError: The secret is not good any more.
+    """
+
+    def __init__(self, path: str | Path, secret: str) -> None:
+        self._lock = threading.Lock()
+        self._borrowed: set[int] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _open.add(self)
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            self._socket.connect(str(path))
+            self._ask({"op": "redeem", "secret": secret})
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def borrow(self, shard: int) -> Lent:
+        """Return the memory of a shard; end it with `give_back`.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            huge = bool(self._ask({"op": "lend", "shard": shard}).get("huge"))
+            try:
+                (fd,) = receive_fds(self._socket, 1)
+            except EOFError:
+                raise _ended() from None
+            self._borrowed.add(fd)
+            return Lent(fd, huge)
+
+    def give_back(self, lent: Lent) -> None:
+        """Close what `borrow` returned."""
+        self._borrowed.discard(lent.fd)
+        os.close(lent.fd)
+
+    def written(self, shard: int, digests: Sequence[bytes]) -> None:
+        """Tell that a whole shard lies in its memory, which this process let go of.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
+
+    def close(self) -> None:
+        """End the connection, also under a thread that waits for an answer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: close what only its parent should have."""
+        for fd in [*self._borrowed, self._socket.detach()]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._borrowed.clear()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            send(self._socket, request)
+            answer = receive(self._socket)
+        except EOFError:
+            raise _ended() from None
+        if "error" in answer:
+            raise WeightSyncError(_reason(answer.get("reason")), str(answer["error"]))
+        return answer
+
+
+#: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.
+_open: weakref.WeakSet[Borrower] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for borrower in list(_open):
+        borrower.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _ended() -> ConnectionError:
+    return ConnectionError("the server has ended the connection")
+
+
+def _reason(name: object) -> Reason:
+    return Reason.__members__.get(str(name), Reason.NOT_SUPPORTED)
