@@ -37,10 +37,9 @@ async def measure_between(ours: Ours) -> None:
         for _ in results.rounds(ours.rounds, "our apply between two steps", 45.0):
             await ours.trainer.do("change")
             pushed = await ours.trainer.do("push", address=ours.address)
+            ours.version = pushed["version"]
             begin = time.perf_counter()
-            report = await asyncio.to_thread(
-                ours.client.apply, pushed["version"], pause="between_steps"
-            )
+            report = await asyncio.to_thread(ours.client.apply, ours.version, pause="between_steps")
             started, ended = switches[-1]
             await ours.site.load.spoken(time.perf_counter())
             around = max(ours.site.load.gaps(started, ended))

@@ -102,6 +102,7 @@ class Ours:
         files: A checkpoint that the trainer writes and that vLLM did not start from.
         rounds: How many of each.
         cache: `keep` or `recompute`.
+        version: The one that was pushed last.
     """
 
     site: Site
@@ -111,8 +112,8 @@ class Ours:
     files: Path
     rounds: int
     cache: str = "keep"
+    version: int = 0
     _calm_s: float = 0.0
-    _version: int = 0
 
     async def full(self) -> None:
         """Apply versions of which every value differs."""
@@ -149,7 +150,7 @@ class Ours:
         self.site.results.say(f"push for our apply{suffix}")
         called = time.perf_counter()
         pushed = await self.trainer.do("push", address=self.address)
-        self._version = pushed["version"]
+        self.version = pushed["version"]
         self.site.results.facts[f"push_kind{suffix}"] = pushed["kind"]
         figures, first_token = await self._applied(suffix, back=False)
         figures[_key("push", suffix)] = pushed["seconds"]
@@ -176,7 +177,7 @@ class Ours:
         return figures, seen["first_token"]
 
     def _forwards(self) -> ApplyReport:
-        return self.client.apply(self._version, cache=self.cache, clear_rejected=True)
+        return self.client.apply(self.version, cache=self.cache, clear_rejected=True)
 
     def _rolled_back(self) -> ApplyReport:
         return self.client.rollback("a benchmark", cache=self.cache).report
