@@ -40,7 +40,7 @@ _local = threading.local()
 def _scratch() -> Scratch:
     found: Scratch | None = getattr(_local, "scratch", None)
     if found is None:
-        found = _local.scratch = Scratch()
+        found = _local.scratch = Scratch(views=True)
     return found
 
 
