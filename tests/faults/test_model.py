@@ -249,6 +249,8 @@ class Service(RuleBasedStateMachine):
         assert not here.pushes.status(MODEL)
         stored = {p.name for p in (self.folder / "store" / MODEL).iterdir() if p.is_dir()}
         assert stored == {f"v{version}" for version in self.committed}
+        # Memory is given back in threads.
+        self.do(here.versions.keeper.unmapped())
         held = sum(slot.reserved_bytes for slot in here.versions.pool.slots)
         assert here.budget.reserved == held + here.versions.keeper.retired_bytes
 
