@@ -28,11 +28,13 @@ class SlowEngine(Engine):
 
     Attributes:
         go: Set: comparisons come to an end.
+        over: No other one is begun.
     """
 
     def __init__(self, socket: Path) -> None:
         super().__init__(socket)
         self.go = threading.Event()
+        self.over = False
         self.threads: list[threading.Thread] = []
         self.jobs = 0
         # A job that was given up writes no page after the next one's.
@@ -54,8 +56,10 @@ class SlowEngine(Engine):
                 if self.go.is_set() and self.jobs == mine:
                     Engine._verify(self, args)
 
-        self.threads.append(threading.Thread(target=work))
-        self.threads[-1].start()
+        if not self.over:
+            thread = threading.Thread(target=work)
+            thread.start()
+            self.threads.append(thread)
         return {}
 
 
@@ -65,6 +69,7 @@ async def slow(tmp_path: Path) -> AsyncIterator[Plant]:
     async with plant(tmp_path, engine) as made:
         await made.ready()
         yield made
+        engine.over = True
         engine.go.set()
         for thread in engine.threads:
             await asyncio.to_thread(thread.join)
