@@ -73,12 +73,12 @@ test: lint ## Lint, then all tests but the full matrix, the full battery and tho
 	$(PY) -m pytest -m "not matrix and not battery and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-matrix
-test-matrix: setup ## Every TP/dtype/packing/tied cell on a real vLLM (CPU), and what takes as long
+test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
 	@# pytest answers 5 when it selects nothing.
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: battery
-battery: setup ## Every fault at every failpoint, on a real server and a real vLLM
+battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; bfloat16 with TP 2
 	$(PY) -m pytest -m "battery and not gpu" $(PYTEST_ARGS)
 
 .PHONY: fuzz
