@@ -118,41 +118,38 @@ def fails(point: str, code: str, skip: int = 0) -> str:
     return f"{point}={skip}>1*error({code})"
 
 
-@each(PUSH)
-def test_in_a_push(site: ErringSite, point: str, code: str) -> None:
+def refused_once(
+    site: ErringSite,
+    bring: Callable[[int], pb.CommitPushResponse],
+    plan: str,
+    point: str,
+    code: str,
+) -> None:
+    """Bring a version while the system errs, and again when it does not."""
     version = site.next_version()
-    site.arm(fails(point, code, PUSH[point]))
-    error = site.outcome(lambda: site.push(version))
+    site.arm(plan)
+    error = site.outcome(lambda: bring(version))
     site.disarm(point)
     told(error, code)
     assert version not in site.versions()
     # Whether it is still open or has failed: the same call brings it.
-    assert site.push(version).durable
+    assert bring(version).durable
     assert site.pull(version) == one_shard(SIZE, version % 251).data
+
+
+@each(PUSH)
+def test_in_a_push(site: ErringSite, point: str, code: str) -> None:
+    refused_once(site, site.push, fails(point, code, PUSH[point]), point, code)
 
 
 @each(LEND)
 def test_in_a_hand_off(site: ErringSite, point: str, code: str) -> None:
-    version = site.next_version()
-    site.arm(fails(point, code))
-    error = site.outcome(lambda: site.hand_over(version))
-    site.disarm(point)
-    told(error, code)
-    assert version not in site.versions()
-    assert site.hand_over(version).durable
-    assert site.pull(version) == one_shard(SIZE, version % 251).data
+    refused_once(site, site.hand_over, fails(point, code), point, code)
 
 
 @each(DELTA)
 def test_in_a_delta(site: ErringSite, point: str, code: str) -> None:
-    version = site.next_version()
-    site.arm(fails(point, code))
-    error = site.outcome(lambda: site.push_delta(version))
-    site.disarm(point)
-    told(error, code)
-    assert version not in site.versions()
-    assert site.push_delta(version).durable
-    assert site.pull(version) == one_shard(SIZE, version % 251).data
+    refused_once(site, site.push_delta, fails(point, code), point, code)
 
 
 @each(FOLD)

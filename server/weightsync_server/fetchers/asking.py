@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 __all__ = ["Asking"]
 
 
-class Asking:
+class Asking(ABC):
     """The tasks of fetchers, one method each; `FetcherPool` gets them done."""
 
+    @abstractmethod
     async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         """Have work done that a slow disk must never hold up; return the answer's blob."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         """Have files read or written; return the answer's blob."""
-        raise NotImplementedError
 
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         """Return the xxh3-128 of each tensor, in the order of `weightsync.layout.check_shard`.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsync.delta.kernels.elementwise import load, load_place, store
 from weightsync.delta.kernels.intrinsics import (
     count_ones,
     first_one,
     load8,
     load16,
-    load32,
     load64,
     prefetch,
     spread_signs,
@@ -45,32 +45,6 @@ def _put(index: Any, at: Any, size: Any, value: Any) -> Any:
         store32(index + 4 * at, value)
     else:
         store64(index + 8 * at, value)
-
-
-@inner
-def _get(index: Any, at: Any, size: Any) -> Any:
-    return load32(index + 4 * at) if size == 4 else load64(index + 8 * at)
-
-
-@inner
-def _load(address: Any, width: Any) -> Any:
-    if width == 2:
-        return load16(address)
-    if width == 4:
-        return load32(address)
-    return load8(address) if width == 1 else load64(address)
-
-
-@inner
-def _store(address: Any, width: Any, value: Any) -> Any:
-    if width == 2:
-        store16(address, value)
-    elif width == 4:
-        store32(address, value)
-    elif width == 1:
-        store8(address, value)
-    else:
-        store64(address, value)
 
 
 @kernel
@@ -121,7 +95,7 @@ def read_bitmap(plane: Any, elements: Any, index: Any, size: Any, changed: Any) 
             _put(index, filled, size, _GROUP * at + first_one(mask))
             filled += 1
             mask &= mask - 1
-    return 0 if filled == changed and _get(index, changed - 1, size) < elements else 1
+    return 0 if filled == changed and load_place(index, changed - 1, size) < elements else 1
 
 
 @inner
@@ -197,8 +171,8 @@ def add_changes(base: Any, index: Any, size: Any, changed: Any, delta: Any) -> A
     """Turn differences of two bytes into values; every position was proved to be in the base."""
     for at in range(changed):
         # Any address is harmless to prefetch, so that behind the end the last one serves.
-        prefetch(base + 2 * _get(index, min(at + _AHEAD, changed - 1), size))
-        value = load16(base + 2 * _get(index, at, size)) + load16(delta + 2 * at)
+        prefetch(base + 2 * load_place(index, min(at + _AHEAD, changed - 1), size))
+        value = load16(base + 2 * load_place(index, at, size)) + load16(delta + 2 * at)
         store16(delta + 2 * at, value)
     return 0
 
@@ -207,8 +181,8 @@ def add_changes(base: Any, index: Any, size: Any, changed: Any, delta: Any) -> A
 def shift_values(target: Any, index: Any, size: Any, changed: Any, delta: Any, old: Any) -> Any:
     """Add differences of two bytes to a tensor; `delta` becomes the values, `old` those before."""
     for at in range(changed):
-        prefetch(target + 2 * _get(index, min(at + _AHEAD, changed - 1), size))
-        place = target + 2 * _get(index, at, size)
+        prefetch(target + 2 * load_place(index, min(at + _AHEAD, changed - 1), size))
+        place = target + 2 * load_place(index, at, size)
         before = load16(place)
         store16(old + 2 * at, before)
         value = before + load16(delta + 2 * at)
@@ -233,13 +207,13 @@ def scatter_values(
     # A negative position of four bytes reads as one beyond 2^31.
     limit = min(elements, 1 << 31) if size == 4 else elements
     for at in range(changed):
-        place = _get(index, at, size)
+        place = load_place(index, at, size)
         wrong |= 1 if place < 0 or place >= limit else 0
     if wrong:
         return 1
     for at in range(changed):
-        prefetch(target + width * _get(index, min(at + _AHEAD, changed - 1), size))
-        place = target + width * _get(index, at, size)
-        _store(old + width * at, width, _load(place, width))
-        _store(place, width, _load(value + width * at, width))
+        prefetch(target + width * load_place(index, min(at + _AHEAD, changed - 1), size))
+        place = target + width * load_place(index, at, size)
+        store(old + width * at, width, load(place, width))
+        store(place, width, load(value + width * at, width))
     return 0

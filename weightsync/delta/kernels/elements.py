@@ -11,23 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsync.delta.errors import Broken
+from weightsync.delta.kernels.elementwise import load, load_place, mark, store
 from weightsync.delta.kernels.intrinsics import (
-    differ8,
-    differ16,
-    differ32,
-    differ64,
     first_one,
-    load8,
-    load16,
-    load32,
     load64,
     prefetch,
-    store8,
-    store16,
     store32,
-    store64,
 )
-from weightsync.delta.kernels.jit import inner, kernel
+from weightsync.delta.kernels.jit import kernel
 from weightsync.delta.kernels.shapes import WRONG_PLACES
 
 if TYPE_CHECKING:
@@ -43,50 +34,6 @@ _MASKS = _BLOCK // 8
 _AHEAD = 24
 
 
-@inner
-def _differ(base: Any, new: Any, groups: Any, width: Any, masks: Any) -> Any:
-    """Write a mask for each 64 elements. A loop of nothing else reads as fast as memory gives."""
-    if width == 1:
-        for at in range(groups):
-            store64(masks + 8 * at, differ8(base + 64 * at, new + 64 * at))
-    elif width == 2:
-        for at in range(groups):
-            store64(masks + 8 * at, differ16(base + 128 * at, new + 128 * at))
-    elif width == 4:
-        for at in range(groups):
-            store64(masks + 8 * at, differ32(base + 256 * at, new + 256 * at))
-    else:
-        for at in range(groups):
-            store64(masks + 8 * at, differ64(base + 512 * at, new + 512 * at))
-
-
-@inner
-def _load(address: Any, width: Any) -> Any:
-    if width == 2:
-        return load16(address)
-    if width == 4:
-        return load32(address)
-    return load8(address) if width == 1 else load64(address)
-
-
-@inner
-def _store(address: Any, width: Any, value: Any) -> Any:
-    if width == 2:
-        store16(address, value)
-    elif width == 4:
-        store32(address, value)
-    elif width == 1:
-        store8(address, value)
-    else:
-        store64(address, value)
-
-
-@inner
-def _place(index: Any, at: Any, size: Any) -> Any:
-    # A negative position of four bytes reads as one beyond 2^31.
-    return load32(index + 4 * at) if size == 4 else load64(index + 8 * at)
-
-
 @kernel
 def _find_elements(
     base: Any, new: Any, elements: Any, width: Any, masks: Any, index: Any, value: Any
@@ -99,20 +46,20 @@ def _find_elements(
     whole = elements - elements % _GROUP
     for begin in range(0, whole, _BLOCK):
         groups = min(_BLOCK, whole - begin) // _GROUP
-        _differ(base + width * begin, new + width * begin, groups, width, masks)
+        mark(base + width * begin, new + width * begin, groups, width, masks)
         for at in range(groups):
             mask = load64(masks + 8 * at)
             while mask != 0:
                 place = begin + _GROUP * at + first_one(mask)
                 mask &= mask - 1
                 store32(index + 4 * count, place)
-                _store(value + width * count, width, _load(new + width * place, width))
+                store(value + width * count, width, load(new + width * place, width))
                 count += 1
     for place in range(whole, elements):
-        after = _load(new + width * place, width)
-        if _load(base + width * place, width) != after:
+        after = load(new + width * place, width)
+        if load(base + width * place, width) != after:
             store32(index + 4 * count, place)
-            _store(value + width * count, width, after)
+            store(value + width * count, width, after)
             count += 1
     return count
 
@@ -126,10 +73,10 @@ def _put_elements(
     wrong = 0
     for at in range(changed):
         # Any address is harmless to prefetch, so that behind the end the last one serves.
-        prefetch(target + width * _place(index, min(at + _AHEAD, changed - 1), size))
-        place = _place(index, at, size)
+        prefetch(target + width * load_place(index, min(at + _AHEAD, changed - 1), size))
+        place = load_place(index, at, size)
         if 0 <= place < limit:
-            _store(target + width * place, width, _load(value + width * at, width))
+            store(target + width * place, width, load(value + width * at, width))
         else:
             wrong += 1
     return wrong
@@ -143,11 +90,11 @@ def _compare_elements(
     limit = min(elements, 1 << 31) if size == 4 else elements
     wrong = 0
     for at in range(changed):
-        prefetch(target + width * _place(index, min(at + _AHEAD, changed - 1), size))
-        place = _place(index, at, size)
+        prefetch(target + width * load_place(index, min(at + _AHEAD, changed - 1), size))
+        place = load_place(index, at, size)
         if 0 <= place < limit:
-            there = _load(target + width * place, width)
-            wrong += 1 if there != _load(value + width * at, width) else 0
+            there = load(target + width * place, width)
+            wrong += 1 if there != load(value + width * at, width) else 0
         else:
             wrong += 1
     return wrong

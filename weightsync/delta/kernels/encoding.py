@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weightsync.delta.kernels.elementwise import mark
 from weightsync.delta.kernels.finding import (
     BLOCK,
     GROUP,
@@ -16,7 +17,6 @@ from weightsync.delta.kernels.finding import (
     RANKS,
     VALUES,
     find,
-    mark,
     mark_tail,
 )
 from weightsync.delta.kernels.intrinsics import (

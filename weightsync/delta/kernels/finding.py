@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from weightsync.delta.kernels.elementwise import mark
 from weightsync.delta.kernels.intrinsics import (
     count_ones,
-    differ8,
-    differ16,
-    differ32,
-    differ64,
     first_one,
     load8,
     load16,
@@ -42,7 +39,6 @@ __all__ = [
     "VALUES",
     "find",
     "make_scratch",
-    "mark",
     "mark_tail",
 ]
 
@@ -75,23 +71,6 @@ def make_scratch() -> Any:
         order = ORDERS + 16 * mask
         scratch[order : order + 2 * len(places)] = np.stack([2 * places, 2 * places + 1], 1).ravel()
     return scratch
-
-
-@inner
-def mark(base: Any, new: Any, words: Any, width: Any, masks: Any) -> Any:
-    """Write a mask for each 64 elements."""
-    if width == 1:
-        for at in range(words):
-            store64(masks + 8 * at, differ8(base + 64 * at, new + 64 * at))
-    elif width == 2:
-        for at in range(words):
-            store64(masks + 8 * at, differ16(base + 128 * at, new + 128 * at))
-    elif width == 4:
-        for at in range(words):
-            store64(masks + 8 * at, differ32(base + 256 * at, new + 256 * at))
-    else:
-        for at in range(words):
-            store64(masks + 8 * at, differ64(base + 512 * at, new + 512 * at))
 
 
 @inner
