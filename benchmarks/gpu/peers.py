@@ -99,7 +99,7 @@ class Peers:
         update: Callable[[], Awaitable[None]],
         before: Callable[[], Awaitable[None]] | None,
     ) -> None:
-        results = self.site.results
+        results, number = self.site.results, -1
         with results.attempt(name):
             for number in results.rounds(1 + self.rounds, name):
                 await self.trainer.do("change")
@@ -108,7 +108,8 @@ class Peers:
                 if number:  # The first one warms up.
                     results.add(**figures)
                 await self.site.calm()
-            await self._prove(name)
+            if number >= 0:
+                await self._prove(name)
 
     async def _round(
         self,

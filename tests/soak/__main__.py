@@ -103,9 +103,8 @@ class Soak:
         works = [(caller.run, (self._goes_on, self._over)) for caller in self._callers]
         threads = [threading.Thread(target=work, args=args) for work, args in works]
         threads.append(threading.Thread(target=self._watch))
-        # First: a check asks a real vLLM whose content it answers with.
-        self._learn()
         self._check(restarted=True)
+        self._learn()
         for thread in threads:
             thread.start()
         try:
