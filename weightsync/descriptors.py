@@ -6,19 +6,31 @@ each with one byte of data (`SCM_RIGHTS`, unix(7)).
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import struct
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from weightsync.sockets import claimed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["BATCH", "TIMEOUT_S", "listen", "receive", "receive_fds", "send", "send_fds"]
+__all__ = [
+    "BATCH",
+    "TIMEOUT_S",
+    "accept_each",
+    "listen",
+    "receive",
+    "receive_fds",
+    "send",
+    "send_fds",
+]
 
 #: Linux sends at most 253 descriptors in one message (SCM_MAX_FD).
 BATCH = 128
@@ -26,6 +38,8 @@ _MAX_MESSAGE = 16 << 20
 _INT = struct.calcsize("i")
 #: Longest silence of the other end, seconds.
 TIMEOUT_S = 30.0
+#: From a connection that could not be accepted to the next try, seconds.
+_AGAIN_S = 0.1
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes:
@@ -116,3 +130,28 @@ def listen(path: Path, mode: int, remedy: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def accept_each(listener: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
+    """Serve every connection in a thread of its own; returns when the listener was closed.
+
+    Where descriptors or threads are short, who connects meanwhile waits or is closed, and the next
+    one is served again.
+
+    Args:
+        listener: Listens.
+        serve: Serves a connection and closes it.
+        name: Of the threads.
+    """
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError as error:
+            if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
+                return
+            time.sleep(_AGAIN_S)
+            continue
+        try:
+            threading.Thread(target=serve, args=(peer,), name=name, daemon=True).start()
+        except RuntimeError:
+            peer.close()

@@ -21,7 +21,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsync.descriptors import TIMEOUT_S, listen, receive, receive_fds, send, send_fds
+from weightsync.descriptors import (
+    TIMEOUT_S,
+    accept_each,
+    listen,
+    receive,
+    receive_fds,
+    send,
+    send_fds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +60,12 @@ class SegmentServer:
         self._published: dict[str, tuple[int, int]] = {}
         self._offers: dict[str, Future[list[OfferedFile]]] = {}
         self._socket = listen(self.path, mode, "choose another --run-dir")
-        self._thread = threading.Thread(target=self._accept, name="segment-socket", daemon=True)
+        self._thread = threading.Thread(
+            target=accept_each,
+            args=(self._socket, self._serve, "segment-peer"),
+            name="segment-socket",
+            daemon=True,
+        )
         self._thread.start()
 
     def publish(self, name: str, fd: int, size: int) -> None:
@@ -95,16 +108,8 @@ class SegmentServer:
         for name in list(self._published):
             self.withdraw(name)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return
-            peer.settimeout(TIMEOUT_S)
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
-
     def _serve(self, peer: socket.socket) -> None:
+        peer.settimeout(TIMEOUT_S)
         with peer:
             try:
                 while True:

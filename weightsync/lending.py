@@ -8,12 +8,14 @@ answer with `error` and `reason` is a refusal.
 | redeem | secret, from BeginPush; the first request, once | {} | none |
 | lend | shard | huge | one, writable: the shard's memory |
 | written | shard, digests: of its tensors in order, hexadecimal | {} | none |
+| alive | | {} | none |
 
 `huge` tells that mapping the memory takes no time; otherwise pwrite(2) is the faster way.
 
-With `written` the trainer tells that the whole shard lies there, that it has closed the descriptor
-and every mapping, and what the digests of the tensors are. The connection is the trainer's sign of
-life: what it has not told as written by its end counts as not sent.
+`alive` is a sign of life while large shards are being written: who says nothing for a minute is not
+waited for. With `written` the trainer tells that the whole shard lies there, that it has closed the
+descriptor and every mapping, and what the digests of the tensors are. What it has not told as
+written by the end of the connection counts as not sent.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from weightsync.descriptors import listen, receive, receive_fds, send, send_fds
+from weightsync.descriptors import accept_each, listen, receive, receive_fds, send, send_fds
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
@@ -100,7 +102,12 @@ class LendingServer:
         self._lock = threading.Lock()
         self._peers: set[socket.socket] = set()
         self._socket = listen(path, mode, "choose another --same-host-socket")
-        self._thread = threading.Thread(target=self._accept, name="lending", daemon=True)
+        self._thread = threading.Thread(
+            target=accept_each,
+            args=(self._socket, self._admit, "lending-peer"),
+            name="lending",
+            daemon=True,
+        )
         self._thread.start()
 
     @property
@@ -119,22 +126,15 @@ class LendingServer:
         self._socket.close()
         self._thread.join(timeout=5)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                return
-            with self._lock:
-                full = len(self._peers) >= MOST
-                if not full:
-                    self._peers.add(peer)
-            if full:
-                peer.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(peer,), name="lending-peer", daemon=True
-            ).start()
+    def _admit(self, peer: socket.socket) -> None:
+        with self._lock:
+            full = len(self._peers) >= MOST
+            if not full:
+                self._peers.add(peer)
+        if full:
+            peer.close()
+        else:
+            self._serve(peer)
 
     def _serve(self, peer: socket.socket) -> None:
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -186,6 +186,8 @@ def _secret(request: dict[str, Any]) -> str:
 
 
 def _asked(desk: Desk, request: dict[str, Any]) -> Lent | None:
+    if request["op"] == "alive":
+        return None
     shard = request["shard"]
     if not isinstance(shard, int):
         msg = "the index of a shard is an integer"
@@ -254,6 +256,15 @@ class Borrower:
         """
         with self._lock:
             self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
+
+    def alive(self) -> None:
+        """Give a sign of life.
+
+        Raises:
+            OSError: The connection has ended.
+        """
+        with self._lock:
+            self._ask({"op": "alive"})
 
     def close(self) -> None:
         """End the connection, also under a thread that waits for an answer."""

@@ -133,9 +133,14 @@ class Client:
         """
         handle = PushHandle()
         push = self._prepare(source, options, lambda: handle.source_free.set_result(None))
+        try:
+            handle.start(push.run, push.cancel)
+        except RuntimeError:
+            # There is no thread to be had; others must not wait for this push's turn.
+            push.drop()
+            raise
         with self._lock:
             self._handles.add(handle)
-        handle.start(push.run, push.cancel)
         return handle
 
     def _prepare(

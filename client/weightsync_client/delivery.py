@@ -138,6 +138,11 @@ class Delivery:
         self._layout = source.layout if self._wanted != "never" else None
         self._ticket = memory.snapshot.line_up() if self._layout else None
 
+    def drop(self) -> None:
+        """Give up what `run` will never be called for."""
+        if self._ticket is not None:
+            self._memory.snapshot.leave(self._ticket)
+
     def run(self) -> PushResult:
         """Send everything, or what changed, and return the committed version."""
         started = time.monotonic()

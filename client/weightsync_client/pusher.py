@@ -85,6 +85,7 @@ class Push:
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
         self._sent = 0
+        self._cancelled = False
         why = why_streamed(link.address, source, options)
         self._same_host = SameHost(link, self._ask, source, why, keep, self._count)
         self._reset()
@@ -98,6 +99,8 @@ class Push:
         self._layout_known = False
         self._done: list[tuple[tuple[TensorEntry, ...], list[bytes]]] = []
         self._same_host.reset()
+        if self._cancelled:
+            self.cancel()
 
     @property
     def digests(self) -> dict[str, bytes]:
@@ -138,6 +141,8 @@ class Push:
 
     def cancel(self) -> None:
         """End the push from another thread; `run` then raises AbortedError."""
+        # Also should it be about to begin again.
+        self._cancelled = True
         self._fail(AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again"))
 
     def _run_once(self) -> pb.CommitPushResponse:

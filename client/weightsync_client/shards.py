@@ -277,7 +277,7 @@ class ShardDigester:
         for index in range(len(self.digests), self._count):
             begin, end = self._bounds[index], self._bounds[index + 1]
             stop = min(end, limit)
-            if stop < self.position:
+            if stop < self.position or stop == self.position < end:
                 return
             piece = view[self.position - offset : stop - offset]
             if self._keep is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Read", "Scratch", "SourceTensor", "settle_devices", "wrap"]
+__all__ = ["Read", "Scratch", "SourceTensor", "settle", "settle_devices", "wrap"]
 
 #: Bytes of a device tensor that are copied to the host at a time.
 _BLOCK_BYTES = 16 << 20
@@ -254,13 +254,17 @@ def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
     return read
 
 
+def settle(device: torch.device) -> None:
+    """Wait until work that the calling thread has queued on a device is done."""
+    module = getattr(sys.modules.get("torch"), device.type, None)
+    if module is not None and device.type != "cpu":
+        module.current_stream(device).synchronize()
+
+
 def settle_devices(tensors: list[SourceTensor]) -> None:
     """Wait until work that the calling thread has queued on the tensors' devices is done.
 
     Sending threads read on streams of their own, which know nothing of the caller's.
     """
-    import_torch = sys.modules.get("torch")
     for device in {tensor.device for tensor in tensors if tensor.device is not None}:
-        module = getattr(import_torch, device.type, None)
-        if module is not None:
-            module.current_stream(device).synchronize()
+        settle(device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weightsync.errors import Reason
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Borrower, Lent
 from weightsync.mapping import Mapping
 from weightsync.segments import reserved_size
@@ -36,6 +36,9 @@ _MOST_PARTS = 1024
 _MOST_THREADS = 16
 #: Of so many cores one is left to the server, which digests at the same time.
 _CORES = 4
+
+#: Seconds from one sign of life to the next; a server waits for a minute.
+_ALIVE_S = 10.0
 
 _Write = Callable[[Sequence[Part], int], None]
 
@@ -85,11 +88,22 @@ class HandOff:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join()
+                self._wait(thread)
         finally:
             self._borrower.close()
         if self._error is not None:
             raise self._error
+
+    def _wait(self, thread: threading.Thread) -> None:
+        """Wait for a thread to end, with signs of life for the server."""
+        while True:
+            thread.join(_ALIVE_S)
+            if not thread.is_alive():
+                return
+            if self._borrower is not None and not self._stop.is_set():
+                # Where it has ended, the threads meet that themselves.
+                with contextlib.suppress(OSError, WeightSyncError):
+                    self._borrower.alive()
 
     @property
     def cancelled(self) -> bool:

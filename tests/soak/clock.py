@@ -10,6 +10,9 @@ from __future__ import annotations
 import runpy
 import sys
 import time
+from types import ModuleType
+
+from grpc._cython import cygrpc
 
 __all__: list[str] = []
 
@@ -18,10 +21,13 @@ def main() -> None:
     """Put time.time and time.time_ns forward, then become the module."""
     ahead = float(sys.argv[1])
     now, now_ns = time.time, time.time_ns
+    # gRPC adds its timeouts to this clock, and compares the sum with the kernel's: where a whole
+    # machine is wrong, those two agree. Its compiled part gets a clock of its own.
+    kernels = ModuleType("time")
+    vars(kernels).update(vars(time))
+    cygrpc.time = kernels
 
     def jumped() -> float:
-        # gRPC adds its timeouts to this clock and compares the sum with the kernel's: where a
-        # whole machine is wrong, those two agree.
         caller = str(sys._getframe(1).f_globals.get("__name__"))
         return now() if caller.startswith("grpc") else now() + ahead
 

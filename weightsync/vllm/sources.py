@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,13 @@ class Mappings:
         if missing:
             with SegmentClient(socket) as client:
                 received = client.map(missing)
-            for name, (fd, size) in zip(missing, received, strict=True):
-                self._mapped[name] = MappedSegment(fd, size)
+            left = dict(zip(missing, received, strict=True))
+            try:
+                for name in missing:
+                    self._mapped[name] = MappedSegment(*left.pop(name))
+            finally:
+                for fd, _ in left.values():
+                    os.close(fd)
         if self._registrar is not None:
             for name in ids:
                 self._registrar.register(name, self._mapped[name].view)

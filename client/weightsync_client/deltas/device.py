@@ -18,7 +18,7 @@ from weightsync.delta.coding import element_width
 from weightsync.digest import TensorDigester
 from weightsync_client.deltas.held import all_bytes
 from weightsync_client.fallback import Fallback, Unfit
-from weightsync_client.tensors import Scratch
+from weightsync_client.tensors import Scratch, settle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,6 +80,8 @@ class DeviceTensor:
         """Take a copy of the whole tensor on its device when its first bytes are sent."""
         if offset == 0 and self._source is not None:
             self._data.copy_(self._flat(self._source))
+            # Once a push has told that its tensors are free, they may change at once.
+            settle(self._data.device)
 
     def seal(self, digest: bytes) -> None:
         """Note the digest of what was kept, which is whole now."""

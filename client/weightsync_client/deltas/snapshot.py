@@ -16,7 +16,7 @@ from weightsync.errors import Reason
 from weightsync_client.deltas.room import roomy
 from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
-from weightsync_client.tensors import Scratch
+from weightsync_client.tensors import Scratch, settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,10 +51,16 @@ def _make(
         return {tensor.name: HostTensor(tensor) for tensor in tensors}
     from weightsync_client.deltas.device import DeviceTensor
 
-    return {
+    made: dict[str, HeldTensor] = {
         tensor.name: DeviceTensor(tensor) if tensor.device in devices else HostTensor(tensor)
         for tensor in tensors
     }
+    for device in devices:
+        if device is not None:
+            # The memory may have been somebody's, whose work on it is queued still; other streams
+            # are about to write there.
+            settle(device)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,12 @@ class Snapshot:
             self._turns.append(ticket)
         return ticket
 
+    def leave(self, ticket: object) -> None:
+        """Give up a place in the line that `turn` was never asked for."""
+        with self._changed:
+            self._turns.remove(ticket)
+            self._changed.notify_all()
+
     @contextlib.contextmanager
     def turn(self, ticket: object, stop: threading.Event) -> Iterator[None]:
         """Hold the snapshot, once those who came before have let go of it.
@@ -157,9 +169,7 @@ class Snapshot:
                 raise refuse(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
             yield
         finally:
-            with self._changed:
-                self._turns.remove(ticket)
-                self._changed.notify_all()
+            self.leave(ticket)
 
     def base_of(self, layout: Layout, run_id: str) -> Held:
         """Return the version that a delta of such a version can be made against.

@@ -282,7 +282,7 @@ class Applier:
                 await failpoints.reach("apply.prepared")
                 switched = await switch.run(attempt)
         except BaseException as error:
-            target.lease.release()
+            self._keeper.doubts.let_go(target.lease, session.ranks, error)
             if isinstance(error, WeightSyncError):
                 await self._failed(session, switch, attempt, error)
             raise

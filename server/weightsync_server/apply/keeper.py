@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
 from weightsync_server.apply.checks import LiveChecks
+from weightsync_server.apply.doubts import Doubts
 from weightsync_server.apply.reconcile import Reconciler
 from weightsync_server.apply.session import Session
 from weightsync_server.apply.switch import Switch
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
-#: After these nobody knows what the ranks hold or whether the engine generates.
-_UNSURE = (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY, Reason.FAULT)
 
 
 class Keeper:
@@ -73,6 +72,7 @@ class Keeper:
         self._settings = settings
         self._on_change = on_change
         self.checks = LiveChecks(versions, metrics, self.suspect)
+        self.doubts = Doubts()
         self._lock = asyncio.Lock()
         self._session: Session | None = None
         self._info: EngineInfo | None = None
@@ -148,8 +148,7 @@ class Keeper:
                 self.suspect("a fault of this host in an apply: every rank is asked what it holds")
                 raise write_fault(error, "the apply") from error
             except BaseException as error:
-                told = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
-                if not told or session.ranks.hung:
+                if self.doubts.about(session.ranks, error):
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:
@@ -282,6 +281,7 @@ class Keeper:
             self._switch(self._session),
             self._settings.prepare_timeout_s,
             self._metrics.violate,
+            self.doubts,
         )
         with refusing("reconciling the engine"):
             held = await reconciler.run()

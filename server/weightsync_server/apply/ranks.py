@@ -190,7 +190,8 @@ class Ranks:
 
     async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
         """Compare live parameters with a prepared version while generation runs."""
-        args = {"apply_id": apply_id, "page": self._page}
+        # Should it take too long, whatever comes next ends it.
+        args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
         return await self._report("weightsync_verify", args, timeout_s)
 
     async def start_check(self, apply_id: str) -> str:

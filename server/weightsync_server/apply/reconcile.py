@@ -23,6 +23,7 @@ from weightsync_server.faults import refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from weightsync_server.apply.doubts import Doubts
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.ranks import RankState
     from weightsync_server.apply.session import Pause, Prepared, Session
@@ -47,6 +48,7 @@ class Reconciler:
         switch: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
         violate: Called with the label of an invariant that is found violated.
+        doubts: What the ranks may still read.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Reconciler:
         switch: Switch,
         prepare_timeout_s: float,
         violate: Callable[[str], None],
+        doubts: Doubts,
     ) -> None:
         self._session = session
         self._versions = versions
@@ -64,6 +67,7 @@ class Reconciler:
         self._switch = switch
         self._timeout_s = prepare_timeout_s
         self._violate = violate
+        self._doubts = doubts
 
     async def run(self) -> Prepared:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -78,6 +82,7 @@ class Reconciler:
             # A lease that nobody holds any more: an apply ended without knowing how.
             await self._session.engine.fence("the server asks every rank what it holds")
         states = await self._session.ranks.states(QUICK_S)
+        self._doubts.answered()
         known = self._held(states)
         if known is not None:
             self._count_unexpected(known)
@@ -162,8 +167,8 @@ class Reconciler:
                     raise _not_copies(held)
                 if not _proved(held):
                     await self._switch.place(held)
-            except BaseException:
-                held.lease.release()
+            except BaseException as error:
+                self._doubts.let_go(held.lease, self._session.ranks, error)
                 raise
             await self._record(held)
             lease = pause.lease_id if pause else ""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from weightsync.lending import Peer
+    from weightsync.segments import Segment
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.pushes import Pushes
     from weightsync_server.ingest.upload import ShardUpload
@@ -46,6 +47,8 @@ logger = logging.getLogger("weightsync.audit")
 
 #: Seconds for which an offer is good.
 OFFER_S = 30.0
+#: How often it is looked whether a writer is left, and seconds between two looks.
+_LOOKS, _LOOK_S = 20, 0.05
 
 
 def is_here(peer: str) -> bool:
@@ -224,17 +227,26 @@ class LendingDesk:
         if upload.owner is not self or segment is None or not segment.lent:
             raise refused(f"shard {shard} was not lent on this connection; ask for it first")
         await failpoints.reach("receive.written")
-        if not segment.taken_back():
+        if not await self._taken_back(segment):
             raise WeightSyncError(
                 Reason.WRITER_LEFT,
                 f"shard {shard} was told as written, but a process still holds its memory open for "
                 "writing; close every descriptor and mapping first, and push the version again",
                 metadata={"shard": str(shard)},
             )
+        push.check_open()
         upload.give(0, digests)
         upload.received = upload.entry.size
         push.meters.add_received(upload.received)
         await push.advance(upload, segment)
+
+    async def _taken_back(self, segment: Segment) -> bool:
+        # A process that the trainer forks has all its descriptors, until it runs another program.
+        for _ in range(_LOOKS):
+            if segment.taken_back():
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return segment.taken_back()
 
     def _upload(self, shard: int) -> tuple[Push, ShardUpload]:
         push = self._push

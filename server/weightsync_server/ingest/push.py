@@ -244,6 +244,10 @@ class Push:
             await self.delta.cease()
         # Memory is freed from under nobody: fetchers let go before a cancelled task ends.
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.committed is not None:
+            # The commit was too far to be called back, and was told as done.
+            self.error = None
+            return
         try:
             # Who shuts down will be asked to go on.
             stays = self.error is not None and self.error.reason is Reason.SHUTTING_DOWN

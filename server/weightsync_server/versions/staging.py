@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -124,7 +125,7 @@ class Stager:
             # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
             task = asyncio.create_task(self._load(record, timeout_s))
             self._loading[record.version] = task
-            task.add_done_callback(lambda _: self._loading.pop(record.version, None))
+            task.add_done_callback(partial(self._ended, record.version))
         done, _ = await asyncio.wait([task], timeout=max(0.0, timeout_s))
         if not done:
             raise WeightSyncError(
@@ -133,6 +134,12 @@ class Stager:
                 retry_after_s=1.0,
             )
         task.result()
+
+    def _ended(self, version: int, task: asyncio.Task[None]) -> None:
+        self._loading.pop(version, None)
+        if not task.cancelled():
+            # Retrieved: whoever waited may be gone.
+            task.exception()
 
     async def _load(self, record: VersionRecord, timeout_s: float) -> None:
         with refusing(f"reading version {record.version} from the store"):

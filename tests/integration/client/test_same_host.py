@@ -227,6 +227,21 @@ def test_wrong_bytes_are_no_version(
     assert same(client, client.push(weights(21), delta="never").version, weights(21))
 
 
+def test_a_descriptor_that_a_child_closes_in_a_moment_is_waited_for(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = Borrower.give_back
+
+    def keep_for_a_moment(borrower: Borrower, lent: Lent) -> None:
+        threading.Timer(0.2, os.close, (os.dup(lent.fd),)).start()
+        close(borrower, lent)
+
+    monkeypatch.setattr(Borrower, "give_back", keep_for_a_moment)
+    result = client.push(weights(6), delta="never")
+    assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+    assert same(client, result.version, weights(6))
+
+
 @pytest.mark.parametrize("how", ["mapping", "descriptor"])
 def test_whoever_keeps_the_memory_open_gets_no_version_and_spoils_none(
     server: WeightSyncServer, client: Client, how: str

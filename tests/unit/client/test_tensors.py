@@ -204,6 +204,21 @@ def test_digests_do_not_depend_on_chunks_or_repeats(chunk: int) -> None:
     ]
 
 
+def test_a_tensor_is_kept_from_its_first_byte_on_and_only_then() -> None:
+    tensors = [wrap(name, np.arange(8, dtype=np.uint8)) for name in ("a", "b")]
+    shard = tensor_shard([*tensors, wrap("c", np.zeros(0, np.uint8))], 0, "x")
+    kept: list[tuple[str, int, int]] = []
+    digester = ShardDigester(shard, lambda name, at, data: kept.append((name, at, len(data))))
+    start = shard.entry.data_start
+    # The first piece ends where the second tensor begins.
+    digester.update(start, bytes(range(8)))
+    assert kept == [("a", 0, 8)]
+    digester.update(start + 8, bytes(range(4)))
+    digester.update(start + 12, bytes(range(4, 8)))
+    assert kept == [("a", 0, 8), ("b", 0, 4), ("b", 4, 4), ("c", 0, 0)]
+    assert digester.done
+
+
 def test_cut_respects_bytes_and_headers() -> None:
     tensors = [wrap(f"t{i}", np.zeros(10, np.uint8)) for i in range(10)]
     assert [len(g) for g in cut(tensors, 35)] == [3, 3, 3, 1]

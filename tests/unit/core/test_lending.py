@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import resource
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +203,55 @@ def test_the_silent_are_dropped(
     borrower.close()
     assert segment.taken_back()
     office.server.close()
+
+
+def test_a_sign_of_life_keeps_the_connection(tmp_path: Path, segment: Segment) -> None:
+    office = Office(tmp_path / "l.sock", segment, silence_s=1.0)
+    borrower = Borrower(office.server.path, office.secret)
+    lent = borrower.borrow(0)
+    for _ in range(8):
+        time.sleep(0.25)
+        borrower.alive()
+    borrower.give_back(lent)
+    borrower.written(0, [b"x" * 16])
+    assert office.desks[-1].told == [(0, b"x" * 16)]
+    borrower.close()
+    assert office.gone()
+    office.server.close()
+
+
+def test_no_thread_for_one_connection_is_no_end_of_all(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short, socket.socket(socket.AF_UNIX) as raw:
+        short.setattr(threading.Thread, "start", none)
+        raw.connect(str(office.server.path))
+        assert raw.recv(10) == b""
+    Borrower(office.server.path, office.secret).close()
+    assert office.gone()
+
+
+def test_no_descriptor_for_one_connection_is_no_end_of_all(office: Office) -> None:
+    used = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 - names
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[socket.socket] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(socket.socket(socket.AF_UNIX))
+        # It waits: nobody has a descriptor to accept it with.
+        held[0].connect(str(office.server.path))
+        time.sleep(0.3)
+    finally:
+        for sock in held:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    Borrower(office.server.path, office.secret).close()
+    assert office.gone()
 
 
 def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ class _Pair:
     In a pause each view that is made costs as much as a launch, so all are made before it.
     """
 
-    name: str
     left: torch.Tensor
     right: torch.Tensor
     flag: torch.Tensor
@@ -60,21 +59,26 @@ class Comparison:
         self._mask = mask
         self._flags = torch.zeros(most, dtype=torch.bool, device=mask.device)
         self._free = list(self._flags.unbind())
+        self._names: list[str] = []
         self._pairs: list[_Pair] = []
 
     def add(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Have two tensors of one shape and dtype compared by `run`."""
+        """Have two tensors of one shape and dtype compared by `queue`."""
+        self._pairs.append(self._pair(name, live, wanted))
+
+    def queue_one(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Queue a comparison on the current stream; nothing of it is kept."""
+        self._pair(name, live, wanted).queue()
+
+    def _pair(self, name: str, live: torch.Tensor, wanted: torch.Tensor) -> _Pair:
         left, right = wide(live, wanted)
         out = reduced = None
         if left.dim() == 1 and left.numel() <= self._mask.numel():
             out = self._mask[: left.numel()]
             reduced = out if out.numel() % _WIDE.itemsize else out.view(_WIDE)
-        flag = self._free[len(self._pairs)]
-        self._pairs.append(_Pair(name, left, right, flag, out, reduced))
-
-    def queue_last(self) -> None:
-        """Queue, on the current stream, the comparison that was added last."""
-        self._pairs[-1].queue()
+        flag = self._free[len(self._names)]
+        self._names.append(name)
+        return _Pair(left, right, flag, out, reduced)
 
     def queue(self) -> None:
         """Queue all comparisons that were added."""
@@ -83,6 +87,6 @@ class Comparison:
 
     def wrong(self) -> list[str]:
         """Wait for everything that was queued; return the names of what differs, each once."""
-        answers = self._flags[: len(self._pairs)].tolist()
-        found = (p.name for p, bad in zip(self._pairs, answers, strict=True) if bad)
+        answers = self._flags[: len(self._names)].tolist()
+        found = (name for name, bad in zip(self._names, answers, strict=True) if bad)
         return list(dict.fromkeys(found))

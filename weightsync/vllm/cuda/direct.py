@@ -73,6 +73,6 @@ class Direct:
         ]
         comparison = Comparison(self.mask, len(pieces))
         for param, live, source in pieces:
-            comparison.add(param, live, self.uploader.fetch(source).to(live.dtype))
-            comparison.queue_last()
+            # What is converted takes as much memory again: a piece of it, not all.
+            comparison.queue_one(param, live, self.uploader.fetch(source).to(live.dtype))
         return comparison.wrong()

@@ -50,7 +50,7 @@ class Room:
     def take(self, size: int) -> torch.Tensor | None:
         """Return so many bytes of the device; None: the room or the device has not got them."""
         size = -(-size // 256) * 256
-        if self.used + size > self.limit or self._free() - size < _SPARE:
+        if self.used + size > self.limit or self._free() + self._cached() - size < _SPARE:
             return None
         try:
             taken = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -77,6 +77,13 @@ class Room:
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def _cached(self) -> int:
+        # What was given back before, for one, is torch's, and free for all that.
+        if self._device.type != "cuda":
+            return 0
+        reserved = torch.cuda.memory_reserved(self._device)
+        return int(reserved - torch.cuda.memory_allocated(self._device))
 
     def _free(self) -> int:
         if self._device.type != "cuda":

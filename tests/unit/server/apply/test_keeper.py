@@ -132,8 +132,10 @@ async def test_a_call_that_hangs_fences_and_is_waited_for(tmp_path: Path) -> Non
         with pytest.raises(WeightSyncError) as caught:
             await it.apply(2)
         assert caught.value.reason is Reason.ENGINE_FENCED
+        assert it.leases()[2] == 1, "the call may still read it: nothing else may be written there"
         go.set()
         await it.ready()
+        assert it.leases()[2] <= (it.here.versions.live == 2)
         # The late commit wrote version 2; nobody had approved it, so the ranks were asked.
         assert it.engine.serves == it.here.versions.live
         assert it.metrics.violations()["never_mixed"] == 0

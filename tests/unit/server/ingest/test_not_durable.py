@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -293,3 +293,25 @@ async def test_a_late_digest_of_the_trainer_counts(here: World, disk: Threads) -
         await here.join(begun.push_id, shards[0].given())
     assert caught.value.reason is Reason.DIGEST_MISMATCH
     assert label(here, 1) == (pb.DURABILITY_FAILED, pb.RESIDENCY_STAGED, pb.SERVING_LIVE)
+
+
+async def test_what_comes_too_late_to_fail_a_commit_does_not_undo_it(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = simple(4)
+    begun = await here.pushes.begin(begin(shard_count=len(shards)), None)
+    await here.join(begun.push_id, [message for shard in shards for message in shard.all()])
+    push, commit = here.pushes.find(begun.push_id), here.versions.commit
+
+    async def then_failed(*args: Any, **named: Any) -> Any:
+        done = await commit(*args, **named)
+        push.fail(WeightSyncError(Reason.DIGEST_MISMATCH, "another stream told other digests"))
+        return done
+
+    monkeypatch.setattr(here.versions, "commit", then_failed)
+    answer = await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
+    await push.closed()
+    assert label(here, answer.version)[:2] == (pb.DURABILITY_COMMITTED, pb.RESIDENCY_STAGED)
+    assert here.read(answer.version) == [shard.data for shard in shards]
+    again = await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
+    assert (again.version, again.already) == (answer.version, True)
