@@ -195,7 +195,8 @@ def test_a_failed_populate_gives_everything_back(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(WeightSyncError) as caught:
         Segment.create(_PAGE)
     assert caught.value.reason is Reason.MEMORY_EXHAUSTED
-    assert _open_fds() == before
+    # What earlier tests have left may go meanwhile.
+    assert _open_fds() <= before
     # Also while the error lives, and with it its traceback.
     assert _mapped() == mapped
 
