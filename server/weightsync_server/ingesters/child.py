@@ -81,7 +81,8 @@ class _Ingest:
         relay = await Relay.connect(self._path, self._maps)
         done = await relay.run(_call(caller, context.time_remaining()), requests)
         if done.status["code"]:
-            trailers = [(key, bytes.fromhex(value)) for key, value in done.status["trailers"]]
+            told = done.status["trailers"]
+            trailers = tuple((key, bytes.fromhex(value)) for key, value in told)
             await context.abort(_CODES[done.status["code"]], done.status["details"], trailers)
         return done.response
 

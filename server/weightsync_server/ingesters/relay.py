@@ -122,8 +122,8 @@ class Relay:
         try:
             await asyncio.wait((pump, self._done), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
-                # What the connection refuses to take, the server has a reason for.
-                with contextlib.suppress(OSError):
+                # When the connection takes no more, the server tells why, or is gone.
+                with contextlib.suppress(ConnectionError):
                     pump.result()
             return await self._done
         finally:
@@ -156,8 +156,9 @@ class Relay:
             return
         if self._let_go:
             return
-        claim.view[begin:end] = chunk.data
         failpoints.hit("ingest.chunk")
+        claim.view[begin:end] = chunk.data
+        failpoints.hit("ingest.copied")
         claim.position = end
         due = end >= claim.mark
         wrote = {"op": "wrote", "shard": chunk.shard, "end": end, "due": due}
