@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason
 from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_client import Client, Retry
 from weightsync_client.link import Link
 
@@ -251,8 +253,8 @@ def test_a_stale_writer_is_told_at_once_and_at_its_next_chunk(
     assert told == (CODE.FAILED_PRECONDITION, Reason.EPOCH_STALE)
 
 
-def received(stub: object, push_id: str) -> int:
-    answer = stub.GetPush(pb.GetPushRequest(push_id=push_id), timeout=5)  # type: ignore[attr-defined]
+def received(stub: weightsync_pb2_grpc.WeightSyncStub, push_id: str) -> int:
+    answer = stub.GetPush(pb.GetPushRequest(push_id=push_id), timeout=5)
     return sum(shard.received_bytes for shard in answer.shards)
 
 
@@ -263,11 +265,7 @@ def test_a_shard_belongs_to_one_stream_at_a_time(server: WeightSyncServer) -> No
         first = pool.submit(stub.PushWeights, half_sent(shard, begun.push_id, rest), timeout=30)
         within(10, lambda: received(stub, begun.push_id) == CHUNK)
         with grpc.insecure_channel(f"{server.address}.2") as other:
-            call = other.stream_unary(
-                "/weightsync.v1.WeightSync/PushWeights",
-                pb.PushWeightsRequest.SerializeToString,
-                pb.PushWeightsResponse.FromString,
-            )
+            call = weightsync_pb2_grpc.WeightSyncStub(other).PushWeights
             again = [joined(begun.push_id), chunk(0, CHUNK, shard.data[CHUNK : 2 * CHUNK])]
             told = refusal(lambda: call(iter(again), timeout=10))
             assert told == (CODE.ABORTED, Reason.SHARD_BUSY)
@@ -292,19 +290,13 @@ def test_silence_ends_a_stream_and_all_streams_count_together() -> None:
         begun = stub.BeginPush(begin(shard_count=1), timeout=5)
         addresses = [server.address, f"{server.address}.1", f"{server.address}.2"]
         channels = [grpc.insecure_channel(address) for address in addresses]
-        calls = [
-            channel.stream_unary(
-                "/weightsync.v1.WeightSync/PushWeights",
-                pb.PushWeightsRequest.SerializeToString,
-                pb.PushWeightsResponse.FromString,
-            )
-            for channel in channels
-        ]
+        calls = [weightsync_pb2_grpc.WeightSyncStub(channel).PushWeights for channel in channels]
         shard = one_shard(16 * CHUNK)
         open_streams = [call.future(silent(begun.push_id, rest), timeout=20) for call in calls[1:]]
         within(10, lambda: model_status(stub).pushes[0].streams == 2)
         for call in calls:
-            told = refusal(lambda call=call: call(iter([joined(begun.push_id)]), timeout=5))
+            one_more = partial(call, iter([joined(begun.push_id)]), timeout=5)
+            told = refusal(one_more)
             assert told == (CODE.RESOURCE_EXHAUSTED, Reason.LIMIT_EXCEEDED)
         for stream in open_streams:
             told = refusal(stream.result)
@@ -330,11 +322,7 @@ def test_a_server_that_stops_lets_streams_end() -> None:
             grpc.insecure_channel(f"{server.address}.2") as data,
             ThreadPoolExecutor(1) as pool,
         ):
-            call = data.stream_unary(
-                "/weightsync.v1.WeightSync/PushWeights",
-                pb.PushWeightsRequest.SerializeToString,
-                pb.PushWeightsResponse.FromString,
-            )
+            call = weightsync_pb2_grpc.WeightSyncStub(data).PushWeights
             sending = pool.submit(call, half_sent(shard, begun.push_id, rest), timeout=30)
             within(10, lambda: received(stub, begun.push_id) == CHUNK)
             server.process.send_signal(signal.SIGTERM)

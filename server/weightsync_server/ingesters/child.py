@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+logger = logging.getLogger(__name__)
+
 
 class _Ingest:
     """Serves PushWeights until the server is gone.
@@ -59,6 +61,7 @@ class _Ingest:
             told = f"an ingest process cannot listen: {error}"
             self._sock.sendall(wire.encode({"op": "failed", "reason": reason, "error": told}))
             raise EOFError from error
+        self._watch = asyncio.create_task(self._end_when_shut())
         self._sock.sendall(wire.encode(ready))
         self._sock.setblocking(False)
         # Kept: the connection ends with its writer.
@@ -103,7 +106,13 @@ class _Ingest:
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
 
+    async def _end_when_shut(self) -> None:
+        why = await self._doors.shut()
+        logger.critical("nobody can connect any more (%s): ending, to be started again", why)
+        os._exit(1)
+
     async def _drain(self, request: dict[str, Any]) -> None:
+        self._watch.cancel()
         await self._doors.close(request["grace_s"])
         self._tell({"id": request["id"]})
 
