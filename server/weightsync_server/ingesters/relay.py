@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,6 +174,9 @@ class Relay:
         self._release()
         grant = await self._ask({"op": "claim", "shard": shard})
         name, capacity = grant["segment"]
+        if not self._fds:
+            # The kernel drops descriptors over the limit, and says so to nobody.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         fd = self._fds.pop(0)
         view = self._used.enter_context(self._maps.use(name, fd, capacity, writable=True))
         self._claim = _Claim(shard, grant, view)
