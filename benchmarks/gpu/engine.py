@@ -142,7 +142,10 @@ class Site:
         """Generate while nothing else goes on, note the gaps between tokens, return the median."""
         begin = time.perf_counter()
         await asyncio.sleep(seconds)
-        gaps = self.load.gaps(begin, time.perf_counter())
+        end = time.perf_counter()
+        # However long the last gap is, it counts as a whole.
+        await self.load.spoken(end)
+        gaps = self.load.gaps(begin, end)
         median = statistics.median(gaps)
         self.results.add(token_gap_p50_s=median, token_gap_max_s=max(gaps))
         return median

@@ -15,8 +15,10 @@ class GpuProbe:
     Attributes:
         model_runner: Of the worker that this becomes part of.
         device: Of the worker.
+        model_config: Of the worker.
     """
 
+    model_config: Any
     model_runner: Any
     device: Any
     _weightsync_rank: Any
@@ -32,6 +34,30 @@ class GpuProbe:
         with Files(Path(folder)) as files:
             self.model_runner.get_model().load_weights(files.tensors.items())
             self._bench_wait()
+        return time.perf_counter() - begin
+
+    def bench_checkpoint_engine(self, handles: dict[str, str]) -> float:
+        """Load what checkpoint-engine's parameter server sends; returns seconds.
+
+        As its own extension of vLLM's workers does, which cannot be loaded beside this one.
+
+        Args:
+            handles: Addresses of its sockets by the UUID of a GPU.
+        """
+        import zmq
+        from checkpoint_engine.worker import update_weights_from_ipc
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        begin = time.perf_counter()
+        model = self.model_runner.get_model()
+        (handle,) = handles.values()
+        update_weights_from_ipc(
+            zmq.Context.instance(),
+            handle,
+            self.device.index,
+            run=model.load_weights,
+            post_hook=lambda: process_weights_after_loading(model, self.model_config, self.device),
+        )
         return time.perf_counter() - begin
 
     def bench_keep(self) -> int:

@@ -6,7 +6,8 @@ vllm_ipc_s         vLLM's ipc backend: start, update and finish; the trainer's t
                    same GPU
 vllm_nccl_s        vLLM's nccl backend, packed, from a trainer on another GPU; vllm_nccl_unpacked_s
                    tensor by tensor
-checkpoint_engine_s  null: its package is not there
+checkpoint_engine_s  checkpoint-engine's update, once it holds the trainer's tensors in pinned
+                   memory; null where its package is not installed
 
 pause_..., max_gap_... and update_end_to_end_... of each: from the request to pause until vLLM has
 resumed, the longest token gap, and from the trainer's call to the first token of the new weights.
@@ -50,14 +51,16 @@ class Peers:
     files: Path
     rounds: int
     _handles: dict[str, Any] = field(default_factory=dict)
+    _port: int = 0
 
     async def without_backend(self) -> None:
         """Measure what needs no weight transfer backend."""
         await self._way("vllm_reload", self._reload, self._write)
         await self._way("torchforge_way", self._torchforge, self._write)
-        found = importlib.util.find_spec("checkpoint_engine") is not None
-        self.site.results.facts["checkpoint_engine_s"] = None
-        self.site.results.facts["checkpoint_engine_installed"] = found
+        if importlib.util.find_spec("checkpoint_engine") is None:
+            self.site.results.facts["checkpoint_engine_s"] = None
+        else:
+            await self._way("checkpoint_engine", self._checkpoint_engine, self._register)
 
     async def ipc(self) -> None:
         """Measure vLLM's ipc backend."""
@@ -96,7 +99,7 @@ class Peers:
         update: Callable[[], Awaitable[None]],
         before: Callable[[], Awaitable[None]] | None,
     ) -> None:
-        results = self.site.results
+        results, number = self.site.results, -1
         with results.attempt(name):
             for number in results.rounds(1 + self.rounds, name):
                 await self.trainer.do("change")
@@ -105,7 +108,8 @@ class Peers:
                 if number:  # The first one warms up.
                     results.add(**figures)
                 await self.site.calm()
-            await self._prove(name)
+            if number >= 0:
+                await self._prove(name)
 
     async def _round(
         self,
@@ -146,6 +150,15 @@ class Peers:
 
     async def _torchforge(self) -> None:
         await self.site.ask("bench_load_files", str(self.files))
+
+    async def _register(self) -> None:
+        self._port = self._port or free_port()
+        await self.trainer.do("engine_register", port=self._port)
+
+    async def _checkpoint_engine(self) -> None:
+        handles = (await self.trainer.do("engine_update"))["handles"]
+        await self.site.ask("bench_checkpoint_engine", handles)
+        await self.trainer.do("engine_wait")
 
     async def _make_handles(self) -> None:
         self._handles = await self.trainer.do("handles")

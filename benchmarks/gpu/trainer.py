@@ -51,6 +51,7 @@ class Trainer:
         self._files: dict[str, Files] = {}
         self._clients: dict[str, Client] = {}
         self._group: Any = None
+        self._engine: Any = None
         self._random = torch.Generator(device=self._device)
         self._random.manual_seed(1)
         self._settle()
@@ -151,6 +152,28 @@ class Trainer:
             iter(self.tensors.items()), {"group": self._group, "packed": packed}
         )
         self._settle()
+        return {}
+
+    def engine_register(self, port: int) -> dict[str, Any]:
+        """Register the weights with checkpoint-engine's parameter server: a copy to pinned memory.
+
+        Args:
+            port: A free one, for the group of its processes.
+        """
+        if self._engine is None:
+            from benchmarks.gpu.parameter_server import ParameterServerLink
+
+            self._engine = ParameterServerLink(port)
+        self._engine.register(self.tensors)
+        return {}
+
+    def engine_update(self) -> dict[str, Any]:
+        """Begin to send them; returns where the workers of vLLM must connect."""
+        return {"handles": self._engine.begin()}
+
+    def engine_wait(self) -> dict[str, Any]:
+        """Return when all were sent."""
+        self._engine.end()
         return {}
 
     def _described(self) -> dict[str, Any]:

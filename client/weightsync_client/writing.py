@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["HandOff"]
 
-#: Bytes that are digested and then written while they are in the cache.
+#: Bytes that are digested and then written, times the number of threads: between two pieces a
+#: thread waits for the interpreter, and the longer, the more there are.
 _PIECE = 512 << 10
 #: Parts in one call of pwritev(2) (IOV_MAX).
 _MOST_PARTS = 1024
 #: Threads at most; each fills one shard after the other.
 _MOST_THREADS = 16
+#: Of so many cores one is left to the server, which digests at the same time.
+_CORES = 4
 
 _Write = Callable[[Sequence[Part], int], None]
 
@@ -53,6 +56,7 @@ class HandOff:
         self._devices = {t.device for t in source.tensors if t.device is not None}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._piece = _PIECE
         self._cancelled = False
         self._borrower: Borrower | None = None
         self._error: BaseException | None = None
@@ -71,7 +75,9 @@ class HandOff:
             waiting = [shard for shard in self._source.shards if shard.index not in begun]
             # The largest first, so that no thread begins one when the others have ended.
             shards = iter(sorted(waiting, key=lambda shard: -shard.entry.size))
-            count = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(waiting))
+            cores = len(os.sched_getaffinity(0))
+            count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
+            self._piece = _PIECE * count
             threads = [
                 threading.Thread(target=self._work, args=(shards,), name="weightsync-hand-off")
                 for _ in range(count)
@@ -133,7 +139,7 @@ class HandOff:
     def _fill(self, write: _Write, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
         reader = shard.open(scratch)
         try:
-            for begin, end in _pieces(shard, apart=bool(self._devices)):
+            for begin, end in _pieces(shard, self._piece, apart=bool(self._devices)):
                 if self._stop.is_set():
                     return
                 parts = reader.read(begin, end)
@@ -149,13 +155,13 @@ class HandOff:
         digester.update(shard.entry.size, b"")
 
 
-def _pieces(shard: Shard, *, apart: bool) -> Iterator[tuple[int, int]]:
+def _pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a shard in order; `apart`: none reaches into two tensors."""
     start = shard.entry.data_start
     ends = [start, *(start + tensor.end for tensor in shard.tensors)] if apart else []
     for begin, end in itertools.pairwise([0, *ends, shard.entry.size]):
-        for at in range(begin, end, _PIECE):
-            yield at, min(at + _PIECE, end)
+        for at in range(begin, end, size):
+            yield at, min(at + size, end)
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ class VllmEngineProcess:
 
     def told(self) -> dict[str, Any] | None:
         """Ask for one token: whose content gives such an answer?"""
-        answer = self._answer()
+        answer = self._answer() if self._answers else None
         if answer is None:
             return None
         names = [content for content, known in self._answers.items() if known == answer]

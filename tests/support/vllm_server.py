@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.servers import free_port
+from tests.support.processes import give_way
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -119,6 +120,7 @@ class VllmServer:
             self.process = subprocess.Popen(
                 self.command(), env=environment, stdout=log, stderr=log, start_new_session=True
             )
+        give_way(self.process.pid)
         return self
 
     def ready(self) -> VllmServer:

@@ -30,8 +30,8 @@ __all__ = ["DeviceTensor"]
 
 #: Elements that are compared at a time: positions take eight bytes until they are on the host.
 _PIECE = 1 << 26
-#: Bytes that are digested at a time.
-_BLOCK = 1 << 20
+#: Bytes that are digested at a time; small pieces have threads wait for the interpreter.
+_BLOCK = 8 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Host memory for what is read belongs to the thread that reads.
 _local = threading.local()

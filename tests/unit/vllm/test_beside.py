@@ -125,6 +125,31 @@ def test_a_patch_is_exact_and_so_is_the_way_back(
     assert _holds(worker, toy_tensors(1))
 
 
+def test_not_all_is_looked_at_when_a_sample_shows_that_nearly_all_changed(
+    make: Callable[..., Worker],
+    stage: Callable[[Tensors], Version],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    count = patch._count
+
+    def counted(staged: Any, pieces: Any, *rest: Any) -> list[int]:
+        looks.append(len(pieces))
+        return count(staged, pieces, *rest)
+
+    monkeypatch.setattr(patch, "_count", counted)
+    monkeypatch.setattr(patch, "_SAMPLE", 2)
+    monkeypatch.setattr(patch, "_ENOUGH", 2)
+    monkeypatch.setattr(patch, "_WORTH", 2)
+    worker = make()
+    looks.clear()
+    assert worker.job("prepare", "all", stage(toy_tensors(2)), base="base")["patched"] is False
+    (sample,) = looks
+    assert worker.job("prepare", "some", stage(_nudged("q")), base="base")["patched"] is True
+    assert looks[1] == sample
+    assert looks[2] > sample
+
+
 @pytest.mark.parametrize("amount", [_ROOM, _NONE], ids=["room", "none"])
 def test_a_byte_that_was_not_written_is_named(
     make: Callable[..., Worker], stage: Callable[[Tensors], Version], amount: Amount

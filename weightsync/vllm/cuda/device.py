@@ -31,8 +31,9 @@ __all__ = ["Device"]
 
 logger = logging.getLogger(__name__)
 
-#: Truth values that are compared at a time; they stay in the device's cache.
-_MASK = 16 << 20
+#: Truth values that are compared at a time; they stay in the device's cache. On an H200 16 MiB are
+#: compared at 3.34 TB/s of both sides, 32 MiB at 3.59; a bare read reaches 4.2.
+_MASK = 32 << 20
 #: What is held whatever the room is, to convert, cut and compare.
 _SCRATCH = 2 * CHUNK + _MASK
 

@@ -31,6 +31,8 @@ _DENSE = 8
 #: There is a patch when less than one in so many elements changes: writing one somewhere takes as
 #: long as copying a few dozen in a row.
 _WORTH = 32
+#: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them.
+_SAMPLE, _ENOUGH = 16, 8
 _NAMES = 10
 
 
@@ -125,18 +127,10 @@ def find(staged: Staged, pace: Pace, stop: Callable[[], bool]) -> Found | None:
     """
     size = staged.mask.numel()
     pieces = [p for block in staged.blocks for p in block.pieces(size * block.dtype.itemsize)]
-    counts = []
-    try:
-        for piece in pieces:
-            if stop():
-                raise StoppedError
-            counts.append(_unequal(staged, piece).sum())
-            pace.step()
-    finally:
-        pace.drain()
-    numbers = torch.stack(counts).tolist() if counts else []
+    if _all_dense(staged, pieces[::_SAMPLE], pace, stop):
+        return None
     sparse, dense = [], []
-    for piece, count in zip(pieces, numbers, strict=True):
+    for piece, count in zip(pieces, _count(staged, pieces, pace, stop), strict=True):
         if count * _DENSE > piece.place.numel or (count and not piece.place.contiguous):
             dense.append(piece)
         elif count:
@@ -146,6 +140,34 @@ def find(staged: Staged, pace: Pace, stop: Callable[[], bool]) -> Found | None:
     if sum(count for _, count in sparse) * _WORTH + much >= whole:
         return None
     return Found(sparse, dense)
+
+
+def _all_dense(
+    staged: Staged, sample: Sequence[Block], pace: Pace, stop: Callable[[], bool]
+) -> bool:
+    if len(sample) < _ENOUGH:
+        return False
+    counts = _count(staged, sample, pace, stop)
+    return all(
+        count * _WORTH >= piece.place.numel for piece, count in zip(sample, counts, strict=True)
+    )
+
+
+def _count(
+    staged: Staged, pieces: Sequence[Block], pace: Pace, stop: Callable[[], bool]
+) -> list[int]:
+    """Return how many elements of each piece differ."""
+    counts = []
+    try:
+        for piece in pieces:
+            if stop():
+                raise StoppedError
+            counts.append(_unequal(staged, piece).sum())
+            pace.step()
+    finally:
+        pace.drain()
+    numbers: list[int] = torch.stack(counts).tolist() if counts else []
+    return numbers
 
 
 def _unequal(staged: Staged, piece: Block) -> torch.Tensor:

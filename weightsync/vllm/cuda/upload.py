@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "Pace", "Uploader"]
 
-#: Bytes that are under way as one: a copy of vLLM that comes meanwhile waits for no more than two.
+#: Bytes that are under way as one, and how many at once: a copy of vLLM that comes meanwhile waits
+#: for no more than that.
 CHUNK = 16 << 20
-_OUTSTANDING = 2
+_OUTSTANDING = 3
 
 
 class Pace:
-    """Keeps at most two pieces of work queued on a stream. Who waits sleeps, without the GIL.
+    """Keeps at most three pieces of work queued on a stream. Who waits sleeps, without the GIL.
 
     Args:
         device: Where the work is done; on a CPU it is done at once.
@@ -38,7 +39,7 @@ class Pace:
         self._queued: deque[torch.cuda.Event] = deque()
 
     def step(self) -> None:
-        """Take note of work that the current stream was given; wait for what came two before."""
+        """Take note of work that the current stream was given; wait for what came before."""
         if not self._cuda:
             return
         event = self._free.popleft()
