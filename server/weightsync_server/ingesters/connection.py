@@ -26,6 +26,8 @@ _AHEAD = 4
 #: Seconds in which a process tells who calls, and in which it stops writing when it is told to.
 _CALL_S = 10.0
 _STOP_S = 5.0
+#: Seconds that what has come from a stream which was cut is waited for to be counted.
+_REST_S = 1.0
 
 
 class Connection(Distant):
@@ -47,7 +49,7 @@ class Connection(Distant):
         self._kill = kill
         self._frames: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue(_AHEAD)
         self._gone = asyncio.Event()
-        self._whole = self._ceased = False
+        self._whole = self._ceased = self._taken = False
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -74,9 +76,13 @@ class Connection(Distant):
             StopAsyncIteration: The stream has ended, or the process was told to stop.
             DecodeError: A message is none.
         """
+        if self._taken:
+            self._taken = False
+            self._frames.task_done()
         frame = None if self._ceased else await self._frames.get()
         if frame is None or self._ceased:
             raise StopAsyncIteration
+        self._taken = True
         document, blob = frame
         op = document["op"]
         if op == "wrote":
@@ -156,6 +162,10 @@ class Connection(Distant):
             self._kill()
         self._gone.set()
         if not self._whole and not self._ceased:
+            # What has come counts, unless whoever takes it waits for something else.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await self._frames.join()
             self.on_cut()
 
     def _send(self, document: dict[str, Any], blob: bytes = b"", fds: Sequence[int] = ()) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Done", "Relay", "Whole", "take"]
 
 _RECEIVE_BYTES = 64 << 10
+#: Seconds after which the server is told of chunks, so that it is not for each of them. When the
+#: stream is cut it is told before that; what a process does not come to tell is sent again.
+_TELL_S = 0.02
 #: Only a grant brings a descriptor.
 _MAX_FDS = 4
 
@@ -67,6 +70,7 @@ class _Claim:
         self.shard = shard
         self.view = view
         self.position: int = grant["received"]
+        self.told = self.position
         self.size: int = grant["size"]
         self.mark: int = grant["mark"]
         self.most: int = grant["most"]
@@ -88,7 +92,8 @@ class Relay:
         self._used = contextlib.ExitStack()
         self._inbox = bytearray()
         self._fds: list[int] = []
-        self._let_go = False
+        self._let_go = self._telling = False
+        self._timer: asyncio.TimerHandle | None = None
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._done: asyncio.Future[Done] = self._loop.create_future()
 
@@ -152,8 +157,8 @@ class Relay:
         begin, end = chunk.offset, chunk.offset + len(chunk.data)
         if begin != claim.position or end > claim.size or len(chunk.data) > claim.most:
             # What does not simply go on is for the server to judge; it may write some of it.
-            self._release()
             await self._tell({"op": "message"}, bytes(chunk.data.obj))
+            self._release()
             return
         if self._let_go:
             return
@@ -161,18 +166,18 @@ class Relay:
         claim.view[begin:end] = chunk.data
         failpoints.hit("ingest.copied")
         claim.position = end
-        due = end >= claim.mark
-        wrote = {"op": "wrote", "shard": chunk.shard, "end": end, "due": due}
-        if not due:
-            await self._tell(wrote)
+        if end < claim.mark:
+            self._timer = self._timer or self._loop.call_later(_TELL_S, self._tell_now)
             return
+        claim.told = end
+        wrote = {"op": "wrote", "shard": claim.shard, "end": end, "due": True}
         claim.mark = (await self._ask(wrote))["mark"]
         if end == claim.size:
             self._release()
 
     async def _claimed(self, shard: int) -> _Claim:
-        self._release()
         grant = await self._ask({"op": "claim", "shard": shard})
+        self._release()
         name, capacity = grant["segment"]
         if not self._fds:
             # The kernel drops descriptors over the limit, and says so to nobody.
@@ -187,17 +192,41 @@ class Relay:
         self._used.close()
 
     async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
-        await self._loop.sock_sendall(self._sock, wire.encode(document, blob))
+        # In order: what was written before goes before.
+        data = self._untold() + wire.encode(document, blob)
+        self._telling = True
+        try:
+            await self._loop.sock_sendall(self._sock, data)
+        finally:
+            self._telling = False
 
     async def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
         self._answer = self._loop.create_future()
         await self._tell(document)
         return await self._answer
 
+    def _untold(self) -> bytes:
+        claim = self._claim
+        if claim is None or claim.told == claim.position:
+            return b""
+        claim.told = claim.position
+        return wire.encode(
+            {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
+        )
+
+    def _tell_now(self) -> None:
+        """Tell what was written, unless more is about to be told, or the server has no ear."""
+        self._timer = None
+        if not self._telling:
+            # A message as small as this is taken whole or not at all.
+            with contextlib.suppress(OSError):
+                self._sock.send(self._untold())
+
     def _stop(self) -> None:
         """Write no more, and let the server know."""
         if not self._let_go:
             self._let_go = True
+            self._tell_now()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
@@ -229,6 +258,8 @@ class Relay:
             self._answer.set_result(document)
 
     def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._release()
         for fd in self._fds:
