@@ -11,6 +11,7 @@ import pytest
 from tests.unit.server.versions.world import MODEL, World, begin, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.callers import caller
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -215,6 +216,18 @@ async def test_too_many_pushes(tmp_path: Path) -> None:
             await here.pushes.begin(begin(), 1)
         error = await refused(here, Reason.LIMIT_EXCEEDED)
         assert error.retry_after_s
+
+
+async def test_too_many_pushes_of_callers_that_have_their_share(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=4, limits={"max_pushes": 2}) as here:
+        for name in ("one", "two"):
+            token = caller.set(name)
+            await here.pushes.begin(begin(), 1)
+            caller.reset(token)
+        token = caller.set("three")
+        error = await refused(here, Reason.LIMIT_EXCEEDED)
+        caller.reset(token)
+        assert "2 pushes are open" in error.message
 
 
 async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
