@@ -352,6 +352,26 @@ def test_none_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.parametrize("point", ["ingest.claim", "ingest.wrote"])
+def test_a_push_outlives_the_server_with_its_processes(
+    server: WeightSyncServer, plan: Path, point: str
+) -> None:
+    assert server.process is not None
+    plan.write_text(f"{point}=3>panic")
+    patient = Retry(attempts=400, initial_s=0.05, max_s=0.3)
+    with (
+        Client(server.address, model="default", retry=patient) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pushing = pool.submit(push, client, tensors(30))
+        assert server.process.wait(20) == -signal.SIGKILL
+        plan.unlink()
+        server.close_channels()
+        server.start()
+        pushing.result(60)
+        assert client.status().models[0].pushes == ()
+
+
 def test_a_port_that_is_taken_is_named_and_nothing_stays(tmp_path: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="wsi"))
     mark = Mark()
