@@ -56,6 +56,27 @@ def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) ->
     )
 
 
+async def _spawned(
+    program: Program, executor: Executor
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    spawned: list[subprocess.Popen[bytes]] = []
+    try:
+        await in_thread(_spawn, program, theirs.fileno(), spawned, executor=executor)
+    except OSError as error:
+        ours.close()
+        raise _failed(program, f"could not be started: {error}") from error
+    except BaseException:
+        ours.close()
+        for process in spawned:
+            await in_thread(_reap, process, executor=executor)
+        raise
+    finally:
+        theirs.close()
+    return spawned[0], ours
+
+
 def _reap(process: subprocess.Popen[bytes]) -> None:
     """End the process: TERM, then KILL. Blocks for seconds, so it runs in a thread."""
     process.terminate()
@@ -124,22 +145,8 @@ class ChildProcess:
         Raises:
             WeightSyncError: FETCHER_FAILED, or what the child told that it lacks.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        spawned: list[subprocess.Popen[bytes]] = []
-        try:
-            await in_thread(_spawn, program, theirs.fileno(), spawned, executor=executor)
-        except OSError as error:
-            ours.close()
-            raise _failed(program, f"could not be started: {error}") from error
-        except BaseException:
-            ours.close()
-            for process in spawned:
-                await in_thread(_reap, process, executor=executor)
-            raise
-        finally:
-            theirs.close()
-        self = cls(program, spawned[0], ours, on_notice)
+        process, sock = await _spawned(program, executor)
+        self = cls(program, process, sock, on_notice)
         try:
             async with asyncio.timeout(ready_timeout_s):
                 await self._greet(facts)
