@@ -6,6 +6,7 @@ push ever lands in another's memory, and the process is there again.
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ import pytest
 
 from tests.support.bounds import begin, model_status, one_shard, serving, within
 from tests.support.leftovers import Mark
+from tests.support.processes import descriptors
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import chunk
@@ -166,6 +168,9 @@ def test_an_error_in_it_is_told_or_made_good(
     }
     assert hits(plan)
     plan.unlink()
+    if point in ("ingest.chunk", "ingest.copied"):
+        # What a process lacks ends the push, as it does where there is none.
+        assert model_status(stub).pushes == []
     stub.AbortPush(pb.AbortPushRequest(push_id=begun.push_id), timeout=10)
     push(client, tensors(3))
 
@@ -281,6 +286,25 @@ def test_a_stranger_is_not_heard_at_the_inner_socket(server: WeightSyncServer) -
         stranger.settimeout(5)
         stranger.connect(str(path))
         assert stranger.recv(1) == b""
+
+
+def test_a_stream_is_turned_away_where_no_descriptor_is_left() -> None:
+    with serving("--ingest=1") as server:
+        assert server.process is not None
+        stub, shard = server.stub, one_shard()
+        push_id = stub.BeginPush(begin(shard_count=1), timeout=5).push_id
+        with grpc.insecure_channel(f"{server.address}.1") as channel:
+            data = weightsync_pb2_grpc.WeightSyncStub(channel)
+            messages = [joined(push_id), *shard.all()]
+            pid = server.process.pid
+            before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) - 1, before[1]))
+            try:
+                told = refusal(lambda: data.PushWeights(iter(messages), timeout=20))
+                assert told == (CODE.UNAVAILABLE, Reason.SERVER_AWAY)
+            finally:
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+            assert data.PushWeights(iter(messages), timeout=20).received_bytes == len(shard.data)
 
 
 def test_silence_ends_a_stream_and_all_streams_count_together() -> None:

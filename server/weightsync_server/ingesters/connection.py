@@ -75,6 +75,7 @@ class Connection(Distant):
         Raises:
             StopAsyncIteration: The stream has ended, or the process was told to stop.
             DecodeError: A message is none.
+            WeightSyncError: The system refused the process something.
         """
         if self._taken:
             self._taken = False
@@ -95,6 +96,8 @@ class Connection(Distant):
             return message
         if op == "end":
             raise StopAsyncIteration
+        if op == "failed":
+            raise WeightSyncError(Reason(document["reason"]), document["message"])
         raise WeightSyncError(
             Reason.FAULT, f"an ingest process sent {str(op)[:50]!r}; report this fault"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import struct
 from functools import partial
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Desk"]
 
 logger = logging.getLogger(__name__)
+
+#: Seconds until the next try to take a connection when not even ending one was possible.
+_AGAIN_S = 0.1
 
 
 class Desk:
@@ -59,6 +63,8 @@ class Desk:
         self._kill = kill
         self._listener = listen(path, 0o600, "choose another --run-dir")
         self._listener.setblocking(False)
+        #: Given up for a moment when there is no other descriptor.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._calls: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="ingest-desk")
 
@@ -69,16 +75,16 @@ class Desk:
             task.cancel()
         await asyncio.gather(self._accepting, *self._calls, return_exceptions=True)
         self._listener.close()
+        os.close(self._spare)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, _ = await loop.sock_accept(self._listener)
-            except OSError:
-                # Out of descriptors: who waits is served when there are some.
-                logger.exception("an ingest process could not be answered")
-                await asyncio.sleep(0.1)
+            except OSError as error:
+                logger.warning("an ingest process could not be answered: %s", error.strerror)
+                await self._turn_away()
                 continue
             pid = _pid(sock)
             if pid not in self._pids():
@@ -88,6 +94,17 @@ class Desk:
             task = asyncio.create_task(self._attend(sock, pid), name="ingest-call")
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
+
+    async def _turn_away(self) -> None:
+        """Without a descriptor for it, end the next connection: else it would wait for one."""
+        os.close(self._spare)
+        try:
+            sock, _ = self._listener.accept()
+            sock.close()
+        except OSError:
+            await asyncio.sleep(_AGAIN_S)
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     async def _attend(self, sock: socket.socket, pid: int) -> None:
         connection = Connection(sock, partial(self._kill, pid))

@@ -15,6 +15,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.children import wire
+from weightsync_server.faults import system_fault
 from weightsync_server.ingest import ChunkView, plain_chunk
 
 if TYPE_CHECKING:
@@ -128,15 +129,26 @@ class Relay:
         try:
             await asyncio.wait((pump, self._done), return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
-                # When the connection takes no more, the server tells why, or is gone.
-                with contextlib.suppress(ConnectionError):
-                    pump.result()
+                await self._report(pump)
             return await self._done
         finally:
             self._stop()
             pump.cancel()
             await asyncio.gather(pump, return_exceptions=True)
             self._close()
+
+    async def _report(self, pump: asyncio.Task[None]) -> None:
+        """Let the server decide about what the system refused here, and raise what it did not."""
+        # When the connection takes no more, the server tells why, or is gone.
+        with contextlib.suppress(ConnectionError):
+            try:
+                pump.result()
+            except (OSError, MemoryError) as error:
+                told = system_fault(error, "receiving a shard")
+                if told is None or isinstance(error, ConnectionError):
+                    raise
+                failed = {"op": "failed", "reason": told.reason, "message": told.message}
+                await self._tell(failed)
 
     async def _pump(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> None:
         await self._tell(call)
@@ -273,6 +285,6 @@ class Relay:
 def _away() -> WeightSyncError:
     return WeightSyncError(
         Reason.SERVER_AWAY,
-        "the server's own process is not there; resume on a new stream to the server's address",
+        "the server's own process took no stream; resume on a new one to the server's address",
         retry_after_s=0.2,
     )
