@@ -20,12 +20,20 @@ The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three t
 first changes from round to round, every byte changes before each of them, slots are warm, the
 store is memory://, and no engine is attached.
 
+With --ingest N and --clients M instead: how fast M client processes push one version together, each
+its own shards on one stream,
+
+ingest_gbps       to N ingest processes, from the begin to the answer of the commit
+own_gbps          to the server's own process
+ingest_over_own   the one median over the other
+
 With --memory instead: how much the anonymous memory (RssAnon) of server and fetchers together
 grows at most over its idle value, while 8 GiB are pushed as 8 versions, and as one.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import itertools
@@ -43,6 +51,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import report
+from benchmarks.crowd import crowd_samples
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from benchmarks.stock import Block, push_stock
@@ -110,11 +119,16 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="bytes per push (default 1024 MiB)")
     parser.add_argument("--shards", type=int, default=16, help="shards per push (default 16)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default 9)")
+    parser.add_argument("--ingest", type=int, default=0, help="ingest processes (default 0)")
+    parser.add_argument("--clients", type=int, default=1, help="client processes (default 1)")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of speed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
         if options.memory:
             _report_memory(Path(folder), as_json=options.json)
+            return
+        if options.ingest:
+            _report_ingest(Path(folder), options)
             return
         source = _Source(options.mib << 20, options.shards)
         parameters = {
@@ -129,6 +143,24 @@ def main() -> None:
         }
         samples = _measure(Path(folder), source, options.shards, options.rounds)
         report.emit("push", parameters, samples, as_json=options.json)
+
+
+def _report_ingest(folder: Path, options: argparse.Namespace) -> None:
+    nbytes, clients = options.mib << 20, options.clients
+    samples = {
+        f"{name}_gbps": crowd_samples(folder / name, clients, ingest, nbytes, options.rounds)
+        for name, ingest in (("own", 0), ("ingest", options.ingest))
+    }
+    ratio = report.median(samples["ingest_gbps"]) / report.median(samples["own_gbps"])
+    parameters = {
+        "bytes": nbytes,
+        "clients": clients,
+        "ingest": options.ingest,
+        "rounds": options.rounds,
+        "store": "memory://",
+    }
+    facts = {"ingest_over_own": round(ratio, 3)}
+    report.emit("push_ingest", parameters, samples, facts, as_json=options.json)
 
 
 def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[str, list[float]]:

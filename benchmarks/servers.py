@@ -32,12 +32,12 @@ def process(*arguments: str, log: Path, piped: bool = False) -> Iterator[subproc
     Args:
         *arguments: Of the interpreter.
         log: Where it writes.
-        piped: Whether its standard output is a pipe instead.
+        piped: Whether its standard input and output are pipes instead.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else output,
             stderr=output,
         )
@@ -50,8 +50,9 @@ def process(*arguments: str, log: Path, piped: bool = False) -> Iterator[subproc
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,10 @@
-"""How fast a trainer's tensors get to the server, one client, over a unix socket.
+"""How fast a trainer's tensors get to the server over a unix socket; one client where none is told.
 
-push_stream_gbps          from tensors in host memory: the whole push until all tensors are verified
+push_stream_gbps          eight client processes send one version together, each its own shards, to
+                          eight ingest processes: from its begin until all of it is verified
+push_stream_one_gbps      one client process and one ingest process
+push_stream_own_gbps      one client, from tensors in host memory, to the server's own process: the
+                          whole push until all tensors are verified
 push_cuda_gbps            the same from tensors on the GPU
 push_same_host_gbps       from tensors in host memory, written into the server's
 push_same_host_cuda_gbps  the same from tensors on the GPU
@@ -13,6 +17,7 @@ import asyncio
 import mmap
 from pathlib import Path
 
+from benchmarks.crowd import crowd_samples
 from benchmarks.gpu.link import training
 from benchmarks.gpu.results import Results
 from benchmarks.push import floor_client
@@ -23,11 +28,13 @@ __all__ = ["measure_pushes"]
 _SHARDS = 16
 _CHUNK = 1 << 20
 _TRAINER_S = 60.0
+#: Client processes, and as many ingest processes; fewer where the benchmark is only tried.
+_CROWD, _SMALL_CROWD = 8, 2
 #: Pushes that make and warm the slots.
 _WARM_UP = 2
 #: By device and the client's option `same_host`.
 _KEYS = {
-    ("cpu", "never"): "push_stream_gbps",
+    ("cpu", "never"): "push_stream_own_gbps",
     ("cuda", "never"): "push_cuda_gbps",
     ("cpu", "auto"): "push_same_host_gbps",
     ("cuda", "auto"): "push_same_host_cuda_gbps",
@@ -46,6 +53,16 @@ async def measure_pushes(
         place.mkdir()
         with results.attempt(f"pushes from {device}"):
             await _from(device, results, place, checkpoint, rounds, fetchers)
+    crowd = _SMALL_CROWD if results.parameters.get("small") else _CROWD
+    for key, count in (("push_stream_gbps", crowd), ("push_stream_one_gbps", 1)):
+        with results.attempt(f"clients and ingest processes, {count} each"):
+            own = folder / key
+            flags = ("--fetchers", str(fetchers))
+            speeds = await asyncio.to_thread(
+                crowd_samples, own, count, count, nbytes, rounds, *flags
+            )
+            for gbps in speeds:
+                results.add(**{key: gbps})
     place = folder / "bare"
     place.mkdir()
     with results.attempt("bare gRPC stream"):

@@ -218,6 +218,7 @@ def to_status(m: pb.GetStatusResponse) -> types.Status:
         memory_reserved_bytes=m.memory_reserved_bytes,
         memory_limit_bytes=m.memory_limit_bytes,
         fetchers=m.fetchers,
+        ingest_processes=m.ingest_processes,
         store=m.store,
         durable=m.durable,
         invariant_violations=dict(m.invariant_violations),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,6 +17,8 @@ from weightsync_client.options import Timeouts
 
 __all__ = ["MAX_MESSAGE_BYTES", "Link"]
 
+#: Milliseconds until a data port that nobody answers for, as behind a firewall, is given up.
+_REACH_MS = 3000
 #: gRPC's default of 4 MiB and room for the fields around the largest chunk.
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 
@@ -96,9 +99,18 @@ class Link:
         """Open a channel with a connection of its own, to this server or one of its data ports."""
         target = address or self.address
         credentials, options = self._protection(target)
+        if address:
+            options = [*options, ("grpc.min_reconnect_backoff_ms", _REACH_MS)]
         if credentials is None:
             return grpc.insecure_channel(target, options)
         return grpc.secure_channel(target, credentials, options)
+
+    def endpoints(self, told: Sequence[str]) -> list[str]:
+        """Return the data ports that BeginPush told, as this client dials them."""
+        if self.address.startswith("unix:"):
+            return [one for one in told if one.startswith("unix:")]
+        host = self.address.rpartition(":")[0]
+        return [f"{host}{one}" for one in told if one.startswith(":")]
 
     def aio_channel(self) -> grpc.aio.Channel:
         """Open an asyncio channel; needs a running event loop."""

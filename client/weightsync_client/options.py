@@ -80,7 +80,8 @@ class PushOptions(TypedDict, total=False):
         epoch: The writer's epoch from `acquire_epoch`; 0 (default): the newest at this moment.
         metadata: Text kept with the version, such as step and run_id; at most 64 entries.
         streams: Streams that send at the same time, each on a connection of its own. Default 1,
-            which is fastest on one host: the work is bound by the processor.
+            which is fastest on one host: the work is bound by the processor. Where the server has
+            ingest processes, at least one to each, except from an iterable.
         shard_bytes: Where tensors are cut into shards; default 256 MiB. Files are sent as they are.
         chunk_bytes: Bytes per message, at most what the server accepts; default 1 MiB.
         idempotency_key: Made for each push by default. A push that is repeated with the key of an

@@ -74,6 +74,7 @@ class Push:
         self._options = options
         self._retry = retry
         self._streams = options.get("streams", 1)
+        self._width = self._streams
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
         self._keep = keep
         self._push_id = ""
@@ -160,7 +161,7 @@ class Push:
                 raise self._error
             self._done += self._same_host.done.values()
             if self._same_host.reason:
-                self._send_all(list(reply.data_endpoints))
+                self._send_all(self._link.endpoints(reply.data_endpoints))
         self._free()
         return reply.committed if reply.HasField("committed") else self._commit()
 
@@ -218,8 +219,11 @@ class Push:
     # Handing out.
 
     def _send_all(self, endpoints: list[str]) -> None:
-        shards = self._source.shards
-        count = min(self._streams, len(shards)) if isinstance(shards, list) else self._streams
+        shards, count = self._source.shards, self._streams
+        if isinstance(shards, list):
+            # All lie there already, so more lanes hold no more of them.
+            count = min(max(count, len(endpoints)), len(shards))
+        self._width = max(count, self._streams)
         started = time.monotonic()
         self._lanes = [
             Lane(self._link, endpoints[i % len(endpoints)] if endpoints else "")
@@ -275,7 +279,7 @@ class Push:
             self._error = self._error or error
         self._stop.set()
         self._same_host.cancel()
-        for _ in range(self._streams):
+        for _ in range(self._width):
             self._permits.release()
             self._jobs.put(None)
         for lane in self._lanes:

@@ -10,7 +10,7 @@ import grpc
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.errors import AbortedError, ClientError, from_rpc, refuse
+from weightsync_client.errors import AbortedError, ClientError, from_rpc, passing, refuse
 from weightsync_client.messages import Message, serialize
 from weightsync_client.tensors import Scratch
 
@@ -66,23 +66,31 @@ class Feed(Iterator[Message]):
 class Lane:
     """A connection of its own that carries one stream after the other.
 
+    Args:
+        link: To the server.
+        address: Of one of its data ports; once that fails, the lane goes on over the server's own
+            address. Empty: that from the beginning.
+
     Attributes:
         scratch: Host memory for device tensors of this lane.
     """
 
     def __init__(self, link: Link, address: str) -> None:
         self._link = link
-        self._address = address or link.address
-        self._channel = link.channel(address)
+        self._lock = threading.Lock()
+        self._call: grpc.Future[pb.PushWeightsResponse] | None = None
+        self._cancelled = False
+        self.scratch = Scratch()
+        self._connect(address)
+
+    def _connect(self, address: str) -> None:
+        self._address = address or self._link.address
+        self._channel = self._link.channel(address)
         self._push = self._channel.stream_unary(
             _METHOD,
             request_serializer=serialize,
             response_deserializer=pb.PushWeightsResponse.FromString,
         )
-        self._lock = threading.Lock()
-        self._call: grpc.Future[pb.PushWeightsResponse] | None = None
-        self._cancelled = False
-        self.scratch = Scratch()
 
     def carry(self, messages: Messages) -> BaseException | None:
         """Send messages on a stream of their own; return what went wrong."""
@@ -90,6 +98,9 @@ class Lane:
         try:
             self.send(feed)
         except ClientError as error:
+            feed.close()
+            if passing(error):
+                self._leave_data_port()
             return feed.error or error
         finally:
             feed.close()
@@ -98,6 +109,12 @@ class Lane:
                 Reason.SERVER_AWAY, "the server ended the stream before all was sent; try again"
             )
         return feed.error
+
+    def _leave_data_port(self) -> None:
+        with self._lock:
+            if self._address != self._link.address and not self._cancelled:
+                self._channel.close()
+                self._connect("")
 
     def send(self, feed: Feed) -> pb.PushWeightsResponse:
         """Send what the feed gives and return the answer, which acknowledges every byte.

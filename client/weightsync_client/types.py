@@ -417,3 +417,4 @@ class Status:
     store: str
     durable: bool
     invariant_violations: dict[str, int] = field(default_factory=dict)
+    ingest_processes: int = 0

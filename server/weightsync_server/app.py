@@ -24,12 +24,13 @@ from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.faults import refusing
 from weightsync_server.fetchers import FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits, start_lending
+from weightsync_server.ingesters.pool import Ingesters
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
 from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service, add_service
-from weightsync_server.status import StatusSource
+from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.versions import (
     ChainLimits,
@@ -50,24 +51,6 @@ __all__ = ["App"]
 
 logger = logging.getLogger(__name__)
 
-_CHANNEL_OPTIONS = (
-    # Two servers on one port would be a silent split brain.
-    ("grpc.so_reuseport", 0),
-    # A chunk of 2 MiB and its envelope fit; nothing larger is legal.
-    ("grpc.max_receive_message_length", (4 << 20) + (64 << 10)),
-    # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
-    ("grpc.keepalive_time_ms", 4_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
-    ("grpc.http2.ping_timeout_ms", 4_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
-    # beyond 1000 of those gRPC cancels calls at random, whoever made them.
-    ("grpc.max_concurrent_streams", 128),
-    # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 << 20),
-)
 #: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
 _CHECKPOINT_VERSION = 1
 #: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
@@ -119,8 +102,7 @@ class App:
         settings = self._settings
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
-        connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
-        self._doors = Doors(settings, (*_CHANNEL_OPTIONS, connections))
+        self._doors = Doors(settings)
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -140,6 +122,8 @@ class App:
         count_lost(store, {record.version for record in versions.list()}, journal, metrics)
         stack.push_async_callback(versions.close)
         versions.folder.on_fold = metrics.deltas.count_fold
+        ingesters = Ingesters(settings, metrics)
+        versions.keeper.mappers.append(ingesters.forget)
         pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
@@ -162,17 +146,22 @@ class App:
             _Announcer(health_service).serving,
         )
         applier = Applier(keeper, versions, journal, metrics, settings)
-        status = StatusSource(versions, pushes, keeper, budget, fetchers, store, metrics)
-        servicer = WeightSyncServicer(versions, pushes, applier, status, lender)
-        _track(metrics, versions, budget, fetchers, pushes)
+        processes = Processes(fetchers, ingesters)
+        status = StatusSource(versions, pushes, keeper, budget, processes, store, metrics)
+        servicer = WeightSyncServicer(
+            versions, pushes, applier, status, lender, ingesters.endpoints
+        )
+        _track(metrics, versions, budget, processes, pushes)
         census = Census(versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue])
         census.start()
         stack.push_async_callback(census.stop)
-        self._bind(metrics, servicer, health_service)
+        audit, interceptors = self._bind(metrics, servicer, health_service)
+        stack.push_async_callback(ingesters.close)
+        await ingesters.serve(servicer, audit, interceptors)
         keeper.start()
         stack.push_async_callback(keeper.stop)
         stack.push_async_callback(self._drain, applier)
-        await self._listen(stack, health_service)
+        await self._listen(stack, health_service, ingesters)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
         self._serve_metrics(stack, metrics)
@@ -213,7 +202,8 @@ class App:
         metrics: Metrics,
         servicer: WeightSyncServicer,
         health_service: health.aio.HealthServicer,
-    ) -> None:
+    ) -> tuple[Audit, list[grpc.aio.ServerInterceptor]]:
+        """Take every address; return who is told of calls, and what they go through after that."""
         rpcs = RpcMetrics(metrics.registry)
         service = pb.DESCRIPTOR.services_by_name["WeightSync"]
         rpcs.initialize(service)
@@ -236,16 +226,22 @@ class App:
                 names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
 
-        self.addresses = self._doors.bind(audit, [guard, admission], serve)
+        interceptors = [guard, admission]
+        bound = self._doors.bind(audit, interceptors, serve)
+        self.addresses = [endpoint.address for endpoint in bound]
+        return audit, interceptors
 
     async def _listen(
-        self, stack: contextlib.AsyncExitStack, health_service: health.aio.HealthServicer
+        self,
+        stack: contextlib.AsyncExitStack,
+        health_service: health.aio.HealthServicer,
+        ingesters: Ingesters,
     ) -> None:
         await self._doors.start()
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            await self._doors.close(self._drain_s)
+            await asyncio.gather(self._doors.close(self._drain_s), ingesters.drain(self._drain_s))
 
         stack.push_async_callback(stop)
         await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
@@ -320,7 +316,7 @@ def _track(
     metrics: Metrics,
     versions: ModelVersions,
     budget: SegmentBudget,
-    fetchers: FetcherPool,
+    processes: Processes,
     pushes: Pushes,
 ) -> None:
     def committed_ns() -> int:
@@ -370,7 +366,14 @@ def _track(
         "Deltas of which the newest version is made; 0: none.",
         chain,
     )
-    metrics.track("weightsync_fetchers", "Fetcher processes alive.", lambda: fetchers.alive)
+    metrics.track(
+        "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
+    )
+    metrics.track(
+        "weightsync_ingest_processes",
+        "Ingest processes that listen.",
+        lambda: processes.ingesters.alive,
+    )
     metrics.track(
         "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
     )

@@ -107,6 +107,9 @@ class Metrics:
         self._restarts = self._counter(
             "weightsync_fetcher_restarts_total", "Fetcher processes started again."
         ).labels(model)
+        self._ingest_restarts = self._counter(
+            "weightsync_ingest_restarts_total", "Ingest processes started again."
+        ).labels(model)
         self._violations = Counter(
             "weightsync_invariant_violations_total",
             "Violations of an invariant; page on any.",
@@ -195,6 +198,10 @@ class Metrics:
     def count_fetcher_restart(self) -> None:
         """Count a fetcher that was started again."""
         self._restarts.inc()
+
+    def count_ingest_restart(self) -> None:
+        """Count an ingest process that was started again."""
+        self._ingest_restarts.inc()
 
     def violate(self, invariant: str) -> None:
         """Count a violation of one of `INVARIANTS`; the log outlives this process."""

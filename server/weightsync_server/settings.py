@@ -92,6 +92,14 @@ class Settings(BaseSettings):
         description="Free space of the store's disk that pushes leave to journal and records.",
     )
     fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
+    ingest: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Processes that receive what pushes send, each on addresses of its own: the "
+        "ports after that of each HOST:PORT, and unix:PATH.1 and so on. 0: the server's own "
+        "process receives.",
+    )
     retain_versions: int = Field(8, ge=2, description="Committed versions kept in the store.")
     retain_bytes: int = Field(0, ge=0, description="Bytes kept in the store; 0: no limit.")
     delta_chain_length: int = Field(
@@ -217,6 +225,29 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_ingest(self) -> Self:
+        if self.ingest * self.max_pushes > self.max_streams:
+            msg = (
+                f"{self.max_pushes} pushes with a stream to each of {self.ingest} ingest processes "
+                f"are more than max_streams ({self.max_streams}); raise that, or lower max_pushes"
+            )
+            raise ValueError(msg)
+        if self.ingest and not any(endpoint.takes_pushes for endpoint in self.endpoints):
+            msg = "no address takes pushes, so ingest processes have nothing to do; give --ingest 0"
+            raise ValueError(msg)
+        taken = {endpoint.address for endpoint in self.endpoints}
+        for place in range(self.ingest):
+            for endpoint in self.data_endpoints(place):
+                if endpoint.address in taken and not endpoint.address.endswith(":0"):
+                    msg = (
+                        f"an ingest process would listen on {endpoint.address}, which is named "
+                        "already; leave room after each port that --listen names"
+                    )
+                    raise ValueError(msg)
+                taken.add(endpoint.address)
+        return self
+
+    @model_validator(mode="after")
     def _check_metrics(self) -> Self:
         if not self.metrics:
             return self
@@ -238,6 +269,17 @@ class Settings(BaseSettings):
         """Where to listen, and what each socket stands for."""
         return [Endpoint.parse(address) for address in self.listen]
 
+    def data_endpoints(self, place: int) -> list[Endpoint]:
+        """Return where an ingest process listens.
+
+        Args:
+            place: Its number, from 0.
+
+        Raises:
+            ValueError: An address leaves no room for it.
+        """
+        return [one.beside(place + 1) for one in self.endpoints if one.takes_pushes]
+
     @property
     def store_url(self) -> str:
         """Where versions are kept, default filled in."""
@@ -247,6 +289,11 @@ class Settings(BaseSettings):
     def lending_socket(self) -> Path:
         """Path of the lending socket, default filled in."""
         return (self.same_host_socket or self.run_dir / "trainers.sock").absolute()
+
+    @property
+    def ingest_socket(self) -> Path:
+        """Path of the socket at which ingest processes speak with this one."""
+        return (self.run_dir / "ingest.sock").absolute()
 
     @property
     def segment_socket(self) -> Path:

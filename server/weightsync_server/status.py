@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from weightsync_server.apply import Keeper
-    from weightsync_server.fetchers import FetcherPool
+    from weightsync_server.children.crew import Crew
     from weightsync_server.ingest import Pushes
     from weightsync_server.metrics import Metrics
     from weightsync_server.store import Store
     from weightsync_server.versions import ModelVersions, SegmentBudget
 
-__all__ = ["StatusSource"]
+__all__ = ["Processes", "StatusSource"]
+
+
+class Processes(NamedTuple):
+    """What the server keeps running beside itself."""
+
+    fetchers: Crew
+    ingesters: Crew
 
 
 class StatusSource:
@@ -26,7 +33,7 @@ class StatusSource:
         pushes: Uploads.
         keeper: The engine.
         budget: Memory of segments.
-        fetchers: The processes.
+        processes: Those that the server keeps.
         store: Where versions are kept.
         metrics: Where violations are counted.
     """
@@ -37,7 +44,7 @@ class StatusSource:
         pushes: Pushes,
         keeper: Keeper,
         budget: SegmentBudget,
-        fetchers: FetcherPool,
+        processes: Processes,
         store: Store,
         metrics: Metrics,
     ) -> None:
@@ -45,7 +52,7 @@ class StatusSource:
         self._pushes = pushes
         self._keeper = keeper
         self._budget = budget
-        self._fetchers = fetchers
+        self._processes = processes
         self._store = store
         self._metrics = metrics
         self._started_ns = clock.wall_ns()
@@ -58,7 +65,8 @@ class StatusSource:
             memory_reserved_bytes=self._budget.reserved,
             memory_limit_bytes=self._budget.limit,
             invariant_violations=self._metrics.violations(),
-            fetchers=self._fetchers.alive,
+            fetchers=self._processes.fetchers.alive,
+            ingest_processes=self._processes.ingesters.alive,
             store=self._store.url,
             durable=self._store.durable,
         )

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+import psutil
 import pytest
 
 from tests.soak.contents import MemoryContents
+from tests.support.bounds import serving, within
 from tests.support.census import Census, same_again
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
@@ -143,3 +145,26 @@ def test_a_path_that_is_no_text_costs_a_restart_and_nothing_else(
 def _stalls(push: str, over: threading.Event) -> Iterator[pb.PushWeightsRequest]:
     yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=push))
     over.wait(30)
+
+
+def test_it_costs_an_ingest_process_and_nothing_else(recorded: bytes) -> None:
+    path = b"/weightsync.v1.WeightSync/GetStatus"
+    with serving("--ingest=1") as server:
+        (before,) = _ingest_processes(server)
+        _send(f"{_path(server)}.1", recorded.replace(path, b"/w\xd2" + path[3:]))
+        within(20, lambda: _ingest_processes(server) not in ([], [before]))
+        assert "nobody can connect any more (UnicodeDecodeError" in server.log
+        stub = server.stub
+        within(20, lambda: stub.GetStatus(pb.GetStatusRequest(), timeout=5).ingest_processes == 1)
+        shards = MemoryContents().shards(1)
+        with grpc.insecure_channel(f"{server.address}.1") as data:
+            stub = weightsync_pb2_grpc.WeightSyncStub(data)
+            assert stub.PushWeights(push_messages(shards, 2), timeout=10).commit.version
+
+
+def _ingest_processes(server: WeightSyncServer) -> list[int]:
+    assert server.process is not None
+    children = psutil.Process(server.process.pid).children()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [one.pid for one in children if "weightsync_server.ingesters.child" in one.cmdline()]
+    return []

@@ -34,12 +34,13 @@ CHUNK = 64 << 10
 OVERHEAD = 24 << 10
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[WeightSyncServer]:
+@pytest.fixture(scope="module", params=[0, 2], ids=["one", "ingest"])
+def server(request: pytest.FixtureRequest) -> Iterator[WeightSyncServer]:
     folder = Path(tempfile.mkdtemp(prefix="wsl"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, f"@{folder / 'plan'}")
         server = WeightSyncServer(folder / "run", folder / "state", flags=("--slots", "3"))
+        server.ingest = request.param
         yield server.start()
         server.stop()
     shutil.rmtree(folder, ignore_errors=True)

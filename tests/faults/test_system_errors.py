@@ -443,4 +443,6 @@ def test_every_failpoint_of_the_server_is_here() -> None:
         "apply.reconcile",
         "fetcher.persist",
     }
-    assert here == {point for point in POINTS if not point.startswith(("worker.", "bridge."))}
+    # Those of ingest processes are in test_ingest.py.
+    elsewhere = ("worker.", "bridge.", "ingest.")
+    assert here == {point for point in POINTS if not point.startswith(elsewhere)}

@@ -41,7 +41,9 @@ SURVIVING = ("receive.resume", "fetcher.restore")
 _LIES = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
 #: Met only by switches between two steps, which a soak does not ask for.
 _SWITCHES = ("worker.vote", "worker.opinion", "worker.restore", "bridge.switch", "bridge.switched")
-_LEFT_OUT = (*_LIES, *_SWITCHES)
+#: Met only with ingest processes, which a soak has none of.
+_INGEST = ("ingest.claim", "ingest.chunk", "ingest.copied", "ingest.wrote")
+_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["WeightSyncServer"]
+__all__ = ["INGEST", "WeightSyncServer"]
+
+#: Environment variable: how many ingest processes every server has that does not say.
+INGEST = "WEIGHTSYNC_TEST_INGEST"
 
 
 @dataclass
@@ -35,6 +38,7 @@ class WeightSyncServer:
         variables: More environment variables.
         wrapper: Command line that runs the server's, such as one that prepares a namespace.
         start_s: Longest time until it answers, in seconds.
+        ingest: Ingest processes. With any, stubs send their PushWeights streams to the first one.
     """
 
     run_dir: Path
@@ -44,6 +48,7 @@ class WeightSyncServer:
     variables: Mapping[str, str] = field(default_factory=dict)
     wrapper: Sequence[str] = ()
     start_s: float = 20.0
+    ingest: int = field(default_factory=lambda: int(os.environ.get(INGEST, "0")))
     process: subprocess.Popen[bytes] | None = None
     _channels: list[grpc.Channel] = field(default_factory=list)
 
@@ -72,6 +77,7 @@ class WeightSyncServer:
             "--state-dir": str(self.state_dir),
             "--store": self.store,
             "--metrics": "127.0.0.1:0",
+            "--ingest": str(self.ingest),
         }
         given = {flag.partition("=")[0] for flag in self.flags}
         pairs = [part for key, value in flags.items() if key not in given for part in (key, value)]
@@ -103,7 +109,13 @@ class WeightSyncServer:
     @property
     def stub(self) -> weightsync_pb2_grpc.WeightSyncStub:
         """A stub on a channel of its own."""
-        channel = grpc.insecure_channel(self.address)
+        stub = self._stub_to(self.address)
+        if self.ingest:
+            stub.PushWeights = self._stub_to(f"{self.address}.1").PushWeights
+        return stub
+
+    def _stub_to(self, address: str) -> weightsync_pb2_grpc.WeightSyncStub:
+        channel = grpc.insecure_channel(address)
         self._channels.append(channel)
         return weightsync_pb2_grpc.WeightSyncStub(channel)
 

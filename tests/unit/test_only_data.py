@@ -39,7 +39,7 @@ ON_THE_WAY = (
     "weightsync_server.ingest.upload",
     "weightsync_server.store.local",
     "weightsync_server.store.recovery",
-    "weightsync_server.fetchers.wire",
+    "weightsync_server.children.wire",
     "weightsync_server.authority.file",
     "weightsync.manifest",
     "weightsync.layout",

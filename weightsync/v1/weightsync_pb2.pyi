@@ -610,7 +610,11 @@ class BeginPushResponse(_message.Message):
 
     @_builtins.property
     def data_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses to open PushWeights streams to; empty: the address of this call."""
+        """Where PushWeights streams of this push may be opened besides, each served by a process of its
+        own, with the same authority as here: unix:PATH to a caller that came by a unix socket, else
+        :PORT, on the host that the caller dialled for this call. At most 32; empty: only the address of
+        this call, which takes streams in any case, also of those that an endpoint did not end well.
+        """
 
     @_builtins.property
     def committed(self) -> Global___CommitPushResponse:
@@ -2414,6 +2418,7 @@ class GetStatusResponse(_message.Message):
     FETCHERS_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    INGEST_PROCESSES_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """Release of the server."""
     memory_reserved_bytes: _builtins.int
@@ -2426,6 +2431,8 @@ class GetStatusResponse(_message.Message):
     """Where versions are kept, as configured."""
     durable: _builtins.bool
     """False when versions do not survive a restart."""
+    ingest_processes: _builtins.int
+    """Ingest processes that listen."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started, wall clock of the server."""
@@ -2450,10 +2457,11 @@ class GetStatusResponse(_message.Message):
         fetchers: _builtins.int = ...,
         store: _builtins.str = ...,
         durable: _builtins.bool = ...,
+        ingest_processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "fetchers", b"fetchers", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "fetchers", b"fetchers", "ingest_processes", b"ingest_processes", "invariant_violations", b"invariant_violations", "memory_limit_bytes", b"memory_limit_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "models", b"models", "server_version", b"server_version", "start_time", b"start_time", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

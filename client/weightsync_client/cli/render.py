@@ -151,6 +151,7 @@ def show_status(status: types.Status) -> None:
         f"weightsync-server {status.server_version}, store {status.store}{durable}, "
         f"memory {size(status.memory_reserved_bytes)} of {size(status.memory_limit_bytes)}, "
         f"{status.fetchers} fetchers"
+        + (f", {status.ingest_processes} ingest processes" if status.ingest_processes else "")
     )
     for name, count in sorted(status.invariant_violations.items()):
         if count:

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from weightsync_server.authority.caller import CALLER, Caller
 from weightsync_server.authority.endpoints import Endpoint
-from weightsync_server.authority.roles import RULES, Role, Rule
+from weightsync_server.authority.roles import PUSH_WEIGHTS, RULES, Role, Rule
 
-__all__ = ["CALLER", "RULES", "Caller", "Endpoint", "Role", "Rule"]
+__all__ = ["CALLER", "PUSH_WEIGHTS", "RULES", "Caller", "Endpoint", "Role", "Rule"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync_server.authority.principals import Principal
-    from weightsync_server.authority.roles import Rule
+    from weightsync_server.authority.roles import Role, Rule
 
 __all__ = ["CALLER", "Caller"]
 
@@ -22,6 +22,7 @@ class Caller:
         method: Exact path of the method.
         rule: The rule that admitted it.
         peer: Address of the other end, as gRPC tells it.
+        door: Role that the socket stands for on which the call came in; None: it stands for none.
         worked: Whether a method that changes state has begun; limits may refuse a call before.
     """
 
@@ -29,6 +30,7 @@ class Caller:
     method: str
     rule: Rule
     peer: str
+    door: Role | None = None
     worked: bool = False
 
 

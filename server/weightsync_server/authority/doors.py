@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -18,12 +19,30 @@ from weightsync_server.authority.tls import Certificates
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsync_server.authority.audit import Audit
     from weightsync_server.authority.endpoints import Endpoint
+    from weightsync_server.authority.interceptor import Auditor
     from weightsync_server.settings import Settings
 
 __all__ = ["Doors"]
 
+_OPTIONS = (
+    # Two servers on one port would be a silent split brain.
+    ("grpc.so_reuseport", 0),
+    # A chunk of 2 MiB and its envelope fit; nothing larger is legal.
+    ("grpc.max_receive_message_length", (4 << 20) + (64 << 10)),
+    # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
+    ("grpc.keepalive_time_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
+    # beyond 1000 of those gRPC cancels calls at random, whoever made them.
+    ("grpc.max_concurrent_streams", 128),
+    # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+)
 #: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
 _SOCKET_UMASK = 0o117
 #: Seconds between two looks at whether gRPC still lets callers in.
@@ -34,17 +53,17 @@ class Doors:
     """Every address that the server listens on; nobody is served before `start`.
 
     Args:
-        settings: Addresses, authority file, certificates.
-        options: Of each gRPC server.
+        settings: Addresses, authority file, certificates, limits.
 
     Raises:
         WeightSyncError: REQUEST_INVALID; a file cannot be used, or proves nobody's authority.
     """
 
-    def __init__(self, settings: Settings, options: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._model = settings.name
         self._endpoints = settings.endpoints
-        self._options = list(options)
+        connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
+        self._options = [*_OPTIONS, connections]
         self._most_calls = settings.max_calls
         self._file = AuthorityFile(settings.authority) if settings.authority else None
         self._certificates: Certificates | None = None
@@ -58,10 +77,10 @@ class Doors:
 
     def bind(
         self,
-        audit: Audit,
+        audit: Auditor,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         serve: Callable[[grpc.aio.Server], None],
-    ) -> list[str]:
+    ) -> list[Endpoint]:
         """Take every address and return them, with the ports that were chosen.
 
         Call it while no other thread makes files: it changes the umask for a moment.
@@ -75,7 +94,7 @@ class Doors:
             WeightSyncError: A unix socket is somebody else's, or cannot be made.
             RuntimeError: An address cannot be bound.
         """
-        addresses = []
+        bound = []
         for group in self._groups():
             first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
             server = grpc.aio.server(
@@ -85,8 +104,11 @@ class Doors:
             )
             self._servers.append(server)
             serve(server)
-            addresses += [self._bind(server, endpoint.address) for endpoint in group]
-        return addresses
+            bound += [
+                replace(endpoint, address=self._bind(server, endpoint.address))
+                for endpoint in group
+            ]
+        return bound
 
     async def start(self) -> None:
         """Serve."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from weightsync_server.authority.roles import Role
+from weightsync_server.authority.roles import PUSH_WEIGHTS, RULES, Role
 
 __all__ = ["Endpoint"]
+
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +39,32 @@ class Endpoint:
             msg = f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
             raise ValueError(msg)
         return cls(address, Role(value))
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"{self.address}?role={self.role}" if self.role else self.address
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether it is a unix socket."""
+        return self.address.startswith("unix:")
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether a caller of PushWeights can have authority here."""
+        return self.role is None or RULES[PUSH_WEIGHTS].allows(frozenset({self.role}))
+
+    def beside(self, number: int) -> Self:
+        """Return the endpoint of an ingest process: PORT + number, or unix:PATH.number.
+
+        Raises:
+            ValueError: With the remedy.
+        """
+        if self.is_socket:
+            return replace(self, address=f"{self.address}.{number}")
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal() or int(port) + number > _MAX_PORT:
+            msg = f"{self.address} has no port of which {number} more is one; choose another"
+            raise ValueError(msg)
+        # With port 0 each takes any that is free.
+        return replace(self, address=f"{host}:{int(port) and int(port) + number}")

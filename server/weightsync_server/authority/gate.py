@@ -29,9 +29,13 @@ class Gate:
     Args:
         endpoint: Where; a socket with a role stands for that role, whoever opens it.
         file: Tokens and certificate names; None: whoever can connect may do everything.
+
+    Attributes:
+        role: Of the endpoint.
     """
 
     def __init__(self, endpoint: Endpoint, file: AuthorityFile | None) -> None:
+        self.role = endpoint.role
         self._file = file
         self._given: Principal | None = None
         if endpoint.role is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -17,13 +18,35 @@ from weightsync_server.authority.roles import RULES, Role
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from weightsync_server.authority.audit import Audit
     from weightsync_server.authority.gate import Gate
 
-__all__ = ["AuthorityInterceptor"]
+__all__ = ["Auditor", "AuthorityInterceptor", "Told", "noting"]
 
 #: Seconds from the begin of a call to its one request, of at most 4 MiB.
 _REQUEST_S = 10.0
+
+
+class Auditor(Protocol):
+    """Is told of every end; `weightsync_server.authority.audit.Audit` writes it down."""
+
+    def refuse(self, error: WeightSyncError) -> None:
+        """A call was refused at the door."""
+
+    def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
+        """A call that had begun its work has ended."""
+
+
+@dataclass
+class Told:
+    """What was said in a call.
+
+    Attributes:
+        request: The request, or the first of a stream; None: none came.
+        response: None unless it ended well.
+    """
+
+    request: Any = None
+    response: Any = None
 
 
 class AuthorityInterceptor(grpc.aio.ServerInterceptor):
@@ -35,7 +58,7 @@ class AuthorityInterceptor(grpc.aio.ServerInterceptor):
         audit: Told of every end.
     """
 
-    def __init__(self, gate: Gate, model: str, audit: Audit) -> None:
+    def __init__(self, gate: Gate, model: str, audit: Auditor) -> None:
         self.gate = gate
         self.model = model
         self.audit = audit
@@ -75,24 +98,23 @@ class _Entry:
         self._door = door
         self._method = method
         self._handler = handler
-        self._first: Any = None
-        self._response: Any = None
+        self._told = Told()
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         """Serve a method with one response."""
         async with self._refusing(context):
             caller, request = await self._enter(requests, context)
         inner: Any = self._inner()
-        with self._noting(caller, context):
-            self._response = await inner(request, context)
-            return self._response
+        with noting(self._door.audit, caller, context, self._told):
+            self._told.response = await inner(request, context)
+            return self._told.response
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Serve a method with a stream of responses."""
         async with self._refusing(context):
             caller, request = await self._enter(requests, context)
         inner: Any = self._inner()
-        with self._noting(caller, context):
+        with noting(self._door.audit, caller, context, self._told):
             responses = inner(request, context)
             if not hasattr(responses, "__aiter__"):
                 # Writes to the context itself, as the health service does.
@@ -133,7 +155,7 @@ class _Entry:
             raise _denied(f"{principal.name} may not call {self._method}; it takes role {needed}")
         if self._handler is None:
             raise WeightSyncError(Reason.NOT_SUPPORTED, "this server does not serve that method")
-        self._caller = Caller(principal, self._method, rule, context.peer())
+        self._caller = Caller(principal, self._method, rule, context.peer(), self._door.gate.role)
         return self._caller
 
     async def _one(self, requests: AsyncIterator[Any]) -> Any:
@@ -164,7 +186,7 @@ class _Entry:
     def _look(self, message: Any) -> None:
         """Refuse what a request asks beyond the caller's authority."""
         # The first message of a push names the model in `begin`.
-        request = self._first = getattr(message, "begin", message)
+        request = self._told.request = getattr(message, "begin", message)
         principal, rule = self._caller.principal, self._caller.rule
         model = getattr(request, "model", "")
         if model and not principal.covers(model):
@@ -180,22 +202,6 @@ class _Entry:
         except WeightSyncError as error:
             self._door.audit.refuse(error)
             await context.abort_with_status(to_status(error))
-
-    @contextlib.contextmanager
-    def _noting(self, caller: Caller, context: Any) -> Iterator[None]:
-        outcome = "UNAVAILABLE"
-        try:
-            yield
-            outcome = "OK"
-        except asyncio.CancelledError:
-            outcome = "CANCELLED"
-            raise
-        except grpc.aio.AbortError:
-            outcome = _name(context.code())
-            raise
-        finally:
-            if caller.worked:
-                self._door.audit.write(caller, self._first, self._response, outcome)
 
 
 class _Opening:
@@ -214,6 +220,31 @@ class _Opening:
             self._look(message)
             self._look = None
         return message
+
+
+@contextlib.contextmanager
+def noting(audit: Auditor, caller: Caller, context: Any, told: Told) -> Iterator[None]:
+    """Have the end of a call written down, if its work has begun.
+
+    Args:
+        audit: Who writes.
+        caller: Who called what.
+        context: Of the call; knows its status.
+        told: What was said in it.
+    """
+    outcome = "UNAVAILABLE"
+    try:
+        yield
+        outcome = "OK"
+    except asyncio.CancelledError:
+        outcome = "CANCELLED"
+        raise
+    except grpc.aio.AbortError:
+        outcome = _name(context.code())
+        raise
+    finally:
+        if caller.worked:
+            audit.write(caller, told.request, told.response, outcome)
 
 
 def _denied(sentence: str) -> WeightSyncError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["RULES", "Role", "Rule"]
+__all__ = ["PUSH_WEIGHTS", "RULES", "Role", "Rule"]
 
 
 class Role(enum.StrEnum):
@@ -53,13 +53,15 @@ _READ = frozenset({Role.READ})
 #: What trainers and controllers need to know as well: names, numbers and states, no bytes.
 _ANY = frozenset(Role)
 _OURS = "/weightsync.v1.WeightSync"
+#: The method that ingest processes serve.
+PUSH_WEIGHTS = f"{_OURS}/PushWeights"
 
 #: Exact method path to rule. A test compares it with the descriptors of every service we serve.
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         f"{_OURS}/AcquireEpoch": Rule(_PUSH, changes=True),
         f"{_OURS}/BeginPush": Rule(_PUSH, changes=True),
-        f"{_OURS}/PushWeights": Rule(_PUSH, changes=True),
+        PUSH_WEIGHTS: Rule(_PUSH, changes=True),
         f"{_OURS}/CommitPush": Rule(_PUSH, changes=True),
         f"{_OURS}/AbortPush": Rule(_PUSH, changes=True),
         f"{_OURS}/GetPush": Rule(_PUSH | _READ),

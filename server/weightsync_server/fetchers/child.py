@@ -7,26 +7,23 @@ is never held up by a task; tasks run in threads, and what they do releases the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import resource
-import signal
 import socket
-import sys
 import threading
 from typing import Any
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import ShardEntry
+from weightsync_server.children import inside, wire
+from weightsync_server.children.maps import MAX_MAPS, Maps
 from weightsync_server.faults import read_fault, write_fault
-from weightsync_server.fetchers import keeping, tasks, wire
-from weightsync_server.fetchers.maps import MAX_MAPS, Maps
+from weightsync_server.fetchers import keeping, tasks
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _OF_DELTAS = ("copy", "inspect", "patch")
 
 
@@ -38,11 +35,7 @@ class _Child:
         self._stops: dict[int, threading.Event] = {}
 
     def serve(self) -> None:
-        self._send({"op": "hello", "protocol": wire.PROTOCOL, "pid": os.getpid()})
-        start, _ = wire.receive(self._sock)
-        # The server may have died before PR_SET_PDEATHSIG was set.
-        if os.getppid() != start["parent"]:
-            raise EOFError
+        inside.begin(self._sock)
         self._send({"op": "ready"})
         while True:
             request, fds = wire.receive(self._sock)
@@ -194,12 +187,8 @@ def _raise_limit() -> None:
 
 def main() -> None:
     """Serve the socket whose descriptor is the only argument until the server is gone."""
-    # An interrupt from the terminal goes to the whole group; the server decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sock = inside.connect()
     _raise_limit()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    sock.setblocking(True)
     try:
         _Child(sock).serve()
     except (EOFError, ConnectionError):

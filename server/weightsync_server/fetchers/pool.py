@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.children.crew import Crew
+from weightsync_server.children.process import Program
 from weightsync_server.faults import write_fault
 from weightsync_server.fetchers.asking import Asking
-from weightsync_server.fetchers.process import FetcherProcess, Gone
 from weightsync_server.fetchers.queues import Task, TaskQueue
-from weightsync_server.fetchers.tending import Tending
-from weightsync_server.threads import to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine, Sequence
 
     from weightsync.segments import Segment
+    from weightsync_server.children.process import ChildProcess
 
 __all__ = ["FetcherPool"]
 
-logger = logging.getLogger(__name__)
-
 #: Fetchers that a task may cost before it is given up.
 _MAX_ATTEMPTS = 3
-#: Starts in a row that may fail before waiting tasks are refused; tries go on.
-_MAX_FAILED_STARTS = 3
-_MAX_BACKOFF_S = 5.0
+_PROGRAM = Program("fetcher", "weightsync_server.fetchers.child")
 
 
-class FetcherPool(Asking):
+class FetcherPool(Crew, Asking):
     """Keeps `count` processes that digest, write, read and change shards.
 
     A task either has its whole effect or raises; once its method has returned or raised, also by
@@ -61,78 +55,19 @@ class FetcherPool(Asking):
     ) -> None:
         if count < 1:
             raise WeightSyncError(Reason.REQUEST_INVALID, f"{count} fetchers; use at least 1")
-        self._count = count
-        self._ready_timeout_s = ready_timeout_s
+        super().__init__(_PROGRAM, count, ready_timeout_s=ready_timeout_s, heartbeat_s=heartbeat_s)
         self._on_restart = on_restart
         self._task_timeout_s = task_timeout_s
         self._min_bytes_per_s = min_bytes_per_s
-        self._heartbeat_s = heartbeat_s
         # Apart, so that a slow disk never holds up a digest.
         self._digests = TaskQueue()
         self._files = TaskQueue()
-        self._members: dict[FetcherProcess, Tending] = {}
-        self._slots: list[asyncio.Task[None]] = []
-        self._executor: ThreadPoolExecutor | None = None
-
-    @property
-    def alive(self) -> int:
-        """Processes that are ready."""
-        return len(self._members)
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the processes that are ready."""
-        return [member.pid for member in self._members]
-
-    async def start(self) -> None:
-        """Return when every process is ready.
-
-        Raises:
-            WeightSyncError: FETCHER_FAILED; none is left running.
-        """
-        self._executor = ThreadPoolExecutor(self._count, thread_name_prefix="fetcher-spawn")
-        starting = [
-            asyncio.create_task(FetcherProcess.start(self._executor, self._ready_timeout_s))
-            for _ in range(self._count)
-        ]
-        try:
-            await asyncio.gather(*starting)
-        except BaseException:
-            for start in starting:
-                start.cancel()
-            for outcome in await asyncio.gather(*starting, return_exceptions=True):
-                if isinstance(outcome, FetcherProcess):
-                    await outcome.close(self._executor)
-            await self.stop()
-            raise
-        for start in starting:
-            process = start.result()
-            self._members[process] = self._tending(process)
-            self._slots.append(asyncio.create_task(self._keep(process), name="fetcher-slot"))
-
-    async def stop(self) -> None:
-        """End every process, TERM then KILL; tasks that are not done fail with SHUTTING_DOWN."""
-        await to_end(asyncio.create_task(self._stop()))
+        self._unfinished: dict[ChildProcess, list[tuple[TaskQueue, Task]]] = {}
 
     async def _stop(self) -> None:
-        slots, self._slots = self._slots, []
-        for slot in slots:
-            slot.cancel()
-        await asyncio.gather(*slots, return_exceptions=True)
-        # A slot that was cancelled before its first step has closed nothing.
-        for process in list(self._members):
-            await self._bury(process, [])
+        await super()._stop()
+        # Tasks that are not done.
         self._fail_all(_shutting_down)
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
-            self._executor = None
-
-    def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
-        """Have every process unmap a segment that will not be used again.
-
-        It is asked for at once; the result comes when all have done so and need not be awaited.
-        """
-        return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
 
     def warm(self) -> None:
         """Have every process get ready for deltas, so that the first one is not slow."""
@@ -148,7 +83,7 @@ class FetcherPool(Asking):
     async def _work(
         self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
     ) -> bytes:
-        if not self._slots:
+        if not self._running:
             raise _shutting_down()
         if not 0 <= size <= segment.capacity:
             raise WeightSyncError(
@@ -159,65 +94,22 @@ class FetcherPool(Asking):
         queue.put_nowait(task)
         return await task.outcome()
 
-    async def _keep(self, first: FetcherProcess) -> None:
-        """Keep one place in the pool filled, for ever."""
-        await self._serve(first)
-        failed = 0
-        while True:
-            self._on_restart()
-            process = None
-            while process is None:
-                process = await self._start_again(failed)
-                failed = 0 if process else failed + 1
-            self._members[process] = self._tending(process)
-            await self._serve(process)
+    def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._lane(process, queue) for queue in (self._digests, self._files)]
 
-    async def _start_again(self, failed: int) -> FetcherProcess | None:
-        if failed:
-            await asyncio.sleep(min(0.1 * 2**failed, _MAX_BACKOFF_S))
-        try:
-            return await FetcherProcess.start(self._threads, self._ready_timeout_s)
-        except WeightSyncError as error:
-            logger.error("no fetcher in place of a lost one: %s", error)  # noqa: TRY400
-            if failed + 1 >= _MAX_FAILED_STARTS and not self.alive:
-                refused = error.message
-                self._fail_all(lambda: WeightSyncError(Reason.FETCHER_FAILED, refused))
-            return None
-
-    def _tending(self, process: FetcherProcess) -> Tending:
-        return Tending(process, self._heartbeat_s, self._ready_timeout_s)
-
-    async def _serve(self, process: FetcherProcess) -> None:
-        """Give a process work until it is gone; what it had not finished is tried again."""
-        lost: list[tuple[TaskQueue, Task]] = []
-        lanes = [
-            asyncio.create_task(self._lane(process, self._digests, lost)),
-            asyncio.create_task(self._lane(process, self._files, lost)),
-            asyncio.create_task(self._members[process].run()),
-            asyncio.create_task(process.watch()),
-        ]
-        try:
-            # One of them ends only when the process is gone or by a fault of ours.
-            await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for lane in lanes:
-                lane.cancel()
-            for outcome in await asyncio.gather(*lanes, return_exceptions=True):
-                if not isinstance(outcome, (Gone, asyncio.CancelledError)):
-                    logger.error("fault in a fetcher's lane", exc_info=outcome)
-            await to_end(asyncio.create_task(self._bury(process, lost)))
-
-    async def _bury(self, process: FetcherProcess, lost: list[tuple[TaskQueue, Task]]) -> None:
-        member = self._members.pop(process)
-        # Only a process that is gone for certain touches neither segment nor file any more.
-        await process.close(self._threads)
-        member.end()
-        for queue, task in lost:
+    async def _left(self, process: ChildProcess) -> None:
+        """Try again what the process had not finished."""
+        for queue, task in self._unfinished.pop(process, []):
             await self._try_again(queue, task)
 
-    async def _lane(
-        self, process: FetcherProcess, queue: TaskQueue, lost: list[tuple[TaskQueue, Task]]
-    ) -> None:
+    def _lost(self) -> None:
+        self._on_restart()
+
+    def _hopeless(self, error: WeightSyncError) -> None:
+        refused = error.message
+        self._fail_all(lambda: WeightSyncError(Reason.FETCHER_FAILED, refused))
+
+    async def _lane(self, process: ChildProcess, queue: TaskQueue) -> None:
         while True:
             task = await queue.get()
             if task.result.done():
@@ -229,7 +121,7 @@ class FetcherPool(Asking):
             except OSError as error:
                 task.fail(write_fault(error, "handing a segment to a fetcher"))
             except BaseException:
-                lost.append((queue, task))
+                self._unfinished.setdefault(process, []).append((queue, task))
                 raise
             else:
                 task.answer(*answer)
@@ -252,12 +144,6 @@ class FetcherPool(Asking):
             )
         else:
             queue.put_nowait(task)
-
-    @property
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._executor is None:
-            raise _shutting_down()
-        return self._executor
 
     def _fail_all(self, error: Callable[[], BaseException]) -> None:
         self._digests.fail_all(error)

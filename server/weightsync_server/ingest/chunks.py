@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from weightsync.v1 import weightsync_pb2 as pb
 
-__all__ = ["ChunkView", "Message", "read_message"]
+__all__ = ["ChunkView", "Message", "plain_chunk", "read_message"]
 
 # Tags of the fields that a chunk is made of, by their numbers in the proto.
 _CHUNK, _SHARD, _OFFSET, _DATA = 0x22, 0x08, 0x10, 0x1A
@@ -44,10 +44,11 @@ def read_message(message: bytes) -> Message:
     Raises:
         DecodeError: It is none.
     """
-    return _plain_chunk(message) or pb.PushWeightsRequest.FromString(message)
+    return plain_chunk(message) or pb.PushWeightsRequest.FromString(message)
 
 
-def _plain_chunk(message: bytes) -> ChunkView | None:
+def plain_chunk(message: bytes) -> ChunkView | None:
+    """Return the chunk that a message is, or None where protobuf must read it."""
     size = len(message)
     shard = offset = 0
     try:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import Manifest
     from weightsync.segments import Segment
+    from weightsync_server.ingest.distant import Distant
     from weightsync_server.ingest.limits import PushLimits
     from weightsync_server.ingest.upload import ShardUpload
     from weightsync_server.store import KeptShard
@@ -72,6 +73,7 @@ class Push:
         committing: The task that commits it.
         sealing: The task that makes its manifest, once all bytes are proved.
         streams: Streams open now.
+        writers: Ingest processes that may write into its segments now.
         declared_bytes: Sum of the shards' sizes so far.
         told: How far every shard came, once it has ended.
         request: The call that opened it.
@@ -115,6 +117,7 @@ class Push:
         self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
         self.sealing: asyncio.Task[Manifest] | None = None
         self.streams = 0
+        self.writers: set[Distant] = set()
         self.first_byte_at = self.last_byte_at = 0.0
         self.declared_bytes = 0
         self.layout = PushLayout(self)
@@ -248,6 +251,7 @@ class Push:
             # The commit was too far to be called back, and was told as done.
             self.error = None
             return
+        await asyncio.gather(*(writer.cease() for writer in self.writers))
         try:
             # Who shuts down will be asked to go on.
             stays = self.error is not None and self.error.reason is Reason.SHUTTING_DOWN

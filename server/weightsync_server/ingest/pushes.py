@@ -16,6 +16,7 @@ from weightsync_server.callers import caller
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import check_begin, check_digest, refused
 from weightsync_server.ingest.committing import check_complete, commit
+from weightsync_server.ingest.distant import Distant, DistantStream
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.opening import base_of, start
 from weightsync_server.ingest.push import Push
@@ -26,7 +27,7 @@ from weightsync_server.ingest.telling import missing, progress, status
 from weightsync_server.versions import NoMeters
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from weightsync_server.ingest.chunks import Message
     from weightsync_server.versions import Meters, ModelVersions, VersionRecord
@@ -43,7 +44,6 @@ class Pushes:
         models: The registry of each configured model, by name.
         limits: Bounds on each push.
         meters: Counts bytes, outcomes and durations.
-        data_endpoints: Addresses for PushWeights streams that BeginPush tells.
     """
 
     def __init__(
@@ -52,12 +52,10 @@ class Pushes:
         *,
         limits: PushLimits | None = None,
         meters: Meters | None = None,
-        data_endpoints: Sequence[str] = (),
     ) -> None:
         self.limits = limits or PushLimits()
         self.meters = meters or NoMeters()
         self._models = models
-        self._data_endpoints = list(data_endpoints)
         self._open: dict[str, Push] = {}
         self._ended: OrderedDict[str, Push] = OrderedDict()
         self._shares = Shares(self.limits.max_pushes)
@@ -112,7 +110,6 @@ class Pushes:
             epoch=push.record.epoch,
             shards=progress(push),
             max_chunk_bytes=self.limits.max_chunk_bytes,
-            data_endpoints=self._data_endpoints,
             layout_known=push.known is not None,
         )
         if push.committed is not None:
@@ -120,13 +117,15 @@ class Pushes:
         return response
 
     async def stream(
-        self, requests: AsyncIterator[Message], deadline_s: float | None = None
+        self, requests: AsyncIterator[Message] | Distant, deadline_s: float | None = None
     ) -> pb.PushWeightsResponse:
         """Serve one PushWeights stream.
 
         Raises:
             WeightSyncError: See PushWeights. Unless the data is wrong, the push stays open.
         """
+        if isinstance(requests, Distant):
+            return await DistantStream(self, requests, deadline_s).run()
         return await PushStream(self, requests, deadline_s).run()
 
     async def commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:

@@ -81,7 +81,10 @@ class PushStream:
                 await self._push.closed()
             raise
         finally:
-            self._end()
+            try:
+                await self._let_go()
+            finally:
+                self._end()
 
     async def _open(self) -> pb.CommitPushResponse | None:
         message = await self._receive()
@@ -234,6 +237,9 @@ class PushStream:
     def _count(self) -> None:
         self._pushes.meters.add_received(self._received - self._counted)
         self._counted = self._received
+
+    async def _let_go(self) -> None:
+        """Return when nobody writes for this stream any more."""
 
     def _watch_over(self, guard: asyncio.Timeout, ticks: int, silent: int) -> None:
         # Nothing per message but a counter: a timer that asks now and then whether it moved. While

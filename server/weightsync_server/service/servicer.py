@@ -32,6 +32,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         applier: Applies.
         status: Makes the answer of GetStatus.
         lender: Makes the offers of the same-host hand-off; None: none are made.
+        endpoints: Tells by the peer of a call where it may open streams besides.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         applier: Applier,
         status: Callable[[], pb.GetStatusResponse],
         lender: Lender | None = None,
+        endpoints: Callable[[str], list[str]] = lambda _: [],
     ) -> None:
         self._versions = versions
         self._pushes = pushes
         self._applier = applier
         self._status = status
         self._lender = lender
+        self._endpoints = endpoints
 
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
@@ -63,6 +66,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         response = await self._pushes.begin(request, context.time_remaining())
         if self._lender is not None and request.HasField("same_host"):
             self._lender.offer(response, context.peer())
+        response.data_endpoints.extend(self._endpoints(context.peer()))
         return response
 
     async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:

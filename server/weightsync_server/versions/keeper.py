@@ -17,7 +17,7 @@ from weightsync.segments import Segment, reserved_size
 from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from weightsync.handover import SegmentServer
     from weightsync_server.versions.budget import SegmentBudget
@@ -40,12 +40,15 @@ class SegmentKeeper:
         budget: Shared by all models of the server.
         server: Hands descriptors to engines.
         fetchers: Map segments too, and are told when one is retired.
+
+    Attributes:
+        mappers: Who is told to unmap a segment; each returns when that is done.
     """
 
     def __init__(self, budget: SegmentBudget, server: SegmentServer, fetchers: Fetchers) -> None:
         self.budget = budget
         self._server = server
-        self._fetchers = fetchers
+        self.mappers: list[Callable[[str], Awaitable[object]]] = [fetchers.forget]
         self._exposed: set[str] = set()
         self._retired: dict[str, int] = {}
         self._lent: dict[str, int] = {}
@@ -164,7 +167,7 @@ class SegmentKeeper:
         # In a thread: taking 5 GB out of the page tables takes a tenth of a second.
         await asyncio.get_running_loop().run_in_executor(None, segment.close)
         try:
-            await self._fetchers.forget(segment.id)
+            await asyncio.gather(*(forget(segment.id) for forget in self.mappers))
         finally:
             self.budget.release(freed)
 

@@ -26,10 +26,11 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.fixture(params=["memory://", ""], ids=["memory", "file"])
+@pytest.fixture(params=[("memory://", 0), ("", 0), ("", 2)], ids=["memory", "file", "ingest"])
 def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[WeightSyncServer]:
+    store, ingest = request.param
     server = WeightSyncServer(
-        folder / "run", folder / "state", store=request.param, flags=("--slots", "4")
+        folder / "run", folder / "state", store=store, flags=("--slots", "4"), ingest=ingest
     )
     server.start()
     yield server

@@ -184,3 +184,33 @@ def test_every_limit_is_explained_with_its_default() -> None:
     }
     prefixes = ("max_", "retain_", "push_", "reader_", "disk_", "slots", "memory_", "delta_")
     assert set(rows) == {name for name in Settings.model_fields if name.startswith(prefixes)}
+
+
+def test_ingest_processes_listen_beside_every_address_that_takes_pushes() -> None:
+    made = _made(
+        listen=["127.0.0.1:50551", "unix:/run/w.sock?role=push", "unix:/run/r.sock?role=read"],
+        ingest=2,
+    )
+    assert [str(endpoint) for endpoint in made.data_endpoints(1)] == [
+        "127.0.0.1:50553",
+        "unix:/run/w.sock.2?role=push",
+    ]
+    assert _made(listen=["127.0.0.1:0"], ingest=1).data_endpoints(0)[0].address == "127.0.0.1:0"
+    assert _made().ingest == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"listen": ["127.0.0.1:1", "127.0.0.1:2"], "ingest": 1}, "leave room after each port"),
+        ({"listen": ["127.0.0.1:65534"], "ingest": 2}, "choose another"),
+        ({"listen": ["localhost:http"], "ingest": 1}, "choose another"),
+        ({"listen": ["unix:/r?role=read"], "ingest": 1}, "give --ingest 0"),
+        ({"ingest": 9}, "raise that, or lower max_pushes"),
+        ({"ingest": 33}, "less than or equal to 32"),
+        ({"ingest": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_ingest_processes_without_room_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        _made(**values)

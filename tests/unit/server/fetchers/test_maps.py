@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.processes import descriptors
 from weightsync.segments import Segment
-from weightsync_server.fetchers.maps import Maps
+from weightsync_server.children.maps import Maps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,8 @@ import pytest
 
 from tests.support.processes import descriptors, names, state
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fetchers import FetcherPool, wire
+from weightsync_server.children import wire
+from weightsync_server.fetchers import FetcherPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -289,7 +290,8 @@ def test_a_fetcher_ends_with_its_socket() -> None:
 
 _PARENT = """
 import asyncio
-from weightsync_server.fetchers import FetcherPool, wire
+from weightsync_server.children import wire
+from weightsync_server.fetchers import FetcherPool
 
 async def main():
     pool = FetcherPool(2)

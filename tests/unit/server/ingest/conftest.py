@@ -4,14 +4,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.server.ingest.distant import DistantPushes
 from tests.unit.server.versions.world import World, world
+from weightsync_server.ingest import Pushes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
 
-@pytest.fixture
-async def here(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as made:
+@pytest.fixture(params=[Pushes, DistantPushes], ids=["here", "distant"])
+async def here(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    async with world(tmp_path, pushes_of=request.param) as made:
         yield made

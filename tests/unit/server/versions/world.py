@@ -222,6 +222,7 @@ async def world(
     retention: Retention | None = None,
     chains: ChainLimits | None = None,
     memory: int = 1 << 30,
+    pushes_of: type[Pushes] = Pushes,
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
@@ -241,7 +242,7 @@ async def world(
     )
     await versions.open(records)
     meters = Counts()
-    pushes = Pushes({MODEL: versions}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    pushes = pushes_of({MODEL: versions}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
     await pushes.restore()
     try:
         yield World(versions, pushes, meters, budget, fetchers, server)

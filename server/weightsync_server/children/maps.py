@@ -1,4 +1,4 @@
-"""The segments that a fetcher holds mapped.
+"""The segments that a child holds mapped.
 
 Mapping costs 25 to 130 ms per GiB and segments are reused from version to version, so mappings are
 kept. They also keep the memory of a retired segment from being freed, so the server tells when one
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_MAPS", "Maps"]
 
-#: Mappings that a fetcher keeps; each holds a descriptor too.
+#: Mappings that a child keeps; each holds a descriptor too.
 MAX_MAPS = 1024
 
 

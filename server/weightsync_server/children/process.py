@@ -1,4 +1,4 @@
-"""One fetcher process as the server sees it: started, asked, watched, ended."""
+"""One child as the server sees it: started, asked, watched, ended."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import os
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.fetchers import wire
+from weightsync_server.children import wire
 from weightsync_server.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-__all__ = ["FetcherProcess", "Gone"]
+__all__ = ["ChildProcess", "Gone", "Program"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a fetcher gets to end after SIGTERM, and the kernel after SIGKILL.
+#: Seconds that a child gets to end after SIGTERM, and the kernel after SIGKILL.
 _TERM_S = 2.0
 _KILL_S = 5.0
 
@@ -35,13 +35,46 @@ class Gone(Exception):  # noqa: N818 - the caller retries
     """The process died or was killed because it answered too late; the task may be retried."""
 
 
-def _spawn(fd: int, spawned: list[subprocess.Popen[bytes]]) -> None:
-    command = [sys.executable, "-m", "weightsync_server.fetchers.child", str(fd)]
+class Program(NamedTuple):
+    """What runs in a child.
+
+    Attributes:
+        name: What it is called, such as "fetcher".
+        module: Its module, which is run with the number of its descriptor.
+    """
+
+    name: str
+    module: str
+
+
+def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) -> None:
+    command = [sys.executable, "-m", program.module, str(fd)]
     spawned.append(
         subprocess.Popen(
             command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
     )
+
+
+async def _spawned(
+    program: Program, executor: Executor
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    spawned: list[subprocess.Popen[bytes]] = []
+    try:
+        await in_thread(_spawn, program, theirs.fileno(), spawned, executor=executor)
+    except OSError as error:
+        ours.close()
+        raise _failed(program, f"could not be started: {error}") from error
+    except BaseException:
+        ours.close()
+        for process in spawned:
+            await in_thread(_reap, process, executor=executor)
+        raise
+    finally:
+        theirs.close()
+    return spawned[0], ours
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:
@@ -55,18 +88,28 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
         process.wait(_KILL_S)
     except subprocess.TimeoutExpired:
         # It hangs in the kernel (a dead network disk); subprocess reaps it when it can.
-        logger.exception("fetcher %d does not die of SIGKILL", process.pid)
+        logger.exception("process %d does not die of SIGKILL", process.pid)
 
 
-class FetcherProcess:
-    """A running fetcher. Every method belongs to the event loop's thread.
+class ChildProcess:
+    """A running child. Every method belongs to the event loop's thread.
 
     Attributes:
         dead: Set once the process answers no more.
+        told: What it said when it was ready.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def __init__(
+        self,
+        program: Program,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        on_notice: Callable[[dict[str, Any]], None],
+    ) -> None:
         self.dead = asyncio.Event()
+        self.told: dict[str, Any] = {}
+        self._on_notice = on_notice
+        self._name = program.name
         self._process = process
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
@@ -80,40 +123,38 @@ class FetcherProcess:
         return self._process.pid
 
     @classmethod
-    async def start(cls, executor: Executor, ready_timeout_s: float) -> FetcherProcess:
-        """Return a fetcher that is ready; a failed start leaves nothing behind.
+    async def start(
+        cls,
+        program: Program,
+        executor: Executor,
+        ready_timeout_s: float,
+        facts: Mapping[str, Any],
+        on_notice: Callable[[dict[str, Any]], None],
+    ) -> ChildProcess:
+        """Return a child that is ready; a failed start leaves nothing behind.
 
         Args:
+            program: What to run.
             executor: Threads that outlive the process: the kernel kills it with the thread that
                 started it (PR_SET_PDEATHSIG).
             ready_timeout_s: Deadline of the handshake in seconds.
+            facts: What it needs to know to begin.
+            on_notice: Called with what it says without being asked; raises ValueError when that
+                is nonsense, and the child is killed.
 
         Raises:
-            WeightSyncError: FETCHER_FAILED.
+            WeightSyncError: FETCHER_FAILED, or what the child told that it lacks.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        spawned: list[subprocess.Popen[bytes]] = []
-        try:
-            await in_thread(_spawn, theirs.fileno(), spawned, executor=executor)
-        except OSError as error:
-            ours.close()
-            raise _failed(f"could not be started: {error}") from error
-        except BaseException:
-            ours.close()
-            for process in spawned:
-                await in_thread(_reap, process, executor=executor)
-            raise
-        finally:
-            theirs.close()
-        self = cls(spawned[0], ours)
+        process, sock = await _spawned(program, executor)
+        self = cls(program, process, sock, on_notice)
         try:
             async with asyncio.timeout(ready_timeout_s):
-                await self._greet()
+                await self._greet(facts)
         except BaseException as error:
             await self.close(executor)
             if isinstance(error, (OSError, EOFError, ValueError, KeyError)):
-                raise _failed(f"was not ready within {ready_timeout_s:g} s: {error!r}") from error
+                what = f"was not ready within {ready_timeout_s:g} s: {error!r}"
+                raise _failed(program, what) from error
             raise
         return self
 
@@ -124,13 +165,13 @@ class FetcherProcess:
         timeout_s: float,
         cancelled: asyncio.Event | None = None,
     ) -> _Answer:
-        """Ask and wait for the answer; a fetcher that misses the deadline is killed.
+        """Ask and wait for the answer; a child that misses the deadline is killed.
 
         Args:
             document: The task; an `id` is added.
             fds: Descriptors to send along; the caller closes its own.
             timeout_s: Deadline in seconds.
-            cancelled: Once set, the fetcher is asked to stop; its answer is still waited for, so
+            cancelled: Once set, the child is asked to stop; its answer is still waited for, so
                 that afterwards it touches neither segment nor file.
 
         Raises:
@@ -150,7 +191,9 @@ class FetcherProcess:
                         self._send({"op": "cancel", "task": task})
                 return await answer
         except TimeoutError as error:
-            logger.warning("fetcher %d missed a deadline of %.1f s: killed", self.pid, timeout_s)
+            logger.warning(
+                "%s %d missed a deadline of %.1f s: killed", self._name, self.pid, timeout_s
+            )
             self.kill()
             raise Gone from error
         finally:
@@ -186,19 +229,21 @@ class FetcherProcess:
                     await self._writer.wait_closed()
             self._sock.close()
 
-    async def _greet(self) -> None:
+    async def _greet(self, facts: Mapping[str, Any]) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)
         hello, _ = await wire.read(reader)
         if hello["protocol"] != wire.PROTOCOL:
             msg = f"it speaks protocol {hello['protocol']}, not {wire.PROTOCOL}"
             raise ValueError(msg)
-        self._send({"op": "start", "parent": os.getpid()})
-        await wire.read(reader)
-        self._reading = asyncio.create_task(self._read(reader), name=f"fetcher-{self.pid}")
+        self._send({"op": "start", "parent": os.getpid(), **facts})
+        self.told, _ = await wire.read(reader)
+        if "error" in self.told:
+            raise WeightSyncError(Reason(self.told["reason"]), self.told["error"])
+        self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}-{self.pid}")
 
     def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:
         # Past the transport, which cannot send descriptors and never writes by itself. At most
-        # one small message per lane is under way, so a full socket means a stuck fetcher.
+        # one small message per lane is under way, so a full socket means a stuck child.
         if self.dead.is_set():
             raise Gone
         data = wire.encode(document)
@@ -214,14 +259,17 @@ class FetcherProcess:
         try:
             while True:
                 document, blob = await wire.read(reader)
+                if "id" not in document:
+                    self._on_notice(document)
+                    continue
                 future = self._pending.get(document["id"])
                 if future is not None and not future.done():
                     future.set_result((document, blob))
         except (OSError, EOFError):
             if not self.dead.is_set():
-                logger.warning("fetcher %d is gone", self.pid)
+                logger.warning("%s %d is gone", self._name, self.pid)
         except (ValueError, KeyError):
-            logger.exception("fetcher %d sent what cannot be understood: killed", self.pid)
+            logger.exception("%s %d sent what cannot be understood: killed", self._name, self.pid)
             self._process.kill()
         finally:
             self._end()
@@ -234,7 +282,9 @@ class FetcherProcess:
                 future.exception()  # retrieved here: its waiter may have been cancelled
 
 
-def _failed(what: str) -> WeightSyncError:
+def _failed(program: Program, what: str) -> WeightSyncError:
+    article = "an" if program.name[0] in "aeiou" else "a"
     return WeightSyncError(
-        Reason.FETCHER_FAILED, f"a fetcher process {what}; see the server's log, then retry"
+        Reason.FETCHER_FAILED,
+        f"{article} {program.name} process {what}; see the server's log, then retry",
     )

@@ -1,4 +1,4 @@
-"""Signs of life of a fetcher, and what it is told with them."""
+"""Signs of life of a child, and what it is told with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightsync_server.fetchers.process import FetcherProcess
+    from weightsync_server.children.process import ChildProcess
 
 __all__ = ["Tending"]
 
@@ -15,15 +15,15 @@ _BATCH = 1000
 
 
 class Tending:
-    """Asks one fetcher for a sign of life now and then; a silent one is killed.
+    """Asks one child for a sign of life now and then; a silent one is killed.
 
     Args:
-        process: The fetcher.
+        process: The child.
         heartbeat_s: Seconds between two questions.
         timeout_s: Seconds that it has for the answer.
     """
 
-    def __init__(self, process: FetcherProcess, heartbeat_s: float, timeout_s: float) -> None:
+    def __init__(self, process: ChildProcess, heartbeat_s: float, timeout_s: float) -> None:
         self._process = process
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
@@ -32,19 +32,19 @@ class Tending:
         self._forgetting: dict[str, asyncio.Future[None]] = {}
 
     def forget(self, segment_id: str) -> asyncio.Future[None]:
-        """Have the fetcher unmap a segment; the result tells when it has, or has died."""
+        """Have the child unmap a segment; the result tells when it has, or has died."""
         if segment_id not in self._forgetting:
             self._forgetting[segment_id] = asyncio.get_running_loop().create_future()
         self._wanted.set()
         return self._forgetting[segment_id]
 
     def warm(self) -> None:
-        """Have the fetcher get ready for deltas."""
+        """Have a fetcher get ready for deltas."""
         self._warm = True
         self._wanted.set()
 
     async def run(self) -> None:
-        """Tend the fetcher until it is gone.
+        """Tend the child until it is gone.
 
         Raises:
             Gone: It is.

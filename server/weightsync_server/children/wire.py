@@ -1,8 +1,8 @@
-"""Messages between the server and a fetcher, over a socket pair that only these two hold.
+"""Messages between the server and its children, over sockets that only the two ends hold.
 
 A message is the sizes of its two parts as little-endian 32-bit integers, a JSON object, and a blob
-(digests). Descriptors travel with the first byte (`SCM_RIGHTS`, unix(7)). The blob keeps 200,000
-digests out of JSON: 3.2 MB that need no parsing on the event loop.
+(digests, messages of a push). Descriptors travel with the first byte (`SCM_RIGHTS`, unix(7)). The
+blob keeps 200,000 digests out of JSON: 3.2 MB that need no parsing on the event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["PROTOCOL", "encode", "read", "receive"]
+__all__ = ["PROTOCOL", "encode", "read", "receive", "split"]
 
 #: Both ends must speak the same; they differ only while an installation is being replaced.
 PROTOCOL = 2
@@ -49,11 +49,28 @@ def _document(body: bytes) -> dict[str, Any]:
     return document
 
 
-async def read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
-    """Return the next message: the server's end.
+def split(buffer: bytearray) -> tuple[dict[str, Any], bytes] | None:
+    """Take the first message out of a buffer and return it; None: it is not here in full.
 
     Raises:
-        EOFError: The fetcher is gone.
+        ValueError: What lies there is no message.
+    """
+    if len(buffer) < _HEAD.size:
+        return None
+    document, blob = _sizes(bytes(buffer[: _HEAD.size]))
+    begin = _HEAD.size + document
+    if len(buffer) < begin + blob:
+        return None
+    message = _document(bytes(buffer[_HEAD.size : begin])), bytes(buffer[begin : begin + blob])
+    del buffer[: begin + blob]
+    return message
+
+
+async def read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
+    """Return the next message: an end with an event loop, which gets no descriptors.
+
+    Raises:
+        EOFError: The other end is gone.
         ValueError: What came is no message.
     """
     document, blob = _sizes(await reader.readexactly(_HEAD.size))
@@ -73,10 +90,10 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next message and its descriptors: the fetcher's end. The caller closes them.
+    """Return the next message and its descriptors, which the caller closes; blocks.
 
     Raises:
-        EOFError: The server is gone.
+        EOFError: The other end is gone.
         ValueError: What came is no message.
     """
     head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, _MAX_FDS)

@@ -1,0 +1,175 @@
+"""An ingest process: `python -m weightsync_server.ingesters.child FD`, started by `Ingesters`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.authority import CALLER, PUSH_WEIGHTS
+from weightsync_server.authority.doors import Doors
+from weightsync_server.authority.principals import EVERYBODY
+from weightsync_server.children import inside, wire
+from weightsync_server.children.maps import Maps
+from weightsync_server.ingesters.relay import Relay, take
+from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
+from weightsync_server.process import tune_process
+from weightsync_server.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync_server.authority.caller import Caller
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Ingest:
+    """Serves PushWeights until the server is gone.
+
+    Args:
+        sock: To the server.
+        start: What it told.
+    """
+
+    def __init__(self, sock: socket.socket, start: dict[str, Any]) -> None:
+        self._sock = sock
+        self._path: str = start["socket"]
+        self._settings = Settings(**start["settings"])
+        self._maps = Maps()
+        self._doors: Doors
+        self._draining: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Listen, say so, then do as the server tells.
+
+        Raises:
+            EOFError: The server is gone.
+        """
+        try:
+            ready = {"op": "ready", "endpoints": await self._listen()}
+        except (WeightSyncError, OSError, RuntimeError) as error:
+            reason = error.reason if isinstance(error, WeightSyncError) else Reason.REQUEST_INVALID
+            told = f"an ingest process cannot listen: {error}"
+            self._sock.sendall(wire.encode({"op": "failed", "reason": reason, "error": told}))
+            raise EOFError from error
+        self._watch = asyncio.create_task(self._end_when_shut())
+        self._sock.sendall(wire.encode(ready))
+        self._sock.setblocking(False)
+        # Kept: the connection ends with its writer.
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        while True:
+            request, _ = await wire.read(reader)
+            if request["op"] == "drain":
+                task = asyncio.create_task(self._drain(request))
+                self._draining.add(task)
+            else:
+                for name in request["forget"]:
+                    self._maps.forget(name)
+                self._tell({"id": request["id"]})
+
+    async def push(self, requests: AsyncIterator[Any], context: Any) -> bytes:
+        """Serve one stream."""
+        caller = CALLER.get()
+        if caller is None:
+            raise WeightSyncError(Reason.PERMISSION_DENIED, "nobody answers for this call")
+        relay = await Relay.connect(self._path, self._maps)
+        done = await relay.run(_call(caller, context.time_remaining()), requests)
+        if done.status["code"]:
+            told = done.status["trailers"]
+            trailers = tuple((key, bytes.fromhex(value)) for key, value in told)
+            await context.abort(_CODES[done.status["code"]], done.status["details"], trailers)
+        return done.response
+
+    async def _listen(self) -> list[str]:
+        self._doors = Doors(self._settings)
+        guard = GuardInterceptor(
+            RpcMetrics(CollectorRegistry()), lambda: self._tell({"op": "fault"})
+        )
+        bound = self._doors.bind(_Report(self._tell), [guard], self._add)
+        await self._doors.start()
+        return [str(endpoint) for endpoint in bound]
+
+    def _add(self, server: grpc.aio.Server) -> None:
+        # The response is bytes already; the server's process made it.
+        handler: Any = grpc.stream_unary_rpc_method_handler(self.push, take, None)
+        _, service, method = PUSH_WEIGHTS.split("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+
+    async def _end_when_shut(self) -> None:
+        why = await self._doors.shut()
+        logger.critical("nobody can connect any more (%s): ending, to be started again", why)
+        os._exit(1)
+
+    async def _drain(self, request: dict[str, Any]) -> None:
+        self._watch.cancel()
+        await self._doors.close(request["grace_s"])
+        self._tell({"id": request["id"]})
+
+    def _tell(self, document: dict[str, Any]) -> None:
+        # Never so much that the server's process would not take it at once, unless it is stuck.
+        try:
+            self._sock.send(wire.encode(document))
+        except OSError:
+            os._exit(1)
+
+
+class _Report:
+    """Tells the server's process what it counts and writes down; see `Auditor`."""
+
+    def __init__(self, tell: Any) -> None:
+        self._tell = tell
+
+    def refuse(self, error: WeightSyncError) -> None:
+        """A call was refused at the door."""
+        self._tell({"op": "refused", "reason": error.reason, "message": error.message})
+
+    def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
+        """A call has ended: the server's process writes that down itself."""
+
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _call(caller: Caller, left_s: float | None) -> dict[str, Any]:
+    principal = caller.principal
+    return {
+        "op": "call",
+        "everybody": principal is EVERYBODY,
+        "name": principal.name,
+        "roles": sorted(principal.roles),
+        "models": sorted(principal.models),
+        "peer": caller.peer,
+        "left_s": left_s,
+    }
+
+
+def main() -> None:
+    """Serve until the server is gone, whose socket's descriptor is the only argument."""
+    sock = inside.connect()
+    try:
+        start = inside.begin(sock)
+        ingest = _Ingest(sock, start)
+        logging.basicConfig(
+            level=start["settings"]["log_level"].upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        tune_process()
+        asyncio.run(ingest.run())
+    except (EOFError, ConnectionError):
+        # At once, also in the middle of a stream: nobody waits for it.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from weightsync_client.link import Link
+
+
+@pytest.mark.parametrize(
+    ("address", "told", "dialled"),
+    [
+        ("127.0.0.1:50551", [":50552", ":50553"], ["127.0.0.1:50552", "127.0.0.1:50553"]),
+        ("weights.example:50551", [":50552"], ["weights.example:50552"]),
+        ("[::1]:50551", [":50552"], ["[::1]:50552"]),
+        ("dns:///weights.example:50551", [":50552"], ["dns:///weights.example:50552"]),
+        ("unix:/run/w.sock", ["unix:/run/w.sock.1"], ["unix:/run/w.sock.1"]),
+        # Through a forwarder the server sees another kind of caller than the one who dialled.
+        ("127.0.0.1:50551", ["unix:/run/w.sock.1"], []),
+        ("unix:/run/w.sock", [":50552"], []),
+        ("127.0.0.1:50551", [], []),
+        # A host of the server's choosing could be anybody's: the token goes to none.
+        ("127.0.0.1:50551", ["elsewhere.example:50552"], []),
+    ],
+)
+def test_data_ports_are_dialled_on_the_host_that_was_dialled(
+    address: str, told: list[str], dialled: list[str]
+) -> None:
+    assert Link(address).endpoints(told) == dialled
