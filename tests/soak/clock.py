@@ -7,12 +7,12 @@ As NTP or an administrator would: the monotonic clock goes on as ever.
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 import time
 from types import ModuleType
-
-from grpc._cython import cygrpc
+from typing import Any
 
 __all__: list[str] = []
 
@@ -25,6 +25,7 @@ def main() -> None:
     # machine is wrong, those two agree. Its compiled part gets a clock of its own.
     kernels = ModuleType("time")
     vars(kernels).update(vars(time))
+    cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")
     cygrpc.time = kernels
 
     def jumped() -> float:
