@@ -91,8 +91,8 @@ def test_a_rank_that_fails_is_back_before_the_next_step(site: FaultySite, point:
 
 
 def test_a_rank_that_says_no_is_believed(site: FaultySite) -> None:
-    # Each rank is asked first whether it can begin.
-    old, _, refusal = _apply(site, f"worker.opinion={_tp(site)}>1*lie(no)")
+    # Each rank is asked first whether it can begin, then whether all is written.
+    old, _, refusal = _apply(site, "worker.opinion=1>1*lie(no)")
     assert refusal.reason is Reason.APPLY_RESTORED
     assert site.ask() == old
     assert "503" not in site.served
@@ -130,8 +130,9 @@ def test_a_rank_that_answers_late_is_fenced_and_then_asked(site: FaultySite) -> 
 def test_a_rank_that_hangs_never_leaves_a_mixture(site: FaultySite) -> None:
     old, new, refusal = _apply(site, "worker.half=1*stop")
     assert refusal.reason is Reason.ENGINE_FENCED
-    # Alone it goes on when it can; with others they have ended, and vLLM was started anew.
-    assert site.ask() == (new if _tp(site) == 1 else old)
+    # Ranks that hang alike go on when they can. Where one was late the others have ended, and vLLM
+    # was started anew.
+    assert site.ask() in ({new} if _tp(site) == 1 else {old, new})
 
 
 def test_an_engine_that_cannot_go_back_ends(site: FaultySite) -> None:
