@@ -154,7 +154,7 @@ class Relay:
         await self._tell(call)
         async for message in requests:
             if isinstance(message, Whole):
-                await self._tell({"op": "message"}, message.data)
+                await self._whole(message.data)
             else:
                 await self._chunk(message)
             # Bytes of the last message must not be kept while the next one is awaited.
@@ -162,15 +162,20 @@ class Relay:
         await self._tell({"op": "end"})
         self._stop()
 
+    async def _whole(self, message: bytes) -> None:
+        """Let the server judge a message. It may write bytes itself: no claim is good after it."""
+        await self._tell({"op": "message"}, message)
+        self._release()
+
     async def _chunk(self, chunk: ChunkView) -> None:
         claim = self._claim
         if claim is None or claim.shard != chunk.shard:
             claim = await self._claimed(chunk.shard)
         begin, end = chunk.offset, chunk.offset + len(chunk.data)
-        if begin != claim.position or end > claim.size or len(chunk.data) > claim.most:
-            # What does not simply go on is for the server to judge; it may write some of it.
-            await self._tell({"op": "message"}, bytes(chunk.data.obj))
-            self._release()
+        full = begin == claim.size
+        if begin != claim.position or full or end > claim.size or len(chunk.data) > claim.most:
+            # What does not simply go on.
+            await self._whole(bytes(chunk.data.obj))
             return
         if self._let_go:
             return
