@@ -11,6 +11,7 @@ from it, is decided by the server's own process, to which it has a connection fo
 | wrote | process | it is written up to here; due: the mark is reached, answer with mark | none |
 | failed | process | the system refused something: why | none |
 | end | process | the stream holds no more | none |
+| heard | server | the call has come; comes first | none |
 | grant | server | it may: where, from which byte, up to which mark | one: the segment's |
 | mark | server | go on, up to this mark | none |
 | stop | server | write no more | none |

@@ -62,6 +62,7 @@ class Connection(Distant):
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
         async with asyncio.timeout(_CALL_S):
             call, _ = await wire.read(reader)
+        self._send({"op": "heard"})
         self._reading = asyncio.create_task(self._read(reader), name="ingest-stream")
         return call
 

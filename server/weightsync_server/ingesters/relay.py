@@ -29,6 +29,8 @@ _RECEIVE_BYTES = 64 << 10
 #: Seconds after which the server is told of chunks, so that it is not for each of them. When the
 #: stream is cut it is told before that; what a process does not come to tell is sent again.
 _TELL_S = 0.02
+#: Seconds until the server must have heard of a stream; else the caller is sent to it itself.
+_HEARD_S = 10.0
 #: Only a grant brings a descriptor.
 _MAX_FDS = 4
 
@@ -95,6 +97,7 @@ class Relay:
         self._fds: list[int] = []
         self._let_go = self._telling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._unheard = self._loop.call_later(_HEARD_S, self._lose)
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._done: asyncio.Future[Done] = self._loop.create_future()
 
@@ -122,7 +125,8 @@ class Relay:
             requests: The messages.
 
         Raises:
-            WeightSyncError: SERVER_AWAY; the server's process has ended the connection.
+            WeightSyncError: SERVER_AWAY; the server's process has ended the connection, or has
+                not heard of the stream in time.
         """
         self._loop.add_reader(self._sock, self._readable)
         pump = asyncio.create_task(self._pump(call, requests))
@@ -261,11 +265,18 @@ class Relay:
         if not data:
             self._loop.remove_reader(self._sock)
             self._stop()
-            if not self._done.done():
-                self._done.set_exception(_away())
+            self._lose()
+
+    def _lose(self) -> None:
+        """The server is not there for this stream."""
+        if not self._done.done():
+            self._done.set_exception(_away())
 
     def _hear(self, document: dict[str, Any], blob: bytes) -> None:
         op = document["op"]
+        self._unheard.cancel()
+        if op == "heard":
+            return
         if op == "stop":
             self._stop()
         elif op == "done":
@@ -275,6 +286,7 @@ class Relay:
             self._answer.set_result(document)
 
     def _close(self) -> None:
+        self._unheard.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._sock)
