@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,27 @@ def test_a_stream_takes_the_push_role_and_nothing_else_is_served(
         if path != PUSH_WEIGHTS:
             assert code_of(data, path, secured.bearer("admin")) is CODE.UNIMPLEMENTED, path
             assert code_of(data, path) is CODE.UNAUTHENTICATED, path
+
+
+def test_strangers_cannot_end_a_process_while_the_server_stands_still(secured: Secured) -> None:
+    before = secured.metric("weightsync_refused_calls_total")
+    restarts = secured.metric("weightsync_ingest_restarts_total")
+    server = secured.server.process
+    assert server is not None
+    channels = [secured.channel(address=beside(secured, number)) for number in (1, 2)]
+    for channel in channels:
+        assert code_of(channel, PUSH_WEIGHTS, (), JOIN) is CODE.UNAUTHENTICATED
+    server.send_signal(signal.SIGSTOP)
+    try:
+        # More than a socket holds messages.
+        for _ in range(600):
+            for channel in channels:
+                assert code_of(channel, PUSH_WEIGHTS, (), JOIN) is CODE.UNAUTHENTICATED
+    finally:
+        server.send_signal(signal.SIGCONT)
+    # What was refused before may be counted only now as well.
+    within(10, lambda: secured.metric("weightsync_refused_calls_total") >= before + 1202)
+    assert secured.metric("weightsync_ingest_restarts_total") == restarts
 
 
 def test_a_model_out_of_scope_is_denied(secured: Secured, data: grpc.Channel) -> None:
