@@ -214,12 +214,15 @@ class Relay:
 
     async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
         # In order: what was written before goes before.
-        data = self._untold() + wire.encode(document, blob)
+        claim, data = self._claim, self._untold() + wire.encode(document, blob)
         self._telling = True
         try:
             await self._loop.sock_sendall(self._sock, data)
         finally:
             self._telling = False
+        if claim is not None:
+            # Nothing is written while something is being told.
+            claim.told = claim.position
 
     async def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
         self._answer = self._loop.create_future()
@@ -230,18 +233,25 @@ class Relay:
         claim = self._claim
         if claim is None or claim.told == claim.position:
             return b""
-        claim.told = claim.position
         return wire.encode(
             {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
         )
 
     def _tell_now(self) -> None:
-        """Tell what was written, unless more is about to be told, or the server has no ear."""
+        """Tell what was written, unless more is about to be told; once more if there is no room."""
         self._timer = None
-        if not self._telling:
+        claim = self._claim
+        if self._telling or claim is None:
+            return
+        try:
             # A message as small as this is taken whole or not at all.
-            with contextlib.suppress(OSError):
-                self._sock.send(self._untold())
+            self._sock.send(self._untold())
+            claim.told = claim.position
+        except BlockingIOError:
+            self._timer = self._loop.call_later(_TELL_S, self._tell_now)
+        except OSError:
+            # The server is gone: `_readable` learns it as well.
+            return
 
     def _stop(self) -> None:
         """Write no more, and let the server know."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+import mmap
+import os
+import socket
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,7 +15,10 @@ from tests.unit.server.ingest.distant import DistantPushes
 from tests.unit.server.versions.world import World, begin, chunk, content, sending, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.children import wire
+from weightsync_server.children.maps import Maps
 from weightsync_server.ingest import ChunkView, Claim, Distant, Pushes, Wrote
+from weightsync_server.ingesters.relay import Relay
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -126,3 +133,42 @@ async def test_a_process_that_writes_into_a_complete_shard_ends_the_push(distant
     assert caught.value.reason is Reason.FAULT
     assert rogue.granted is not None
     assert rogue.granted.received == len(shard.data)
+
+
+async def test_what_was_written_is_told_once_there_is_room() -> None:
+    there, here = socket.socketpair()
+    there.setblocking(False)
+    here.setblocking(False)
+    inbox = bytearray()
+
+    async def heard(op: str) -> dict[str, Any]:
+        async with asyncio.timeout(5):
+            while True:
+                while (frame := wire.split(inbox)) is not None:
+                    if frame[0]["op"] == op:
+                        return frame[0]
+                inbox.extend(await asyncio.get_running_loop().sock_recv(here, 1 << 16))
+
+    async def messages() -> AsyncIterator[ChunkView]:
+        yield ChunkView(0, 0, memoryview(b"x" * 10))
+        await asyncio.Event().wait()
+
+    running = asyncio.create_task(Relay(there, Maps()).run({"op": "call"}, messages()))
+    await heard("claim")
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            there.send(wire.encode({"op": "in the way"}))
+    fd = os.memfd_create("segment")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    places = {"received": 0, "size": 100, "mark": 50, "most": 100}
+    grant = {"op": "grant", "segment": ["s", mmap.PAGESIZE], **places}
+    socket.send_fds(here, [wire.encode(grant)], [fd])
+    while os.pread(fd, 10, 0) != b"x" * 10:
+        await asyncio.sleep(0.01)
+    # Longer than it is put off.
+    await asyncio.sleep(0.1)
+    assert await heard("wrote") == {"op": "wrote", "shard": 0, "end": 10, "due": False}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    here.close()
+    os.close(fd)
