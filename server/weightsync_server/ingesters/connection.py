@@ -26,6 +26,7 @@ _AHEAD = 4
 #: Seconds in which a process tells who calls, and in which it stops writing when it is told to.
 _CALL_S = 10.0
 _STOP_S = 5.0
+_DISCARD_BYTES = 64 << 10
 #: Seconds that what has come from a stream which was cut is waited for to be counted.
 _REST_S = 1.0
 
@@ -154,16 +155,16 @@ class Connection(Distant):
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while True:
-                frame = await wire.read(reader)
-                self._whole = self._whole or frame[0]["op"] == "end"
-                if not self._ceased:
-                    await self._frames.put(frame)
+            await self._take(reader)
         except (OSError, EOFError):
             pass
-        except (ValueError, KeyError):
+        except Exception:
             logger.exception("an ingest process sent what cannot be understood: killed")
             self._kill()
+            # It may write until the kernel has ended it, and with it the connection.
+            with contextlib.suppress(OSError):
+                while await reader.read(_DISCARD_BYTES):
+                    pass
         self._gone.set()
         if not self._whole and not self._ceased:
             # What has come counts, unless whoever takes it waits for something else.
@@ -171,6 +172,13 @@ class Connection(Distant):
                 async with asyncio.timeout(_REST_S):
                     await self._frames.join()
             self.on_cut()
+
+    async def _take(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            frame = await wire.read(reader)
+            self._whole = self._whole or frame[0]["op"] == "end"
+            if not self._ceased:
+                await self._frames.put(frame)
 
     def _send(self, document: dict[str, Any], blob: bytes = b"", fds: Sequence[int] = ()) -> None:
         # Past the transport, which cannot send descriptors and never writes by itself. What is told

@@ -127,7 +127,9 @@ class Desk:
                 await asyncio.wait([serving])
             finally:
                 serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+                (outcome,) = await asyncio.gather(serving, return_exceptions=True)
+                if isinstance(outcome, Exception):
+                    logger.error("fault in a call of an ingest process", exc_info=outcome)
         except (OSError, EOFError, ValueError, KeyError) as error:
             logger.warning("an ingest process broke off: %r", error)
         finally:
