@@ -88,8 +88,15 @@ def test_strangers_cannot_end_a_process_while_the_server_stands_still(secured: S
 
 def test_a_model_out_of_scope_is_denied(secured: Secured, data: grpc.Channel) -> None:
     begin = pb.PushWeightsRequest(begin=pb.BeginPushRequest(model="elsewhere"))
-    code = code_of(data, PUSH_WEIGHTS, secured.bearer("push"), begin.SerializeToString())
-    assert code is CODE.PERMISSION_DENIED
+    for channel in (secured.channel(), data):
+        before = len(secured.audit())
+        code = code_of(channel, PUSH_WEIGHTS, secured.bearer("push"), begin.SerializeToString())
+        assert code is CODE.PERMISSION_DENIED
+        # Whichever the door, the line is the same.
+        within(5, lambda count=before: len(secured.audit()) > count)
+        (line,) = secured.audit()[before:]
+        assert (line["who"], line["method"]) == ("push", "PushWeights")
+        assert line["outcome"] == "PERMISSION_DENIED"
 
 
 def test_a_push_goes_over_the_ports_and_leaves_its_lines(secured: Secured) -> None:

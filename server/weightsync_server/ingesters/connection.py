@@ -77,7 +77,7 @@ class Connection(Distant):
         Raises:
             StopAsyncIteration: The stream has ended, or the process was told to stop.
             DecodeError: A message is none.
-            WeightSyncError: The system refused the process something.
+            WeightSyncError: The system, or authority, refused the process something.
         """
         if self._taken:
             self._taken = False

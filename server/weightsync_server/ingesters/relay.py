@@ -142,17 +142,24 @@ class Relay:
             self._close()
 
     async def _report(self, pump: asyncio.Task[None]) -> None:
-        """Let the server decide about what the system refused here, and raise what it did not."""
+        """Let the server decide about what was refused here, and raise what it must not know.
+
+        A refusal comes from those who look at requests before this, as at the model they name.
+        """
         # When the connection takes no more, the server tells why, or is gone.
         with contextlib.suppress(ConnectionError):
             try:
                 pump.result()
+            except WeightSyncError as refusal:
+                await self._fail(refusal)
             except (OSError, MemoryError) as error:
                 told = system_fault(error, "receiving a shard")
                 if told is None or isinstance(error, ConnectionError):
                     raise
-                failed = {"op": "failed", "reason": told.reason, "message": told.message}
-                await self._tell(failed)
+                await self._fail(told)
+
+    async def _fail(self, error: WeightSyncError) -> None:
+        await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
 
     async def _pump(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> None:
         await self._tell(call)
