@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ def secured(request: pytest.FixtureRequest) -> Iterator[Secured]:
 @pytest.fixture
 def data(secured: Secured) -> grpc.Channel:
     return secured.channel(address=beside(secured, 2))
+
+
+def audited(secured: Secured, lines: int) -> bool:
+    return len(secured.audit()) >= lines
 
 
 def beside(secured: Secured, number: int) -> str:
@@ -93,7 +98,7 @@ def test_a_model_out_of_scope_is_denied(secured: Secured, data: grpc.Channel) ->
         code = code_of(channel, PUSH_WEIGHTS, secured.bearer("push"), begin.SerializeToString())
         assert code is CODE.PERMISSION_DENIED
         # Whichever the door, the line is the same.
-        within(5, lambda count=before: len(secured.audit()) > count)
+        within(5, partial(audited, secured, before + 1))
         (line,) = secured.audit()[before:]
         assert (line["who"], line["method"]) == ("push", "PushWeights")
         assert line["outcome"] == "PERMISSION_DENIED"

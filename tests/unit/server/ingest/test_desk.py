@@ -14,7 +14,6 @@ import pytest
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.children.maps import Maps
-from weightsync_server.ingesters import desk as desks
 from weightsync_server.ingesters import relay as relays
 from weightsync_server.ingesters.desk import Desk
 from weightsync_server.ingesters.relay import Relay
@@ -72,7 +71,7 @@ async def test_a_desk_outlives_the_loss_of_its_spare_descriptor(
 
     with socket.socket(socket.AF_UNIX) as second, socket.socket(socket.AF_UNIX) as third:
         with no_descriptor(), monkeypatch.context() as patch:
-            patch.setattr(desks.os, "open", taken)
+            patch.setattr(os, "open", taken)
             await turned_away(path, second)
             await turned_away(path, third)
         assert tries

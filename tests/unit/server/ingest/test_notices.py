@@ -34,7 +34,7 @@ async def connected(notices: Notices) -> AsyncIterator[asyncio.StreamReader]:
 async def told(reader: asyncio.StreamReader, answer: int) -> tuple[Counter[str], int, set[str]]:
     """Return refusals by reason, the number of messages, and all sentences, up to an answer."""
     counts: Counter[str] = Counter()
-    sentences = set()
+    sentences: set[str] = set()
     for number in range(10_000):
         document, _ = await wire.read(reader)
         if document.get("id") == answer:

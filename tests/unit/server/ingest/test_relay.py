@@ -21,7 +21,7 @@ from weightsync_server.ingest import ChunkView, Claim, Distant, Pushes, Wrote
 from weightsync_server.ingesters.relay import Relay
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from weightsync_server.ingest import Grant, Message
@@ -41,6 +41,12 @@ def joined(push_id: str) -> pb.PushWeightsRequest:
     return pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id))
 
 
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():  # noqa: ASYNC110 - memory tells nobody
+            await asyncio.sleep(0.01)
+
+
 async def test_nothing_is_written_where_the_server_wrote_itself(distant: World) -> None:
     shard = simple()[0]
     half = len(shard.data) // 2
@@ -54,8 +60,7 @@ async def test_nothing_is_written_where_the_server_wrote_itself(distant: World) 
             yield message
         # As no generated client writes it: what comes of it is the server's own work.
         yield pb.PushWeightsRequest(chunk=pb.Chunk(offset=half, data=shard.data[half:]))
-        while not found.shards or not found.shards[0].complete:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(found.shards) and found.shards[0].complete)
         async for message in sending([stale]):
             yield message
 
@@ -88,8 +93,7 @@ async def test_whoever_may_write_has_let_go_before_a_commit(distant: World) -> N
 
     stream = asyncio.create_task(distant.pushes.stream(messages()))
     found = distant.pushes.find(push)
-    while not found.shards or not found.shards[0].complete:
-        await asyncio.sleep(0.01)
+    await until(lambda: bool(found.shards) and found.shards[0].complete)
     assert found.writers
     await distant.pushes.commit(pb.CommitPushRequest(push_id=push))
     async with asyncio.timeout(5):
@@ -163,8 +167,7 @@ async def test_what_was_written_is_told_once_there_is_room() -> None:
     places = {"received": 0, "size": 100, "mark": 50, "most": 100}
     grant = {"op": "grant", "segment": ["s", mmap.PAGESIZE], **places}
     socket.send_fds(here, [wire.encode(grant)], [fd])
-    while os.pread(fd, 10, 0) != b"x" * 10:
-        await asyncio.sleep(0.01)
+    await until(lambda: os.pread(fd, 10, 0) == b"x" * 10)
     # Longer than it is put off.
     await asyncio.sleep(0.1)
     assert await heard("wrote") == {"op": "wrote", "shard": 0, "end": 10, "due": False}
