@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterator
 
 from weightsync.digest import content_digest
@@ -225,8 +226,10 @@ class Push:
             count = min(max(count, len(endpoints)), len(shards))
         self._width = max(count, self._streams)
         started = time.monotonic()
+        # Pushes that have fewer lanes than there are endpoints do not all take the same ones.
+        first = zlib.crc32(self._push_id.encode())
         self._lanes = [
-            Lane(self._link, endpoints[i % len(endpoints)] if endpoints else "")
+            Lane(self._link, endpoints[(first + i) % len(endpoints)] if endpoints else "")
             for i in range(count)
         ]
         threads = [

@@ -22,6 +22,16 @@ __all__ = ["Feed", "Lane"]
 Messages = Generator[Message, None, None]
 
 _METHOD = "/weightsync.v1.WeightSync/PushWeights"
+#: What somebody else would say at an address that was taken for a data port of our server; if it is
+#: true, our server says so too.
+_FOREIGN = frozenset(
+    {
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
 
 
 class Feed(Iterator[Message]):
@@ -99,9 +109,8 @@ class Lane:
             self.send(feed)
         except ClientError as error:
             feed.close()
-            if passing(error):
-                self._leave_data_port()
-            return feed.error or error
+            told = self._elsewhere(error)
+            return feed.error or told
         finally:
             feed.close()
         if feed.error is None and not feed.exhausted:
@@ -110,11 +119,18 @@ class Lane:
             )
         return feed.error
 
-    def _leave_data_port(self) -> None:
+    def _elsewhere(self, error: ClientError) -> ClientError:
+        """Leave a data port after an error that the server's own address would not give."""
+        foreign = error.code in _FOREIGN
         with self._lock:
-            if self._address != self._link.address and not self._cancelled:
-                self._channel.close()
-                self._connect("")
+            own = self._address == self._link.address
+            if own or self._cancelled or not (foreign or passing(error)):
+                return error
+            self._channel.close()
+            self._connect("")
+        if not foreign:
+            return error
+        return refuse(Reason.SERVER_AWAY, f"a data port is not that of this server: {error}")
 
     def send(self, feed: Feed) -> pb.PushWeightsResponse:
         """Send what the feed gives and return the answer, which acknowledges every byte.

@@ -59,12 +59,16 @@ def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) ->
 async def _spawned(
     program: Program, executor: Executor
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise _failed(program, f"could not be started: {error}") from error
     ours.setblocking(False)
     spawned: list[subprocess.Popen[bytes]] = []
     try:
         await in_thread(_spawn, program, theirs.fileno(), spawned, executor=executor)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: there is no thread to start it in.
         ours.close()
         raise _failed(program, f"could not be started: {error}") from error
     except BaseException:

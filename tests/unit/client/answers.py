@@ -132,6 +132,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.metadata: list[dict[str, str]] = []
         self.peers: set[str] = set()
         self.takes_deltas = True
+        self.data_endpoints: list[str] = []
         self.models = ["policy"]
         self.live = 0
         self.epoch = 0

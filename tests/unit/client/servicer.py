@@ -67,6 +67,7 @@ class Servicer(Answers):
             shards=upload.progress(),
             max_chunk_bytes=2 << 20,
             committed=upload.commit,
+            data_endpoints=self.data_endpoints,
         )
 
     def PushWeights(self, request_iterator: Any, context: Any) -> Any:

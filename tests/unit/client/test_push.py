@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load, save_file
 
+from tests.unit.client.servicer import Servicer, start
 from weightsync.digest import content_digest, tensor_digest
 from weightsync.errors import WeightSyncError
 from weightsync_client import (
@@ -43,6 +45,26 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
         (name, "BF16", tuple(t.shape), tensor_digest(t.view(torch.uint8).numpy().data))
         for name, t in tensors.items()
     )
+
+
+@pytest.mark.parametrize("who", ["another server", "no such service"])
+def test_a_data_port_at_which_somebody_else_answers_is_left(
+    client: Client, servicer: Any, who: str
+) -> None:
+    other = start(Servicer())
+    if who == "no such service":
+        other.server.stop(None)
+        other.server = grpc.server(futures.ThreadPoolExecutor(2))
+        other.address = f"127.0.0.1:{other.server.add_insecure_port('127.0.0.1:0')}"
+        other.server.start()
+    servicer.data_endpoints = [f":{other.address.rpartition(':')[2]}"]
+    try:
+        tensors = state()
+        assert client.push(tensors, shard_bytes=500_000).content_digest == digest_of(tensors)
+        assert servicer.calls.count("BeginPush") == 1
+        assert "PushWeights" in servicer.calls
+    finally:
+        other.server.stop(None)
 
 
 def test_state_dict_arrives_bit_for_bit(client: Client, servicer: Any) -> None:
