@@ -63,13 +63,14 @@ class Audit:
             for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)
         }
 
-    def refuse(self, error: WeightSyncError) -> None:
-        """Count a call that was refused at the door; nothing was done, so there is no line."""
+    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
+        """Count calls that were refused at the door; nothing was done, so there is no line."""
         if error.reason in self._refused:
-            self._refused[error.reason].inc()
+            self._refused[error.reason].inc(times)
         if error.reason is Reason.PERMISSION_DENIED:
             # It has a name to answer for; strangers could fill the disk with lines.
-            logger.warning("%s", json.dumps({"refused": error.message}))
+            told = {"refused": error.message} | ({"times": times} if times > 1 else {})
+            logger.warning("%s", json.dumps(told))
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """Write the line of one call that has ended.

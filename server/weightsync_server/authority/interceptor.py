@@ -29,8 +29,8 @@ _REQUEST_S = 10.0
 class Auditor(Protocol):
     """Is told of every end; `weightsync_server.authority.audit.Audit` writes it down."""
 
-    def refuse(self, error: WeightSyncError) -> None:
-        """A call was refused at the door."""
+    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
+        """A call was refused at the door, or so many were in the same words."""
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """A call that had begun its work has ended."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PROTOCOL", "encode", "read", "receive", "split"]
 
 #: Both ends must speak the same; they differ only while an installation is being replaced.
-PROTOCOL = 2
+PROTOCOL = 3
 
 _HEAD = struct.Struct("<II")
 _MAX_DOCUMENT = 1 << 20

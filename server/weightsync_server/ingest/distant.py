@@ -121,7 +121,8 @@ class DistantStream(PushStream):
         upload, segment = self._granted or (None, None)
         if upload is None or segment is None or upload.index != wrote.shard:
             raise _nonsense(wrote)
-        if not upload.received <= wrote.end <= upload.entry.size:
+        # What is complete is proved, or committed: nobody writes there any more.
+        if upload.complete or not upload.received <= wrote.end <= upload.entry.size:
             raise _nonsense(wrote)
         failpoints.hit("ingest.wrote")
         self._received += wrote.end - upload.received

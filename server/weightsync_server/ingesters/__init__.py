@@ -9,8 +9,9 @@ from it, is decided by the server's own process, to which it has a connection fo
 | message | process | what is no plain chunk, or none that simply goes on | none |
 | claim | process | a chunk of a shard has come: may it be written? | none |
 | wrote | process | it is written up to here; due: the mark is reached, answer with mark | none |
-| failed | process | the system refused something: why | none |
+| failed | process | the system refused something, or the call has no authority: why | none |
 | end | process | the stream holds no more | none |
+| heard | server | the call has come; comes first | none |
 | grant | server | it may: where, from which byte, up to which mark | one: the segment's |
 | mark | server | go on, up to this mark | none |
 | stop | server | write no more | none |

@@ -17,6 +17,7 @@ from weightsync_server.authority.doors import Doors
 from weightsync_server.authority.principals import EVERYBODY
 from weightsync_server.children import inside, wire
 from weightsync_server.children.maps import Maps
+from weightsync_server.ingesters.notices import Notices
 from weightsync_server.ingesters.relay import Relay, take
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.process import tune_process
@@ -45,6 +46,7 @@ class _Ingest:
         self._path: str = start["socket"]
         self._settings = Settings(**start["settings"])
         self._maps = Maps()
+        self._notices = Notices()
         self._doors: Doors
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -64,8 +66,8 @@ class _Ingest:
         self._watch = asyncio.create_task(self._end_when_shut())
         self._sock.sendall(wire.encode(ready))
         self._sock.setblocking(False)
-        # Kept: the connection ends with its writer.
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        reader, writer = await asyncio.open_unix_connection(sock=self._sock)
+        self._notices.begin(writer)
         while True:
             request, _ = await wire.read(reader)
             if request["op"] == "drain":
@@ -74,7 +76,7 @@ class _Ingest:
             else:
                 for name in request["forget"]:
                     self._maps.forget(name)
-                self._tell({"id": request["id"]})
+                self._notices.answer({"id": request["id"]})
 
     async def push(self, requests: AsyncIterator[Any], context: Any) -> bytes:
         """Serve one stream."""
@@ -91,10 +93,8 @@ class _Ingest:
 
     async def _listen(self) -> list[str]:
         self._doors = Doors(self._settings)
-        guard = GuardInterceptor(
-            RpcMetrics(CollectorRegistry()), lambda: self._tell({"op": "fault"})
-        )
-        bound = self._doors.bind(_Report(self._tell), [guard], self._add)
+        guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), self._notices.fault)
+        bound = self._doors.bind(_Report(self._notices), [guard], self._add)
         await self._doors.start()
         return [str(endpoint) for endpoint in bound]
 
@@ -114,25 +114,18 @@ class _Ingest:
     async def _drain(self, request: dict[str, Any]) -> None:
         self._watch.cancel()
         await self._doors.close(request["grace_s"])
-        self._tell({"id": request["id"]})
-
-    def _tell(self, document: dict[str, Any]) -> None:
-        # Never so much that the server's process would not take it at once, unless it is stuck.
-        try:
-            self._sock.send(wire.encode(document))
-        except OSError:
-            os._exit(1)
+        self._notices.answer({"id": request["id"]})
 
 
 class _Report:
     """Tells the server's process what it counts and writes down; see `Auditor`."""
 
-    def __init__(self, tell: Any) -> None:
-        self._tell = tell
+    def __init__(self, notices: Notices) -> None:
+        self._notices = notices
 
-    def refuse(self, error: WeightSyncError) -> None:
+    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
         """A call was refused at the door."""
-        self._tell({"op": "refused", "reason": error.reason, "message": error.message})
+        self._notices.refuse(error, times)
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """A call has ended: the server's process writes that down itself."""

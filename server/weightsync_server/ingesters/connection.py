@@ -26,6 +26,7 @@ _AHEAD = 4
 #: Seconds in which a process tells who calls, and in which it stops writing when it is told to.
 _CALL_S = 10.0
 _STOP_S = 5.0
+_DISCARD_BYTES = 64 << 10
 #: Seconds that what has come from a stream which was cut is waited for to be counted.
 _REST_S = 1.0
 
@@ -62,6 +63,7 @@ class Connection(Distant):
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
         async with asyncio.timeout(_CALL_S):
             call, _ = await wire.read(reader)
+        self._send({"op": "heard"})
         self._reading = asyncio.create_task(self._read(reader), name="ingest-stream")
         return call
 
@@ -75,7 +77,7 @@ class Connection(Distant):
         Raises:
             StopAsyncIteration: The stream has ended, or the process was told to stop.
             DecodeError: A message is none.
-            WeightSyncError: The system refused the process something.
+            WeightSyncError: The system, or authority, refused the process something.
         """
         if self._taken:
             self._taken = False
@@ -153,16 +155,16 @@ class Connection(Distant):
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while True:
-                frame = await wire.read(reader)
-                self._whole = self._whole or frame[0]["op"] == "end"
-                if not self._ceased:
-                    await self._frames.put(frame)
+            await self._take(reader)
         except (OSError, EOFError):
             pass
-        except (ValueError, KeyError):
+        except Exception:
             logger.exception("an ingest process sent what cannot be understood: killed")
             self._kill()
+            # It may write until the kernel has ended it, and with it the connection.
+            with contextlib.suppress(OSError):
+                while await reader.read(_DISCARD_BYTES):
+                    pass
         self._gone.set()
         if not self._whole and not self._ceased:
             # What has come counts, unless whoever takes it waits for something else.
@@ -170,6 +172,13 @@ class Connection(Distant):
                 async with asyncio.timeout(_REST_S):
                     await self._frames.join()
             self.on_cut()
+
+    async def _take(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            frame = await wire.read(reader)
+            self._whole = self._whole or frame[0]["op"] == "end"
+            if not self._ceased:
+                await self._frames.put(frame)
 
     def _send(self, document: dict[str, Any], blob: bytes = b"", fds: Sequence[int] = ()) -> None:
         # Past the transport, which cannot send descriptors and never writes by itself. What is told

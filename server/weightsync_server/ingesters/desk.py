@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -64,7 +65,7 @@ class Desk:
         self._listener = listen(path, 0o600, "choose another --run-dir")
         self._listener.setblocking(False)
         #: Given up for a moment when there is no other descriptor.
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare: int | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="ingest-desk")
 
@@ -75,18 +76,19 @@ class Desk:
             task.cancel()
         await asyncio.gather(self._accepting, *self._calls, return_exceptions=True)
         self._listener.close()
-        os.close(self._spare)
+        self._give_spare()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            self._take_spare()
             try:
                 sock, _ = await loop.sock_accept(self._listener)
+                pid = _pid(sock)
             except OSError as error:
                 logger.warning("an ingest process could not be answered: %s", error.strerror)
                 await self._turn_away()
                 continue
-            pid = _pid(sock)
             if pid not in self._pids():
                 logger.warning("process %d is none of the ingest processes: refused", pid)
                 sock.close()
@@ -97,14 +99,23 @@ class Desk:
 
     async def _turn_away(self) -> None:
         """Without a descriptor for it, end the next connection: else it would wait for one."""
-        os.close(self._spare)
+        self._give_spare()
         try:
             sock, _ = self._listener.accept()
             sock.close()
         except OSError:
             await asyncio.sleep(_AGAIN_S)
-        finally:
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _take_spare(self) -> None:
+        if self._spare is None:
+            # Somebody else may have taken what was free for a moment: then at the next turn.
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _give_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
     async def _attend(self, sock: socket.socket, pid: int) -> None:
         connection = Connection(sock, partial(self._kill, pid))
@@ -116,7 +127,9 @@ class Desk:
                 await asyncio.wait([serving])
             finally:
                 serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+                (outcome,) = await asyncio.gather(serving, return_exceptions=True)
+                if isinstance(outcome, Exception):
+                    logger.error("fault in a call of an ingest process", exc_info=outcome)
         except (OSError, EOFError, ValueError, KeyError) as error:
             logger.warning("an ingest process broke off: %r", error)
         finally:

@@ -115,7 +115,8 @@ class Ingesters(Crew):
 
     def _heard(self, notice: dict[str, Any]) -> None:
         if notice["op"] == "refused" and self._audit is not None:
-            self._audit.refuse(WeightSyncError(Reason(notice["reason"]), notice["message"]))
+            error = WeightSyncError(Reason(notice["reason"]), notice["message"])
+            self._audit.refuse(error, notice["times"])
         elif notice["op"] == "fault":
             self._metrics.violate("only_data")
         else:

@@ -29,6 +29,8 @@ _RECEIVE_BYTES = 64 << 10
 #: Seconds after which the server is told of chunks, so that it is not for each of them. When the
 #: stream is cut it is told before that; what a process does not come to tell is sent again.
 _TELL_S = 0.02
+#: Seconds until the server must have heard of a stream; else the caller is sent to it itself.
+_HEARD_S = 10.0
 #: Only a grant brings a descriptor.
 _MAX_FDS = 4
 
@@ -95,6 +97,7 @@ class Relay:
         self._fds: list[int] = []
         self._let_go = self._telling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._unheard = self._loop.call_later(_HEARD_S, self._lose)
         self._answer: asyncio.Future[dict[str, Any]] | None = None
         self._done: asyncio.Future[Done] = self._loop.create_future()
 
@@ -122,7 +125,8 @@ class Relay:
             requests: The messages.
 
         Raises:
-            WeightSyncError: SERVER_AWAY; the server's process has ended the connection.
+            WeightSyncError: SERVER_AWAY; the server's process has ended the connection, or has
+                not heard of the stream in time.
         """
         self._loop.add_reader(self._sock, self._readable)
         pump = asyncio.create_task(self._pump(call, requests))
@@ -138,23 +142,30 @@ class Relay:
             self._close()
 
     async def _report(self, pump: asyncio.Task[None]) -> None:
-        """Let the server decide about what the system refused here, and raise what it did not."""
+        """Let the server decide about what was refused here, and raise what it must not know.
+
+        A refusal comes from those who look at requests before this, as at the model they name.
+        """
         # When the connection takes no more, the server tells why, or is gone.
         with contextlib.suppress(ConnectionError):
             try:
                 pump.result()
+            except WeightSyncError as refusal:
+                await self._fail(refusal)
             except (OSError, MemoryError) as error:
                 told = system_fault(error, "receiving a shard")
                 if told is None or isinstance(error, ConnectionError):
                     raise
-                failed = {"op": "failed", "reason": told.reason, "message": told.message}
-                await self._tell(failed)
+                await self._fail(told)
+
+    async def _fail(self, error: WeightSyncError) -> None:
+        await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
 
     async def _pump(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> None:
         await self._tell(call)
         async for message in requests:
             if isinstance(message, Whole):
-                await self._tell({"op": "message"}, message.data)
+                await self._whole(message.data)
             else:
                 await self._chunk(message)
             # Bytes of the last message must not be kept while the next one is awaited.
@@ -162,15 +173,20 @@ class Relay:
         await self._tell({"op": "end"})
         self._stop()
 
+    async def _whole(self, message: bytes) -> None:
+        """Let the server judge a message. It may write bytes itself: no claim is good after it."""
+        await self._tell({"op": "message"}, message)
+        self._release()
+
     async def _chunk(self, chunk: ChunkView) -> None:
         claim = self._claim
         if claim is None or claim.shard != chunk.shard:
             claim = await self._claimed(chunk.shard)
         begin, end = chunk.offset, chunk.offset + len(chunk.data)
-        if begin != claim.position or end > claim.size or len(chunk.data) > claim.most:
-            # What does not simply go on is for the server to judge; it may write some of it.
-            await self._tell({"op": "message"}, bytes(chunk.data.obj))
-            self._release()
+        full = begin == claim.size
+        if begin != claim.position or full or end > claim.size or len(chunk.data) > claim.most:
+            # What does not simply go on.
+            await self._whole(bytes(chunk.data.obj))
             return
         if self._let_go:
             return
@@ -205,12 +221,15 @@ class Relay:
 
     async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
         # In order: what was written before goes before.
-        data = self._untold() + wire.encode(document, blob)
+        claim, data = self._claim, self._untold() + wire.encode(document, blob)
         self._telling = True
         try:
             await self._loop.sock_sendall(self._sock, data)
         finally:
             self._telling = False
+        if claim is not None:
+            # Nothing is written while something is being told.
+            claim.told = claim.position
 
     async def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
         self._answer = self._loop.create_future()
@@ -221,18 +240,25 @@ class Relay:
         claim = self._claim
         if claim is None or claim.told == claim.position:
             return b""
-        claim.told = claim.position
         return wire.encode(
             {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
         )
 
     def _tell_now(self) -> None:
-        """Tell what was written, unless more is about to be told, or the server has no ear."""
+        """Tell what was written, unless more is about to be told; once more if there is no room."""
         self._timer = None
-        if not self._telling:
+        claim = self._claim
+        if self._telling or claim is None:
+            return
+        try:
             # A message as small as this is taken whole or not at all.
-            with contextlib.suppress(OSError):
-                self._sock.send(self._untold())
+            self._sock.send(self._untold())
+            claim.told = claim.position
+        except BlockingIOError:
+            self._timer = self._loop.call_later(_TELL_S, self._tell_now)
+        except OSError:
+            # The server is gone: `_readable` learns it as well.
+            return
 
     def _stop(self) -> None:
         """Write no more, and let the server know."""
@@ -256,11 +282,18 @@ class Relay:
         if not data:
             self._loop.remove_reader(self._sock)
             self._stop()
-            if not self._done.done():
-                self._done.set_exception(_away())
+            self._lose()
+
+    def _lose(self) -> None:
+        """The server is not there for this stream."""
+        if not self._done.done():
+            self._done.set_exception(_away())
 
     def _hear(self, document: dict[str, Any], blob: bytes) -> None:
         op = document["op"]
+        self._unheard.cancel()
+        if op == "heard":
+            return
         if op == "stop":
             self._stop()
         elif op == "done":
@@ -270,6 +303,7 @@ class Relay:
             self._answer.set_result(document)
 
     def _close(self) -> None:
+        self._unheard.cancel()
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._sock)

@@ -1,0 +1,92 @@
+"""However much happens at the doors, the server is told sums and nobody ends for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.children import wire
+from weightsync_server.ingesters.notices import Notices
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+STRANGER = WeightSyncError(Reason.UNAUTHENTICATED, "send a token")
+
+
+@contextlib.asynccontextmanager
+async def connected(notices: Notices) -> AsyncIterator[asyncio.StreamReader]:
+    ours, theirs = socket.socketpair()
+    reader, kept = await asyncio.open_unix_connection(sock=theirs, limit=1 << 10)
+    _, writer = await asyncio.open_unix_connection(sock=ours)
+    notices.begin(writer)
+    try:
+        yield reader
+    finally:
+        for end in (writer, kept):
+            end.close()
+            with contextlib.suppress(OSError):
+                await end.wait_closed()
+
+
+async def told(reader: asyncio.StreamReader, answer: int) -> tuple[Counter[str], int, set[str]]:
+    """Return refusals by reason, the number of messages, and all sentences, up to an answer."""
+    counts: Counter[str] = Counter()
+    sentences: set[str] = set()
+    for number in range(10_000):
+        document, _ = await wire.read(reader)
+        if document.get("id") == answer:
+            return counts, number, sentences
+        if document["op"] == "refused":
+            counts[document["reason"]] += document["times"]
+            sentences.add(document["message"])
+    raise AssertionError
+
+
+async def test_what_happens_before_the_process_is_ready_is_told_after() -> None:
+    notices = Notices()
+    notices.refuse(STRANGER)
+    notices.fault()
+    async with connected(notices) as reader, asyncio.timeout(5):
+        assert (await wire.read(reader))[0] == {"op": "fault"}
+        refused, _ = await wire.read(reader)
+        assert (refused["message"], refused["times"]) == (STRANGER.message, 1)
+
+
+async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> None:
+    notices = Notices()
+    async with connected(notices) as reader, asyncio.timeout(20):
+        sent = 0
+        # More rounds than a socket holds messages.
+        for answer in range(1000):
+            for number in range(5):
+                notices.refuse(STRANGER)
+                name = f"caller {answer} {number}"
+                notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, name))
+                sent += 1
+            notices.answer({"id": answer})
+        # A sum that grew while nothing could be sent is told by itself.
+        counts: Counter[str] = Counter()
+        while min(counts[STRANGER.reason], counts[Reason.PERMISSION_DENIED]) < sent:
+            document, _ = await wire.read(reader)
+            if "id" not in document:
+                counts[document["reason"]] += document["times"]
+        assert counts == {STRANGER.reason: sent, Reason.PERMISSION_DENIED: sent}
+        notices.answer({"id": 5000})
+        assert await told(reader, 5000) == (Counter(), 0, set())
+
+
+async def test_the_sentences_of_one_sum_are_bounded() -> None:
+    notices = Notices()
+    for number in range(1000):
+        notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, f"caller {number}"))
+    async with connected(notices) as reader, asyncio.timeout(5):
+        notices.answer({"id": 1})
+        counts, messages, sentences = await told(reader, 1)
+        assert counts == {Reason.PERMISSION_DENIED: 1000}
+        assert messages < 50
+        assert "caller 0" in sentences
