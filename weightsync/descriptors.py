@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from weightsync.sockets import claimed
@@ -149,7 +148,7 @@ def accept_each(listener: socket.socket, serve: Callable[[socket.socket], None],
         except OSError as error:
             if listener.fileno() < 0 or error.errno in (errno.EBADF, errno.EINVAL):
                 return
-            time.sleep(_AGAIN_S)
+            threading.Event().wait(_AGAIN_S)
             continue
         try:
             threading.Thread(target=serve, args=(peer,), name=name, daemon=True).start()
