@@ -279,7 +279,8 @@ def test_a_fetcher_ends_with_its_socket() -> None:
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
         theirs.close()
         try:
-            assert wire.receive(ours)[0] == {"op": "hello", "protocol": 2, "pid": child.pid}
+            hello = {"op": "hello", "protocol": wire.PROTOCOL, "pid": child.pid}
+            assert wire.receive(ours)[0] == hello
             ours.sendall(wire.encode({"op": "start", "parent": os.getpid()}))
             assert wire.receive(ours)[0] == {"op": "ready"}
             ours.close()
