@@ -15,6 +15,7 @@ import grpc
 import pytest
 from safetensors.numpy import save
 
+from tests.support.refusals import refusal
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
@@ -22,7 +23,7 @@ from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 np = pytest.importorskip("numpy")
 
@@ -68,14 +69,6 @@ def _push(server: WeightSyncServer, seed: int, version: int = 0, **begin: Any) -
     return server.stub.PushWeights(messages, timeout=20).commit
 
 
-def _refused(call: Callable[[], Any]) -> tuple[grpc.StatusCode, Reason]:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    told = from_call(caught.value)
-    assert told is not None, caught.value
-    return caught.value.code(), told.reason
-
-
 def _versions(server: WeightSyncServer) -> dict[int, str]:
     answer = server.stub.ListVersions(pb.ListVersionsRequest(model="default"), timeout=5)
     return {
@@ -112,7 +105,7 @@ class _Trainer:
 
     def refusal(self) -> tuple[grpc.StatusCode, Reason]:
         """Wait for the refusal without another message."""
-        return _refused(self._call.result)
+        return refusal(self._call.result)
 
 
 def _parts(message: pb.PushWeightsRequest) -> Iterator[pb.PushWeightsRequest]:
@@ -143,7 +136,7 @@ STALE = (grpc.StatusCode.FAILED_PRECONDITION, Reason.EPOCH_STALE)
 def test_a_stale_writer_is_refused_at_begin(server: WeightSyncServer, free: int) -> None:
     first, second = _acquire(server), _acquire(server)
     assert second == first + 1
-    assert _refused(lambda: _push(server, 1, free, epoch=first)) == STALE
+    assert refusal(lambda: _push(server, 1, free, epoch=first)) == STALE
     assert free not in _versions(server)
     assert _push(server, 1, free, epoch=second).version == free
 
@@ -173,7 +166,7 @@ def test_a_stale_writer_is_refused_at_the_commit(server: WeightSyncServer, free:
     server.stub.PushWeights(iter([join, *messages]), timeout=20)
     second = _acquire(server)
     commit = pb.CommitPushRequest(push_id=push_id)
-    assert _refused(lambda: server.stub.CommitPush(commit, timeout=20)) == STALE
+    assert refusal(lambda: server.stub.CommitPush(commit, timeout=20)) == STALE
     assert free not in _versions(server)
     assert _push(server, 2, free, epoch=second).version == free
 
@@ -182,10 +175,10 @@ def test_epochs_survive_a_crash(server: WeightSyncServer, free: int) -> None:
     first, second = _acquire(server), _acquire(server)
     server.kill()
     server.start()
-    assert _refused(lambda: _push(server, 2, free, epoch=first)) == STALE
+    assert refusal(lambda: _push(server, 2, free, epoch=first)) == STALE
     assert _push(server, 2, free, epoch=second).version == free
     assert _acquire(server) == second + 1
-    assert _refused(lambda: _push(server, 3, free + 1, epoch=second)) == STALE
+    assert refusal(lambda: _push(server, 3, free + 1, epoch=second)) == STALE
 
 
 def test_an_epoch_file_that_is_lost_makes_no_old_writer_good(
@@ -197,7 +190,7 @@ def test_an_epoch_file_that_is_lost_makes_no_old_writer_good(
     (file,) = (folder / "state").rglob("epoch.json")
     file.unlink()
     server.start()
-    assert _refused(lambda: _push(server, 2, free + 1, epoch=first)) == STALE
+    assert refusal(lambda: _push(server, 2, free + 1, epoch=first)) == STALE
     assert _acquire(server) == second + 1
 
 
@@ -276,7 +269,7 @@ def test_nobody_can_wind_versions_or_epochs_forward(
     server: WeightSyncServer, free: int, version: int, epoch: int, code: grpc.StatusCode
 ) -> None:
     newest = _acquire(server)
-    assert _refused(lambda: _push(server, 1, version, epoch=epoch))[0] is code
+    assert refusal(lambda: _push(server, 1, version, epoch=epoch))[0] is code
     assert _push(server, 1, free, epoch=newest).version == free
     assert _push(server, 2, epoch=newest).version == free + 1
     assert _acquire(server) == newest + 1

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from tests.support.bounds import begin, model_status, one_shard, within
-from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, received, refusal
+from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, received
 from tests.support.proxy import FaultProxy, Faults
+from tests.support.refusals import refusal
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import chunk
 from weightsync import failpoints

@@ -18,9 +18,10 @@ import grpc
 import pytest
 
 from tests.support.bounds import begin, model_status, one_shard, serving, within
-from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, received, refusal
+from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, received
 from tests.support.leftovers import Mark
 from tests.support.processes import descriptors
+from tests.support.refusals import refusal
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb

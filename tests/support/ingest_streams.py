@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import grpc
-import pytest
-
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.support.weightsync_server import WeightSyncServer
     from tests.unit.server.versions.world import Shard
-    from weightsync.errors import Reason
     from weightsync.v1 import weightsync_pb2_grpc
 
-__all__ = ["CHUNK", "half_sent", "joined", "processes", "received", "refusal"]
+__all__ = ["CHUNK", "half_sent", "joined", "processes", "received"]
 
 CHUNK = 64 << 10
 
@@ -42,15 +37,6 @@ def half_sent(shard: Shard, push_id: str, rest: threading.Event) -> Iterator[pb.
     yield first
     rest.wait(60)
     yield from others
-
-
-def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, Reason]:
-    """Return how a call was refused."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    told = from_call(caught.value)
-    assert told is not None, caught.value
-    return caught.value.code(), told.reason
 
 
 def received(stub: weightsync_pb2_grpc.WeightSyncStub, push_id: str) -> int:

@@ -227,11 +227,7 @@ class ChildProcess:
         finally:
             if self._reading is not None:
                 self._reading.cancel()
-            if self._writer is not None:
-                self._writer.close()
-                with contextlib.suppress(OSError):
-                    await self._writer.wait_closed()
-            self._sock.close()
+            await wire.hang_up(self._writer, self._sock)
 
     async def _greet(self, facts: Mapping[str, Any]) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)

@@ -7,6 +7,7 @@ blob keeps 200,000 digests out of JSON: 3.2 MB that need no parsing on the event
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["PROTOCOL", "encode", "read", "receive", "split"]
+__all__ = ["PROTOCOL", "encode", "hang_up", "read", "receive", "split"]
 
 #: Both ends must speak the same; they differ only while an installation is being replaced.
 PROTOCOL = 3
@@ -76,6 +77,15 @@ async def read(reader: asyncio.StreamReader) -> tuple[dict[str, Any], bytes]:
     document, blob = _sizes(await reader.readexactly(_HEAD.size))
     body = await reader.readexactly(document)
     return _document(body), await reader.readexactly(blob)
+
+
+async def hang_up(writer: asyncio.StreamWriter | None, sock: socket.socket) -> None:
+    """Close an end with an event loop, whether or not it was opened there already."""
+    if writer is not None:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    sock.close()
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

@@ -147,11 +147,7 @@ class Connection(Distant):
         if self._reading is not None:
             await self.cease()
             self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
-            with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
-        self._sock.close()
+        await wire.hang_up(self._writer, self._sock)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
