@@ -363,7 +363,8 @@ def _act(name: str, term: _Term) -> None:
         # The signal may reach another thread first.
         time.sleep(60)
     if term.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one for the process may reach another first, and this one goes on a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     code = getattr(errno, term.argument or "EIO")
     raise OSError(code, f"{os.strerror(code)} (failpoint {name})")

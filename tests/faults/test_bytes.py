@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import pytest
 
 from tests.soak.contents import KINDS, MemoryContents
 from tests.soak.site import MemoryEngineProcess
-from tests.support.census import Census, same_again
+from tests.support.census import Census, same_again, settled
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
@@ -109,9 +110,10 @@ def site() -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def untouched(site: Site) -> Iterator[None]:
     """The served version is served as before, and nothing is left behind."""
-    before = Census.take(site.server)
+    take = partial(Census.take, site.server)
+    before = settled(take)
     yield
-    same_again(site.server, before)
+    same_again(take, before)
     told = site.engine.told()
     assert told == {"generating": True, "content": _CONTENTS.digest(1)}
     stub = site.server.stub

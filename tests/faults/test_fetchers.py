@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.support.bounds import MODEL, one_shard, push_messages, within
-from tests.support.census import Census
+from tests.support.census import Census, same_again, settled
 from tests.support.memory_bridge import memory_bridge
 from tests.support.processes import state
 from tests.support.weightsync_server import WeightSyncServer
@@ -162,7 +162,10 @@ class Bench:
         assert self.server.stub.VerifyVersion(request, timeout=10).verified
 
     def held(self) -> Census:
-        """Return what the server holds besides versions."""
+        """Return what the server holds besides versions, once it is at rest."""
+        return settled(self._count)
+
+    def _count(self) -> Census:
         census = Census.take(self.server)
         left = tuple(name for name in census.files if name.endswith(LEFT))
         return replace(census, files=left, versions=(), live=0)
@@ -171,7 +174,7 @@ class Bench:
         """Check that every fetcher is back, nothing is left over and vLLM was never fenced."""
         status = self.server.stub.GetStatus
         within(10, lambda: status(pb.GetStatusRequest(), timeout=5).fetchers == 2)
-        within(10, lambda: self.held() == before)
+        same_again(self._count, before)
         assert "fence" not in self.engine.events[self.events_before :]
 
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import pytest
 
 from tests.soak.contents import MemoryContents
 from tests.support.bounds import serving, within
-from tests.support.census import Census, same_again
+from tests.support.census import Census, same_again, settled
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.v1 import weightsync_pb2 as pb
@@ -121,7 +122,8 @@ def test_a_path_that_is_no_text_costs_a_restart_and_nothing_else(
     assert path in recorded, "it is sent as plain bytes"
     stub = server.stub
     push = stub.BeginPush(pb.BeginPushRequest(model="default"), timeout=10).push_id
-    before = Census.take(server)
+    take = partial(Census.take, server)
+    before = settled(take)
     stub = server.stub
     # Neither one who watches nor one who sends nothing holds it up.
     watch = stub.WatchVersions(pb.WatchVersionsRequest(model="default"))
@@ -138,7 +140,7 @@ def test_a_path_that_is_no_text_costs_a_restart_and_nothing_else(
     server.close_channels()
     server.start()
     assert b"default" in _send(str(server.run_dir / door), recorded)
-    same_again(server, before)
+    same_again(take, before)
     server.stub.AbortPush(pb.AbortPushRequest(push_id=push), timeout=10)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from benchmarks.servers import free_port
 from tests.support.bounds import begin, model_status, one_shard, serving, within
 from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, received
 from tests.support.leftovers import Mark
@@ -123,25 +124,26 @@ def test_none_outlives_a_server_that_is_killed(tmp_path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_port_that_is_taken_is_named_and_nothing_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["the server's", "an ingest process's"])
+def test_a_port_that_is_taken_is_named_and_nothing_stays(tmp_path: Path, whose: str) -> None:
     folder = Path(tempfile.mkdtemp(prefix="wsi"))
     mark = Mark()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    first = free_port(2)
+    port = first if whose == "the server's" else first + 1
+    with socket.create_server(("127.0.0.1", port)):
         server = WeightSyncServer(
             folder / "run",
             tmp_path,
             ingest=1,
-            flags=(f'--listen=["unix:{folder}/run/server.sock", "127.0.0.1:{port - 1}"]',),
+            flags=(f'--listen=["unix:{folder}/run/server.sock", "127.0.0.1:{first}"]',),
             variables=mark.variables,
         )
         with pytest.raises(RuntimeError):
             server.start()
     assert server.process is not None
     assert server.process.wait(10) == 1
-    assert f"an ingest process cannot listen: Failed to bind to address 127.0.0.1:{port}" in (
-        server.log
-    )
+    assert f": 127.0.0.1:{port} is taken, or is no address of this host; choose" in server.log
+    assert ("an ingest process cannot listen" in server.log) == (port != first)
     assert mark.left_after(5) == []
     server.close_channels()
     shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import pytest
 
 from benchmarks.servers import free_port
 from tests.support.bounds import within
-from tests.support.census import Census, same_again
+from tests.support.census import Census, same_again, settled
 from tests.support.raw_flood import half_open
 from tests.support.raw_http2 import PREFACE, connect, settings_frame
 from tests.support.weightsync_server import WeightSyncServer
@@ -120,7 +121,8 @@ def _flooded(address: str, seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(30, marks=pytest.mark.battery)])
 def test_after_a_flood_all_is_as_before(server: WeightSyncServer, tcp: str, seconds: float) -> None:
-    before = Census.take(server)
+    take = partial(Census.take, server)
+    before = settled(take)
     with _flooded(tcp, seconds):
         codes = _ask(server.address, seconds)
     assert set(codes) <= FLOODED, codes
@@ -128,7 +130,7 @@ def test_after_a_flood_all_is_as_before(server: WeightSyncServer, tcp: str, seco
     assert server.process.poll() is None
     # What waits for the accept loop is worked off first.
     within(20, lambda: set(_ask(tcp, 0.5)) == {CODE.OK})
-    same_again(server, before)
+    same_again(take, before)
     assert set(_ask(server.address, 1)) == {CODE.OK}
     assert len(server.log) < 1 << 20
 

@@ -6,16 +6,18 @@ import contextlib
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.support.weightsync_server import WeightSyncServer
 
-__all__ = ["Census", "same_again"]
+__all__ = ["Census", "same_again", "settled"]
 
 _SEGMENT = "/memfd:weightsync"
 
@@ -100,21 +102,41 @@ def _segments(pid: int) -> dict[int, int]:
     return found
 
 
-def _at_least(server: WeightSyncServer, before: Census) -> Census:
-    # One that was open for a moment when it was counted first is no loss.
-    after = Census.take(server)
-    return replace(after, descriptors=max(after.descriptors, before.descriptors))
+def settled(take: Callable[[], Census], timeout_s: float = 10.0) -> Census:
+    """Return what a server holds once two counts in a row are equal.
+
+    What was asked for before may still end in the background: a count in the midst of it is of no
+    use to compare with.
+
+    Raises:
+        AssertionError: It does not come to rest.
+    """
+    deadline = time.monotonic() + timeout_s
+    before, after = take(), take()
+    while before != after:
+        assert time.monotonic() < deadline, _differences(before, after)
+        time.sleep(0.1)
+        before, after = after, take()
+    return after
 
 
-def same_again(server: WeightSyncServer, before: Census, timeout_s: float = 10.0) -> None:
-    """Wait until the server holds what it held before.
+def same_again(take: Callable[[], Census], before: Census, timeout_s: float = 10.0) -> None:
+    """Wait until a server holds what it held before.
 
     Raises:
         AssertionError: It does not, with what differs.
     """
     deadline = time.monotonic() + timeout_s
-    while (after := _at_least(server, before)) != before and time.monotonic() < deadline:
+    while changed := _differences(before, _at_least(take(), before)):
+        assert time.monotonic() < deadline, changed
         time.sleep(0.1)
+
+
+def _at_least(after: Census, before: Census) -> Census:
+    # One that was open for a moment when it was counted first is no loss.
+    return replace(after, descriptors=max(after.descriptors, before.descriptors))
+
+
+def _differences(before: Census, after: Census) -> dict[str, tuple[Any, Any]]:
     old, new = asdict(before), asdict(after)
-    changed = {name: (old[name], value) for name, value in new.items() if value != old[name]}
-    assert not changed, changed
+    return {name: (old[name], value) for name, value in new.items() if value != old[name]}

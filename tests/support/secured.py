@@ -54,6 +54,10 @@ def authority_text(principals: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+#: Ingest processes that a test may ask for.
+_MOST_INGEST = 2
+
+
 @dataclass
 class Secured:
     """A weightsync-server process with an authority file.
@@ -78,7 +82,8 @@ class Secured:
     def __post_init__(self) -> None:
         self.ca = Authority(self.folder / "pki")
         self.pair: Pair = self.ca.sign("server", "localhost", "server.test")
-        self.port = free_port()
+        # Ingest processes listen on those that follow.
+        self.port = free_port(1 + _MOST_INGEST)
         self.file = self.folder / "authority.toml"
         self.tokens = {name: new_token() for name in (*Role, "other")}
         self.write()

@@ -103,6 +103,7 @@ class WeightSyncServer:
                 self.stub.GetStatus(pb.GetStatusRequest(), timeout=1)
                 return self
             if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
                 raise RuntimeError(f"the server did not start:\n{self.log}")
             time.sleep(0.05)
 

@@ -91,8 +91,8 @@ class Doors:
             serve: Adds the services to a gRPC server.
 
         Raises:
-            WeightSyncError: A unix socket is somebody else's, or cannot be made.
-            RuntimeError: An address cannot be bound.
+            WeightSyncError: An address is somebody else's, or not of this host.
+            RuntimeError: A unix socket cannot be bound.
         """
         bound = []
         for group in self._groups():
@@ -140,10 +140,17 @@ class Doors:
             with claimed(path, "choose another path with --listen"), umask(_SOCKET_UMASK):
                 server.add_insecure_port(address)
             return address
-        if self._certificates is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, self._certificates.credentials())
+        try:
+            if self._certificates is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._certificates.credentials())
+        except RuntimeError as error:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{address} is taken, or is no address of this host; choose another with --listen "
+                "(with --ingest N, the N ports after it must be free as well)",
+            ) from error
         return f"{address.rpartition(':')[0]}:{port}"
 
 
