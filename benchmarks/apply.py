@@ -7,7 +7,8 @@ and applied, and vLLM reloads one from a tmpfs directory:
 reload_pause_s          pause, reload_weights, resume
 pause_s                 ours, from the request to pause until the engine runs, with the proof that
                         the live parameters are the version's; of it, stop_s waits for the step
-                        that runs, commit_s writes, verify_s proves, resume_s starts again
+                        that runs; in the rest, still_s, no token is made: commit_s writes,
+                        verify_s proves, resume_s starts again
 reload_over_ours        median of the ratios within each pair
 bitwise_equal           whether the last applies, a patch and the way back among them, left the same
                         live parameters, by a SHA-256 of all of them, as a reload of each version
@@ -20,6 +21,7 @@ and in between, with 1 % of the values changed (delta_changed), each written by 
 delta_pause_s           ours, for a version that differs from the live one in that; its parts as
                         above, with delta_ before them
 delta_over_full_pause   median of the ratios to pause_s within each round
+delta_over_full_still   the same of delta_still_s to still_s: without the wait, which a step decides
 rollback_pause_s        the way back from it
 delta_check_s           from the call until everything was compared, beside generation
 

@@ -129,6 +129,7 @@ class _Measure:
             "apply_s": seconds,
             "pause_s": phases.paused_total_s,
             "stop_s": phases.pause_s,
+            "still_s": phases.paused_total_s - phases.pause_s,
             "resume_s": phases.resume_s,
             "prepare_s": phases.prepare_s,
             "commit_s": phases.commit_s,
@@ -165,6 +166,7 @@ class _Measure:
         self.facts["bitwise_equal"] = [copied, patched] == reloaded and back == copied != patched
         self._add_ratios("reload_over_ours", "reload_pause_s", "pause_s")
         self._add_ratios("delta_over_full_pause", "delta_pause_s", "pause_s")
+        self._add_ratios("delta_over_full_still", "delta_still_s", "still_s")
 
     async def _reloaded(self, directory: str) -> str:
         await self._llm.pause_generation(mode="keep", clear_cache=False)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 #: Starts in a row that may fail before it is told that there is no hope; tries go on.
 _MAX_FAILED_STARTS = 3
 _MAX_BACKOFF_S = 5.0
+#: A life that is shorter says no more for the next one than a failed start does.
+_SHORT_LIFE_S = 1.0
 
 
 class Crew:
@@ -157,20 +159,25 @@ class Crew:
 
     async def _keep(self, first: ChildProcess, place: int) -> None:
         """Keep one place filled, for ever."""
-        await self._serve(first)
-        failed = 0
+        process, short = first, 0
+        loop = asyncio.get_running_loop()
         while True:
-            self._lost()
-            process = None
-            while process is None:
-                process = await self._begin_again(place, failed)
-                failed = 0 if process else failed + 1
-            self._members[process] = self._tending(process)
+            begun = loop.time()
             await self._serve(process)
+            short = short + 1 if loop.time() - begun < _SHORT_LIFE_S else 0
+            self._lost()
+            await _wait(short - 1)
+            process = await self._refill(place)
+            self._members[process] = self._tending(process)
+
+    async def _refill(self, place: int) -> ChildProcess:
+        failed = 0
+        while (process := await self._begin_again(place, failed)) is None:
+            failed += 1
+        return process
 
     async def _begin_again(self, place: int, failed: int) -> ChildProcess | None:
-        if failed:
-            await asyncio.sleep(min(0.1 * 2**failed, _MAX_BACKOFF_S))
+        await _wait(failed)
         try:
             return await self._begin(place)
         except WeightSyncError as error:
@@ -215,3 +222,9 @@ class Crew:
         if self._executor is not None:
             self._executor.shutdown(wait=False)
             self._executor = None
+
+
+async def _wait(failures: int) -> None:
+    """Wait the longer, the more failures there were in a row; after none, not at all."""
+    if failures > 0:
+        await asyncio.sleep(min(0.1 * 2**failures, _MAX_BACKOFF_S))

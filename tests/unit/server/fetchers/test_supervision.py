@@ -112,6 +112,22 @@ async def test_a_stuck_fetcher_is_found_without_a_task(pool_of: Callable[..., An
     assert not _exists(pid)
 
 
+async def test_one_that_dies_at_once_again_and_again_is_started_less_often(
+    pool_of: Callable[..., Any],
+) -> None:
+    pool = await pool_of(1)
+    waits = []
+    for _ in range(5):
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        await _until(lambda: pool.pids not in ([], [pid]))  # noqa: B023 - awaited here
+        waits.append(time.monotonic() - begun)
+    # The first is replaced at once, the fifth after 0.2, 0.4, 0.8 and now 1.6 s.
+    assert waits[4] > 1.6
+    assert waits[0] < waits[4] - 1
+
+
 async def test_a_task_that_costs_three_fetchers_is_given_up(
     fill: Callable[..., Any], pool_of: Callable[..., Any]
 ) -> None:
