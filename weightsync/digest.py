@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["DIGEST_BYTES", "TensorDigester", "content_digest", "lines_digest", "tensor_digest"]
+__all__ = [
+    "DIGEST_BYTES",
+    "TensorDigester",
+    "content_digest",
+    "lines_digest",
+    "signature_of",
+    "tensor_digest",
+]
 
 #: Length of every digest in bytes.
 DIGEST_BYTES = 16
@@ -52,4 +59,16 @@ def content_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -
     return lines_digest(
         f"{json.dumps(name)} {dtype} {','.join(map(str, shape))} {digest.hex()}"
         for name, dtype, shape, digest in ordered
+    )
+
+
+def signature_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
+    """Return the digest of names, dtypes and shapes alone: what a load plan depends on.
+
+    Args:
+        tensors: Name, safetensors dtype and shape in elements, in the order of the names' UTF-8,
+            which is that of `str`.
+    """
+    return lines_digest(
+        f"{json.dumps(name)} {dtype} {','.join(map(str, shape))}" for name, dtype, shape in tensors
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
-from weightsync.digest import content_digest, lines_digest
+from weightsync.digest import content_digest, lines_digest, signature_of
 
 __all__ = ["Layout", "Manifest", "ShardEntry", "TensorEntry"]
 
@@ -83,10 +83,8 @@ class Layout:
     @cached_property
     def signature(self) -> str:
         """Digest of names, dtypes and shapes alone: what a load plan depends on."""
-        return lines_digest(
-            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))}"
-            for t in map(self.tensors.__getitem__, self.by_name)
-        )
+        ordered = map(self.tensors.__getitem__, self.by_name)
+        return signature_of((t.name, t.dtype, t.shape) for t in ordered)
 
     @property
     def size(self) -> int:

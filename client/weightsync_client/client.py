@@ -115,9 +115,9 @@ class Client:
 
         Args:
             source: A state dict (name to tensor), a safetensors file or a folder of them, or an
-                iterable of name and tensor pairs. An iterable is never collected: at most
-                `streams` + 1 shards of it are held, and a tensor that was handed over must not
-                change before the push is over.
+                iterable of name and tensor pairs. An iterable is read once and never collected:
+                at most `streams` + 1 shards of its tensors are held, and a tensor that was handed
+                over must not change before the push is over.
             **options: See `PushOptions`.
 
         Raises:

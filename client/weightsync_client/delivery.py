@@ -24,9 +24,12 @@ from weightsync_client.types import PushKind, PushResult, Version
 from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
-    from weightsync.manifest import Layout
+    from weightsync_client.deltas.encoding import DeltaShards
+    from weightsync_client.deltas.held import HeldTensor
+    from weightsync_client.deltas.holding import Held, Taking
     from weightsync_client.link import Link
     from weightsync_client.sources import Source
+    from weightsync_client.tensors import SourceTensor
 
 __all__ = ["Delivery", "Memory"]
 
@@ -135,8 +138,10 @@ class Delivery:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: Push | None = None
-        self._layout = source.layout if self._wanted != "never" else None
-        self._ticket = memory.snapshot.line_up() if self._layout else None
+        self._ticket = memory.snapshot.line_up() if self._wanted != "never" else None
+        #: What a try as a delta has used up of an iterable.
+        self._read: dict[str, HeldTensor] = {}
+        self._before: list[SourceTensor] = []
 
     def drop(self) -> None:
         """Give up what `run` will never be called for."""
@@ -146,11 +151,15 @@ class Delivery:
     def run(self) -> PushResult:
         """Send everything, or what changed, and return the committed version."""
         started = time.monotonic()
-        if self._layout is None or self._ticket is None:
-            result = self._without_snapshot()
-        else:
-            with self._memory.snapshot.turn(self._ticket, self._stop):
-                result = self._with_snapshot(self._layout)
+        try:
+            if self._ticket is None:
+                result = self._full("")
+            else:
+                with self._memory.snapshot.turn(self._ticket, self._stop):
+                    result = self._with_snapshot()
+        finally:
+            if self._source.flow is not None:
+                self._source.flow.close()
         return replace(result, seconds=time.monotonic() - started)
 
     def cancel(self) -> None:
@@ -160,19 +169,12 @@ class Delivery:
             if self._push is not None:
                 self._push.cancel()
 
-    def _without_snapshot(self) -> PushResult:
-        if self._wanted == "never":
-            return self._full("")
-        reason = Unfit(Fallback.ITERABLE, "an iterable is read once; push a state dict or a path")
-        self._settle_for(reason)
-        return self._full(reason.reason)
-
-    def _with_snapshot(self, layout: Layout) -> PushResult:
+    def _with_snapshot(self) -> PushResult:
         try:
-            return self._delta(layout)
+            return self._delta()
         except Unfit as unfit:
             self._settle_for(unfit)
-            return self._kept(layout, unfit.reason)
+            return self._kept(unfit.reason)
 
     def _settle_for(self, unfit: Unfit) -> None:
         if self._wanted == "require":
@@ -184,35 +186,29 @@ class Delivery:
 
     # As a delta.
 
-    def _delta(self, layout: Layout) -> PushResult:
+    def _delta(self) -> PushResult:
         """Send what changed.
 
         Raises:
             Unfit: That cannot be done, or does not pay; nothing of the try is left.
         """
-        from weightsync_client.deltas.encoding import DeltaShards
-        from weightsync_client.deltas.sampling import sampled
-
-        snapshot, source = self._memory.snapshot, self._source
+        snapshot, layout = self._memory.snapshot, self._source.layout
         base = snapshot.base_of(layout, self._run_id)
-        zstd = self._compress == "always" or (self._compress == "auto" and self._memory.pace.slow)
-        sample = sampled(source.tensors, base, zstd=zstd)
-        if sample.ratio > PAYS_BELOW:
-            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
-        hurried = not (zstd or self._memory.pace.slow or self._wanted == "require")
-        if hurried and sample.changed > MOST_CHANGED:
-            raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
-        shards = DeltaShards(source.tensors, base, layout.size, zstd=zstd)
+        shards = self._changes(base)
         try:
-            push = self._begin(replace(source, shards=shards, layout=None, delta=shards))
+            push = self._begin(replace(self._source, shards=shards, layout=None, delta=shards))
             with typed_errors():
                 result = push.run()
             if not shards.whole:
                 # Committed before, under the caller's key: nothing was compared.
                 return result
             snapshot.advance(base, result, self._run_id, shards.blobs, shards.threads)
-        except ClientError as error:
-            raise self._unfit(error) from error
+        except (ClientError, Unfit) as error:
+            unfit = self._unfit(error)
+            if unfit is None:
+                raise
+            self._read_again(shards)
+            raise unfit from error
         finally:
             shards.close()
         return replace(
@@ -220,40 +216,77 @@ class Delivery:
             kind=PushKind.DELTA,
             base_version=shards.base_version,
             changed_fraction=shards.changed_fraction,
-            dense_bytes=layout.size,
+            dense_bytes=layout.size if layout else base.size,
         )
 
-    def _unfit(self, error: ClientError) -> Exception:
-        reason = _FALLBACKS.get(error.reason)
-        if reason is None or self._stop.is_set():
-            return error
-        if self._freed:
+    def _changes(self, base: Held) -> DeltaShards:
+        from weightsync_client.deltas.encoding import DeltaShards, default_threads
+        from weightsync_client.deltas.groups import as_they_come, by_size
+        from weightsync_client.deltas.sampling import sampled
+
+        source, slow = self._source, self._memory.pace.slow
+        zstd = self._compress == "always" or (self._compress == "auto" and slow)
+        hurried = not (zstd or slow or self._wanted == "require")
+        most_changed = MOST_CHANGED if hurried else 1.0
+        if source.flow is not None:
+            groups = as_they_come(source.flow, base.size)
+            return DeltaShards(groups, base, zstd=zstd, most_changed=most_changed)
+        sample = sampled(source.tensors, base, zstd=zstd)
+        if sample.ratio > PAYS_BELOW:
+            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
+        if sample.changed > most_changed:
+            raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
+        return DeltaShards(by_size(source.tensors, default_threads()), base, zstd=zstd)
+
+    def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
+        """Return why all is sent after a delta has failed; None: nothing is."""
+        if isinstance(error, Unfit):
+            return Unfit(error.reason, error.text)
+        reason, flow = _FALLBACKS.get(error.reason), self._source.flow
+        if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
+            return None
+        if self._freed and flow is None:
             # The tensors may hold other weights by now. The next push is in full, and heals it.
             self._memory.snapshot.held = None
-            return error
+            return None
         return Unfit(reason, error.message)
+
+    def _read_again(self, shards: DeltaShards) -> None:
+        """Have what an iterable has given read from our copy, which is given up for that."""
+        if self._source.flow is not None and self._wanted != "require":
+            if shards.begun:
+                self._memory.snapshot.held = None
+            self._read, self._before = shards.read_again()
 
     # In full.
 
     def _full(self, reason: Fallback | str) -> PushResult:
-        push = self._begin(self._source, reason)
-        result = push.run()
-        if result.way is Way.STREAM:
-            self._memory.pace.note(result.sent_bytes, push.sending_s)
-        return replace(result, fallback_reason=reason)
+        return self._sent(self._begin(self._source, reason), reason)
 
-    def _kept(self, layout: Layout, reason: Fallback) -> PushResult:
+    def _kept(self, reason: Fallback) -> PushResult:
         """Send all, and keep it for the next delta once it is committed."""
-        snapshot = self._memory.snapshot
-        taking = snapshot.take(layout, self._source.tensors)
+        snapshot, source = self._memory.snapshot, self._source
+        taking: Taking | None
+        if source.flow is None:
+            taking = snapshot.take(source.tensors)
+        else:
+            taking = snapshot.take_flow(self._read)
+            before, self._before = self._before, []
+            source = replace(source, shards=source.flow.shards(before, taking.add))
         if taking is None:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
-        push = self._begin(self._source, reason, taking.keep)
+        push = self._begin(source, reason, taking.keep)
+        result = self._sent(push, reason)
+        snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
+        self._memory.warmth.start()
+        if taking.gave_up and reason is Fallback.FIRST:
+            return replace(result, fallback_reason=Fallback.NO_ROOM)
+        return result
+
+    def _sent(self, push: Push, reason: Fallback | str) -> PushResult:
         result = push.run()
         if result.way is Way.STREAM:
             self._memory.pace.note(result.sent_bytes, push.sending_s)
-        snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
-        self._memory.warmth.start()
         return replace(result, fallback_reason=reason)
 
     # Both.
@@ -281,7 +314,7 @@ class Delivery:
             return self._push
 
     def _source_free(self) -> None:
-        if self._on_source_free is not None:
+        if self._on_source_free is not None and not self._freed:
             self._freed = True
             self._on_source_free()
 

@@ -23,7 +23,6 @@ class Fallback(enum.StrEnum):
         BASE_MISMATCH: The server does not hold the last version any more, or another one.
         LAYOUT_CHANGED: Names, dtypes or shapes differ from the last version's.
         TOO_DENSE: The delta would not have been much smaller.
-        ITERABLE: An iterable is read once, so what is sent cannot depend on the whole of it.
         REFUSED: The server would not take the delta.
     """
 
@@ -33,7 +32,6 @@ class Fallback(enum.StrEnum):
     BASE_MISMATCH = enum.auto()
     LAYOUT_CHANGED = enum.auto()
     TOO_DENSE = enum.auto()
-    ITERABLE = enum.auto()
     REFUSED = enum.auto()
 
 

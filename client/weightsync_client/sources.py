@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.tensors import SourceTensor, settle_devices, wrap
 
-__all__ = ["Change", "PushSource", "Source", "make_source"]
+__all__ = ["Change", "Flow", "PushSource", "Source", "make_source"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -40,6 +41,57 @@ class Change(Protocol):
         """Content digest of the version that it makes; known once all its shards were made."""
 
 
+class Flow(Iterator[SourceTensor]):
+    """The tensors of an iterable: each comes once, and is held by nobody here.
+
+    Args:
+        pairs: Names and tensors.
+        shard_bytes: Where the tensors are cut into shards.
+
+    Attributes:
+        failed: It gave no tensor where one was due, but an error.
+    """
+
+    def __init__(self, pairs: Iterator[object], shard_bytes: int) -> None:
+        self._pairs = pairs
+        self._seen: set[str] = set()
+        self.shard_bytes = shard_bytes
+        self.failed = False
+
+    def __next__(self) -> SourceTensor:
+        try:
+            tensor = _wrap_pair(next(self._pairs))
+            if tensor.name in self._seen:
+                raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {tensor.name!r} twice")
+        except StopIteration:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+        self._seen.add(tensor.name)
+        return tensor
+
+    def shards(
+        self,
+        before: Iterable[SourceTensor] = (),
+        on_group: Callable[[Sequence[SourceTensor]], None] = lambda _: None,
+    ) -> Iterator[Shard]:
+        """Yield shards of all that has not come yet.
+
+        Args:
+            before: Tensors that go first.
+            on_group: Called with the tensors of every shard before it is given.
+        """
+        for index, group in enumerate(cut(chain(before, self), self.shard_bytes)):
+            settle_devices(group)
+            on_group(group)
+            yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
+
+    def close(self) -> None:
+        """Let go of the iterable; a generator that was left early runs its clean-up now."""
+        self._pairs = iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Shards to push.
@@ -48,12 +100,14 @@ class Source:
         shards: The shards, in order.
         layout: The whole layout; None when it is not known before the end.
         tensors: The tensors, where each can be read by itself and again.
+        flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
     """
 
     shards: Iterable[Shard]
     layout: Layout | None
     tensors: tuple[SourceTensor, ...] = ()
+    flow: Flow | None = None
     delta: Change | None = None
 
     @property
@@ -103,7 +157,8 @@ def make_source(source: object, shard_bytes: int) -> Source:
             tensors,
         )
     if isinstance(source, Iterable):
-        return Source(_cut_shards(iter(source), shard_bytes), None)
+        flow = Flow(iter(source), shard_bytes)
+        return Source(flow.shards(), None, flow=flow)
     hint = "a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
@@ -127,22 +182,6 @@ def _wrap_pair(pair: object) -> SourceTensor:
         Reason.REQUEST_INVALID,
         f"a source must give pairs of a name and a tensor, this one gave a {type(pair).__name__}",
     )
-
-
-def _cut_shards(pairs: Iterator[object], shard_bytes: int) -> Iterator[Shard]:
-    seen: set[str] = set()
-
-    def tensors() -> Iterator[SourceTensor]:
-        for pair in pairs:
-            tensor = _wrap_pair(pair)
-            if tensor.name in seen:
-                raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {tensor.name!r} twice")
-            seen.add(tensor.name)
-            yield tensor
-
-    for index, group in enumerate(cut(tensors(), shard_bytes)):
-        settle_devices(group)
-        yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
 
 
 def _files(path: Path) -> list[Path]:

@@ -9,51 +9,31 @@ from typing import TYPE_CHECKING
 
 from weightsync.delta import EncodedShard, Encoder
 from weightsync.delta.coding import element_width
-from weightsync.digest import content_digest
+from weightsync.digest import content_digest, tensor_digest
+from weightsync.errors import Reason
+from weightsync_client.deltas.held import all_bytes, held_source
 from weightsync_client.deltas.room import room_for
-from weightsync_client.deltas.snapshot import Held
+from weightsync_client.errors import refuse
 from weightsync_client.fallback import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.shards import Shard, blob_shard
 from weightsync_client.tensors import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
+    from weightsync_client.deltas.held import HeldTensor
+    from weightsync_client.deltas.holding import Held
     from weightsync_client.tensors import SourceTensor
 
 __all__ = ["DeltaShards", "default_threads"]
 
-#: Source bytes for one shard, or a sixteenth of all: the first is on its way early, and a large
-#: model is no heap of little files.
-_GROUP_BYTES, _GROUPS = 64 << 20, 16
 _MOST_THREADS = 8
 
 
 def default_threads() -> int:
     """Return how many threads encode: the trainer's own work needs the rest of a large host."""
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def _groups(tensors: Iterable[SourceTensor], threads: int) -> Iterator[list[SourceTensor]]:
-    """Yield groups for one shard each, largest tensors first.
-
-    A group holds enough beside its largest tensor, which is one thread's work, for the others.
-    """
-    ordered = sorted(tensors, key=lambda tensor: -tensor.size)
-    least = max(_GROUP_BYTES, sum(tensor.size for tensor in ordered) // _GROUPS)
-    group: list[SourceTensor] = []
-    size = 0
-    for tensor in ordered:
-        group.append(tensor)
-        size += tensor.size
-        if size >= max(least, threads * group[0].size):
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 class DeltaShards(Iterable[Shard]):
@@ -63,20 +43,26 @@ class DeltaShards(Iterable[Shard]):
     caller's tensors are not in use any more once all were made.
 
     Args:
-        tensors: The tensors of the new version; names, dtypes and shapes are those of the base.
+        groups: The tensors of the new version, those of each shard together.
         base: What they are compared with; it must not change meanwhile.
-        layout_size: Bytes of a push in full.
         zstd: Whether streams are packed.
+        most_changed: Share of changed elements from which on all is sent.
     """
 
     def __init__(
-        self, tensors: Sequence[SourceTensor], base: Held, layout_size: int, *, zstd: bool
+        self,
+        groups: Iterator[list[SourceTensor]],
+        base: Held,
+        *,
+        zstd: bool,
+        most_changed: float = 1.0,
     ) -> None:
         self.threads = default_threads()
         self._base = base
-        self._shapes = {t.name: (t.dtype, t.shape) for t in tensors}
-        self._layout_size = layout_size
-        self._groups = _groups(tensors, self.threads)
+        self._most_changed = most_changed
+        self._groups = groups
+        #: Taken from the groups and not encoded yet.
+        self._taken: list[SourceTensor] = []
         self._encoder = Encoder(zstd=zstd, threads=self.threads)
         self._made: list[EncodedShard] = []
         self._digests: dict[str, bytes] = {}
@@ -96,11 +82,17 @@ class DeltaShards(Iterable[Shard]):
         """Encode the next shard; returns False when there is none."""
         if self.whole:
             return False
-        for group in self._groups:
-            encoded = self._encode(group)
+        while taken := next(self._groups, []):
+            self._taken = taken
+            # Nobody else holds the tensors of an iterable.
+            del taken
+            encoded = self._encode(self._taken)
+            self._digests |= {stats.name: stats.digest for stats in encoded.stats}
+            self._taken = []
             if any(stats.changed for stats in encoded.stats):
                 self._made.append(encoded)
                 return True
+        self._refuse_missing()
         self.whole = True
         if not self._made:
             # Nothing changed: one shard says so.
@@ -109,6 +101,8 @@ class DeltaShards(Iterable[Shard]):
         return False
 
     def _encode(self, group: list[SourceTensor]) -> EncodedShard:
+        for tensor in group:
+            self._refuse_other(tensor)
         size = sum(tensor.size for tensor in group)
         if not room_for(size):
             raise Unfit(Fallback.NO_ROOM, "memory is too short for the shards of a delta")
@@ -122,22 +116,68 @@ class DeltaShards(Iterable[Shard]):
         self._compared += size
         self._size += encoded.blob.nbytes
         for stats in encoded.stats:
-            self._digests[stats.name] = stats.digest
             self._changed += stats.nnz
-            self._elements += stats.dense_bytes // element_width(self._shapes[stats.name][0])
+            dtype = self._base.tensors[stats.name].dtype
+            self._elements += stats.dense_bytes // element_width(dtype)
             self.codings[stats.coding] += 1
         self._check_pays()
         return encoded
 
     def _check_pays(self) -> None:
         # A quarter of all bytes is a fair sample; and more than all is never sent.
-        judged = self._compared * 4 >= self._layout_size
-        dense = self._compared if judged else self._layout_size
+        judged = self._compared * 4 >= self._base.size
+        if judged and self._changed > self._most_changed * self._elements:
+            raise Unfit(Fallback.TOO_DENSE, f"{self.changed_fraction:.0%} of what was seen changed")
+        dense = self._compared if judged else self._base.size
         if self._compared and self._size > PAYS_BELOW * dense:
             raise Unfit(
                 Fallback.TOO_DENSE,
                 f"{self._size} bytes of changes in {self._compared} bytes are hardly fewer",
             )
+
+    def _refuse_other(self, tensor: SourceTensor) -> None:
+        held = self._base.tensors.get(tensor.name)
+        if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+            raise Unfit(
+                Fallback.LAYOUT_CHANGED,
+                f"version {self._base.version} has no {tensor.name!r} of that dtype and shape",
+            )
+
+    def _refuse_missing(self) -> None:
+        missing = self._base.tensors.keys() - self._digests.keys()
+        if missing:
+            raise Unfit(
+                Fallback.LAYOUT_CHANGED,
+                f"version {self._base.version} has {min(missing)!r} as well",
+            )
+
+    @property
+    def begun(self) -> bool:
+        """True once a tensor was encoded."""
+        return bool(self._digests)
+
+    def read_again(self) -> tuple[dict[str, HeldTensor], list[SourceTensor]]:
+        """Return what was taken from the groups, as if nothing had been.
+
+        The base becomes what the tensors were that were encoded, and holds a mixture afterwards.
+
+        Returns:
+            Those, and all that was taken: from the base where it was encoded.
+
+        Raises:
+            ClientError: DATA_CORRUPT: the base was not what it was taken for.
+        """
+        self._base.advance(self.blobs, self.threads)
+        encoded = {name: self._base.tensors[name] for name in self._digests}
+        sources = [held_source(name, held) for name, held in encoded.items()]
+        for tensor in sources:
+            if tensor_digest(all_bytes(tensor, Scratch()).data) != self._digests[tensor.name]:
+                raise refuse(
+                    Reason.DATA_CORRUPT,
+                    f"the copy of version {self._base.version} that this client compares with went "
+                    f"bad in {tensor.name!r}; push again, and all is sent",
+                )
+        return encoded, sources + self._taken
 
     def close(self) -> None:
         """End the threads that encode, and let go of what they have left."""
@@ -168,8 +208,8 @@ class DeltaShards(Iterable[Shard]):
     def content_digest(self) -> str:
         """Content digest of the new version, from the digests of all its tensors."""
         return content_digest(
-            (name, dtype, shape, self._digests[name])
-            for name, (dtype, shape) in self._shapes.items()
+            (name, held.dtype, held.shape, self._digests[name])
+            for name, held in self._base.tensors.items()
         )
 
     @property

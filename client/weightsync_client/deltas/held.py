@@ -8,13 +8,14 @@ import numpy as np
 
 from weightsync.delta import Changes, Item, TensorChange, apply_change
 from weightsync.digest import tensor_digest
+from weightsync_client.tensors import SourceTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from weightsync_client.tensors import Scratch, SourceTensor
+    from weightsync_client.tensors import Read, Scratch
 
-__all__ = ["HeldTensor", "HostTensor", "all_bytes"]
+__all__ = ["HeldTensor", "HostTensor", "all_bytes", "held_source"]
 
 #: Bytes that are read from a device at a time.
 _BLOCK = 16 << 20
@@ -71,6 +72,15 @@ def all_bytes(tensor: SourceTensor, scratch: Scratch) -> NDArray[np.uint8]:
         end = min(at + _BLOCK, tensor.size)
         data[at:end] = np.frombuffer(read(at, end), np.uint8)
     return data
+
+
+def held_source(name: str, held: HeldTensor) -> SourceTensor:
+    """Return the tensor that is held, to be pushed."""
+
+    def open_held(_: Scratch) -> Read:
+        return lambda begin, end: held.window(begin, end).data
+
+    return SourceTensor(name, held.dtype, held.shape, open_held)
 
 
 class HostTensor:

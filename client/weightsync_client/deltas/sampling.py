@@ -13,7 +13,7 @@ from weightsync_client.tensors import Scratch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from weightsync_client.deltas.snapshot import Held
+    from weightsync_client.deltas.holding import Held
     from weightsync_client.tensors import SourceTensor
 
 __all__ = ["Sample", "sampled"]

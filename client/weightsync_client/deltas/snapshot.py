@@ -7,13 +7,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.digest import content_digest
 from weightsync.errors import Reason
-from weightsync_client.deltas.room import roomy
+from weightsync_client.deltas.holding import FlowTaking, Held, Taking
+from weightsync_client.deltas.room import room_for, roomy
 from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
 from weightsync_client.tensors import Scratch, settle
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weightsync_client.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["Held", "Snapshot", "Taking", "read_held"]
+__all__ = ["Snapshot", "read_held"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,30 +63,6 @@ def _make(
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A version's bytes, held whole.
-
-    Attributes:
-        version: Its number.
-        content_digest: Its identity: what a delta is bound to.
-        signature: Digest of names, dtypes and shapes.
-        run_id: Of its metadata; empty: none.
-        tensors: Its tensors by name.
-    """
-
-    version: int
-    content_digest: str
-    signature: str
-    run_id: str
-    tensors: Mapping[str, HeldTensor]
-
-    def forget(self) -> None:
-        """Let go of what a delta that was not committed has left."""
-        for tensor in self.tensors.values():
-            tensor.forget()
-
-
 def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
     """Return a copy of tensors; its version is not known yet.
 
@@ -103,27 +79,7 @@ def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
     for tensor in tensors:
         held[tensor.name].fill(tensor, scratch)
     digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
-    return Held(0, digest, layout.signature, "", held)
-
-
-class Taking:
-    """Bytes of a version that is being sent; they become a snapshot once it is committed."""
-
-    def __init__(self, layout: Layout, tensors: Mapping[str, HeldTensor]) -> None:
-        self._signature = layout.signature
-        self._tensors = tensors
-
-    def keep(self, name: str, offset: int, piece: memoryview) -> None:
-        """Take bytes of one tensor as they are sent."""
-        self._tensors[name].keep(offset, piece)
-
-    def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
-        """Return the version that was committed; None if its bytes did not come by here."""
-        if digests.keys() != self._tensors.keys():
-            return None
-        for name, tensor in self._tensors.items():
-            tensor.seal(digests[name])
-        return Held(result.version, result.content_digest, self._signature, run_id, self._tensors)
+    return Held(0, digest, layout.size, layout.signature, "", held)
 
 
 class Snapshot:
@@ -171,8 +127,12 @@ class Snapshot:
         finally:
             self.leave(ticket)
 
-    def base_of(self, layout: Layout, run_id: str) -> Held:
+    def base_of(self, layout: Layout | None, run_id: str) -> Held:
         """Return the version that a delta of such a version can be made against.
+
+        Args:
+            layout: Of the new version; None: it is seen as the tensors come.
+            run_id: Of its metadata; empty: none.
 
         Raises:
             Unfit: There is none.
@@ -182,14 +142,14 @@ class Snapshot:
             raise Unfit(Fallback.FIRST, "this client holds no version that it has committed")
         if run_id and held.run_id and run_id != held.run_id:
             raise Unfit(Fallback.NEW_RUN, f"version {held.version} is of the run {held.run_id!r}")
-        if layout.signature != held.signature:
+        if layout is not None and layout.signature != held.signature:
             raise Unfit(
                 Fallback.LAYOUT_CHANGED,
                 f"names, dtypes or shapes are not those of version {held.version}",
             )
         return held
 
-    def take(self, layout: Layout, tensors: Sequence[SourceTensor]) -> Taking | None:
+    def take(self, tensors: Sequence[SourceTensor]) -> Taking | None:
         """Return where the bytes of a push in full are kept; None where there is no room."""
         devices, enough = roomy(tensors)
         wanted = {tensor.device for tensor in tensors if tensor.device is not None}
@@ -199,9 +159,19 @@ class Snapshot:
         if not enough:
             return None
         try:
-            return Taking(layout, _make(tensors, devices))
+            return Taking(_make(tensors, devices))
         except MemoryError:
             return None
+
+    def take_flow(self, read: Mapping[str, HeldTensor]) -> FlowTaking:
+        """Return where the bytes of a push in full are kept that come one after the other.
+
+        Args:
+            read: Tensors that hold theirs.
+        """
+        if self.held is not None and not room_for(self.held.size):
+            self.held = None
+        return FlowTaking(read)
 
     def advance(
         self,
@@ -212,19 +182,16 @@ class Snapshot:
         threads: int,
     ) -> None:
         """Become the version that a delta of `base` has made, by the shards that were committed."""
-        from weightsync.delta import parse_shard
-
         self.held = None
-        expect = {name: (t.dtype, t.shape) for name, t in base.tensors.items()}
         try:
-            with ThreadPoolExecutor(threads, "weightsync-advance") as pool:
-                for blob in blobs:
-                    changes = parse_shard(blob, expect).changes
-                    list(pool.map(lambda c: base.tensors[c.name].advance(c), changes.values()))
+            base.advance(blobs, threads)
         except Exception:
             # The version is committed all the same. The next push finds no base and is in full.
             logger.exception("the copy of version %d is given up", base.version)
             return
-        self.held = Held(
-            result.version, result.content_digest, base.signature, run_id, base.tensors
+        self.held = replace(
+            base,
+            version=result.version,
+            content_digest=result.content_digest,
+            run_id=run_id,
         )

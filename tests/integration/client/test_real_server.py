@@ -25,7 +25,9 @@ from weightsync_client import (
     Client,
     DataError,
     Durability,
+    Fallback,
     NotFoundError,
+    PushKind,
     Reason,
     RefusedError,
     Residency,
@@ -63,7 +65,7 @@ def test_pushes_come_back_bit_for_bit(
     assert first.durable == (server.store == "")
     check_equal(client, first.version, tensors)
     # The same tensors in another encoding are the same content.
-    second = client.push(iter(tensors.items()), streams=3, shard_bytes=500_000)
+    second = client.push(iter(tensors.items()), streams=3, shard_bytes=500_000, delta="never")
     assert second.version == first.version + 1
     assert second.content_digest == first.content_digest
     assert second.manifest_digest != first.manifest_digest
@@ -76,6 +78,24 @@ def test_pushes_come_back_bit_for_bit(
     assert info.durability is Durability.COMMITTED
     assert info.trainer_verified
     assert [v.version for v in client.versions()] == [FIRST + 2, FIRST + 1, FIRST]
+
+
+def test_iterables_become_deltas_and_fall_back_midway(client: Client) -> None:
+    tensors = state(2, elements=5_000_000)
+    client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    tensors["layers.6.weight"][::100] += 1
+    second = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    assert second.kind is PushKind.DELTA
+    check_equal(client, second.version, tensors)
+    # The first tensors are on their way as a delta when the last one turns out to be another.
+    tensors["layers.7.weight"] = tensors["layers.7.weight"].float()
+    third = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    assert (third.kind, third.fallback_reason) == (PushKind.FULL, Fallback.LAYOUT_CHANGED)
+    check_equal(client, third.version, tensors)
+    tensors["layers.0.weight"][::100] += 1
+    fourth = client.push(iter(tensors.items()), shard_bytes=16 << 20)
+    assert (fourth.kind, fourth.base_version) == (PushKind.DELTA, third.version)
+    check_equal(client, fourth.version, tensors)
 
 
 def test_every_kind_of_tensor(client: Client) -> None:

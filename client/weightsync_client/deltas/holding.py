@@ -1,0 +1,119 @@
+"""The bytes of a version, held whole, and how they get there while they are sent."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync.digest import signature_of
+from weightsync_client.deltas.room import room_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from weightsync_client.deltas.held import HeldTensor
+    from weightsync_client.tensors import SourceTensor
+    from weightsync_client.types import PushResult
+
+__all__ = ["FlowTaking", "Held", "Taking"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version's bytes, held whole.
+
+    Attributes:
+        version: Its number.
+        content_digest: Its identity: what a delta is bound to.
+        size: Bytes of a push of it in full.
+        signature: Digest of names, dtypes and shapes.
+        run_id: Of its metadata; empty: none.
+        tensors: Its tensors by name.
+    """
+
+    version: int
+    content_digest: str
+    size: int
+    signature: str
+    run_id: str
+    tensors: Mapping[str, HeldTensor]
+
+    def advance(self, blobs: Iterable[NDArray[np.uint8]], threads: int) -> None:
+        """Have the tensors become what the shards of a delta make of them."""
+        from weightsync.delta import parse_shard
+
+        expect = {name: (t.dtype, t.shape) for name, t in self.tensors.items()}
+        with ThreadPoolExecutor(threads, "weightsync-advance") as pool:
+            for blob in blobs:
+                changes = parse_shard(blob, expect).changes
+                list(pool.map(lambda c: self.tensors[c.name].advance(c), changes.values()))
+
+    def forget(self) -> None:
+        """Let go of what a delta that was not committed has left."""
+        for tensor in self.tensors.values():
+            tensor.forget()
+
+
+class Taking:
+    """Bytes of a version that is being sent; they become a snapshot once it is committed.
+
+    Args:
+        tensors: Where they go, by name.
+
+    Attributes:
+        gave_up: There was no room for some of them, so none is kept.
+    """
+
+    def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
+        self._tensors = dict(tensors)
+        self.gave_up = False
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent."""
+        self._tensors[name].keep(offset, piece)
+
+    def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
+        """Return the version that was committed; None if its bytes did not come by here."""
+        tensors = self._tensors
+        if digests.keys() != tensors.keys():
+            return None
+        for name, tensor in tensors.items():
+            tensor.seal(digests[name])
+        signature = signature_of((n, tensors[n].dtype, tensors[n].shape) for n in sorted(tensors))
+        return Held(
+            result.version, result.content_digest, result.size_bytes, signature, run_id, tensors
+        )
+
+
+class FlowTaking(Taking):
+    """The same for tensors that come one after the other, while there is room for them.
+
+    Args:
+        read: Tensors that hold their bytes already, by name.
+    """
+
+    def __init__(self, read: Mapping[str, HeldTensor]) -> None:
+        super().__init__(read)
+        self._read = read.keys()
+
+    def add(self, tensors: Sequence[SourceTensor]) -> None:
+        """Make room for tensors before their bytes come."""
+        from weightsync_client.deltas.held import HostTensor
+
+        fresh = [tensor for tensor in tensors if tensor.name not in self._read]
+        # Twice: nobody has written to what was made just before yet, so it still counts as free.
+        self.gave_up = self.gave_up or not room_for(2 * sum(tensor.size for tensor in fresh))
+        if self.gave_up:
+            self._tensors = {}
+        else:
+            self._tensors |= {tensor.name: HostTensor(tensor) for tensor in fresh}
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent, unless it has them."""
+        tensor = self._tensors.get(name)
+        if tensor is not None and name not in self._read:
+            tensor.keep(offset, piece)
