@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,20 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames that an error has left: they hold tensors, and the old copy."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
+    """Yield tensors without holding those that were given."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
 class Delivery:
     """One push; `run` is called once.
 
@@ -174,7 +189,9 @@ class Delivery:
             return self._delta()
         except Unfit as unfit:
             self._settle_for(unfit)
-            return self._kept(unfit.reason)
+            reason = unfit.reason
+            _let_go(unfit)
+        return self._kept(reason)
 
     def _settle_for(self, unfit: Unfit) -> None:
         if self._wanted == "require":
@@ -271,8 +288,8 @@ class Delivery:
             taking = snapshot.take(source.tensors)
         else:
             taking = snapshot.take_flow(self._read)
-            before, self._before = self._before, []
-            source = replace(source, shards=source.flow.shards(before, taking.add))
+            self._read = {}
+            source = replace(source, shards=source.flow.shards(_drained(self._before), taking.add))
         if taking is None:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
         push = self._begin(source, reason, taking.keep)

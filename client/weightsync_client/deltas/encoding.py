@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.delta import EncodedShard, Encoder
@@ -180,9 +181,11 @@ class DeltaShards(Iterable[Shard]):
         return encoded, sources + self._taken
 
     def close(self) -> None:
-        """End the threads that encode, and let go of what they have left."""
+        """End the threads that encode, and let go of all tensors and shards."""
         self._encoder.close()
         self._base.forget()
+        self._base = replace(self._base, tensors={})
+        self._groups, self._taken, self._made = iter(()), [], []
 
     @property
     def blobs(self) -> list[NDArray[np.uint8]]:

@@ -78,8 +78,10 @@ class Taking:
 
     def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
         """Return the version that was committed; None if its bytes did not come by here."""
-        tensors = self._tensors
-        if digests.keys() != tensors.keys():
+        # Whoever keeps the push, keeps us as well, and the next version may need the room.
+        tensors, self._tensors = self._tensors, {}
+        # Without a tensor nothing was sent: the version had been committed before.
+        if not tensors or digests.keys() != tensors.keys():
             return None
         for name, tensor in tensors.items():
             tensor.seal(digests[name])
@@ -98,7 +100,7 @@ class FlowTaking(Taking):
 
     def __init__(self, read: Mapping[str, HeldTensor]) -> None:
         super().__init__(read)
-        self._read = read.keys()
+        self._read = frozenset(read)
 
     def add(self, tensors: Sequence[SourceTensor]) -> None:
         """Make room for tensors before their bytes come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -158,6 +159,50 @@ def test_what_was_read_already_is_sent_from_the_copy(
     assert servicer.uploads["push-1"].aborted
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Have nothing collected: trainers put that off, and weights are no small change."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def copied(client: Client) -> list[Any]:
+    """Return the memory of the client's copy."""
+    held = client._memory.snapshot.held
+    assert held is not None
+    return [tensor.window(0, 1).base for tensor in held.tensors.values()]
+
+
+@pytest.mark.parametrize("change", [shuffled, other_shape, one_more, one_less])
+def test_what_is_given_up_is_let_go_of(client: Client, change: Callable[[Tensors], None]) -> None:
+    tensors = model(count=20)
+    client.push(flow(tensors))
+    copies = list(map(weakref.ref, copied(client)))
+    step(tensors, 1)
+    change(tensors)
+    alive: Alive = weakref.WeakSet()
+    most = 0
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for pair in flow(tensors, alive):
+            most = max(most, len(alive))
+            yield pair
+            del pair
+
+    with uncollected():
+        # A shard is one tensor, or as a delta two.
+        result = client.push(source(), shard_bytes=130_000)
+        assert result.kind is PushKind.FULL
+        assert (most <= 3, len(alive)) == (True, 0)
+        left = {id(copy()) for copy in copies} - {id(None)}
+        assert left <= {id(copy) for copy in copied(client)}
+
+
 def test_more_than_a_third_changed_on_a_fast_link(client: Client) -> None:
     tensors = model(count=8)
     client.push(flow(tensors))
@@ -279,6 +324,17 @@ def test_an_iterable_that_fails_leaves_the_copy(client: Client) -> None:
     result = client.push(flow(tensors))
     assert (result.kind, result.base_version) == (PushKind.DELTA, 1)
     assert result.content_digest == digest_of(tensors)
+
+
+def test_what_was_committed_under_its_key_before_leaves_the_copy(client: Client) -> None:
+    tensors = model(count=4)
+    client.push(flow(tensors), idempotency_key="one")
+    client.push(flow(tensors), metadata={"run_id": "a"})
+    again = client.push(flow(tensors), idempotency_key="one", metadata={"run_id": "b"})
+    assert again.version == 1
+    step(tensors, 1)
+    result = client.push(flow(tensors), metadata={"run_id": "a"})
+    assert (result.kind, result.base_version) == (PushKind.DELTA, 2)
 
 
 def test_a_name_that_comes_twice_is_refused(client: Client) -> None:
