@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,21 +102,33 @@ class FlowTaking(Taking):
     def __init__(self, read: Mapping[str, HeldTensor]) -> None:
         super().__init__(read)
         self._read = frozenset(read)
+        self._lock = threading.Lock()
+        #: Bytes of memory that nobody has written to yet, so it still counts as free.
+        self._blank = 0
 
     def add(self, tensors: Sequence[SourceTensor]) -> None:
         """Make room for tensors before their bytes come."""
-        from weightsync_client.deltas.held import HostTensor
-
         fresh = [tensor for tensor in tensors if tensor.name not in self._read]
-        # Twice: nobody has written to what was made just before yet, so it still counts as free.
-        self.gave_up = self.gave_up or not room_for(2 * sum(tensor.size for tensor in fresh))
+        with self._lock:
+            self._blank += sum(tensor.size for tensor in fresh)
+            blank = self._blank
+        self.gave_up = self.gave_up or not (room_for(blank) and self._made(fresh))
         if self.gave_up:
             self._tensors = {}
-        else:
-            self._tensors |= {tensor.name: HostTensor(tensor) for tensor in fresh}
+
+    def _made(self, tensors: Sequence[SourceTensor]) -> bool:
+        from weightsync_client.deltas.held import HostTensor
+
+        try:
+            self._tensors |= {tensor.name: HostTensor(tensor) for tensor in tensors}
+        except MemoryError:
+            return False
+        return True
 
     def keep(self, name: str, offset: int, piece: memoryview) -> None:
         """Take bytes of one tensor as they are sent, unless it has them."""
         tensor = self._tensors.get(name)
         if tensor is not None and name not in self._read:
             tensor.keep(offset, piece)
+            with self._lock:
+                self._blank -= len(piece)

@@ -22,7 +22,9 @@ from weightsync_client import (
     Reason,
     RefusedError,
 )
-from weightsync_client.deltas import encoding, groups, holding
+from weightsync_client.deltas import encoding, groups, held, holding
+from weightsync_client.deltas.held import HostTensor
+from weightsync_client.tensors import wrap
 
 Alive = weakref.WeakSet[torch.Tensor]
 
@@ -375,6 +377,44 @@ def test_without_room_for_a_copy_nothing_is_kept(
         assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM), number
         assert result.content_digest == digest_of(tensors)
     assert client._memory.snapshot.held is None
+
+
+def test_memory_that_is_counted_and_not_there_costs_the_copy_only(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = model(count=8)
+    made: list[str] = []
+
+    def make(tensor: Any) -> HostTensor:
+        made.append(tensor.name)
+        if len(made) == 5:
+            raise MemoryError
+        return HostTensor(tensor)
+
+    monkeypatch.setattr(held, "HostTensor", make)
+    result = client.push(flow(tensors), shard_bytes=130_000)
+    assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
+    assert result.content_digest == digest_of(tensors)
+    assert client._memory.snapshot.held is None
+
+
+def test_all_memory_that_nobody_has_written_to_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def room_for(size: int) -> bool:
+        asked.append(size)
+        return True
+
+    monkeypatch.setattr(holding, "room_for", room_for)
+    taking = holding.FlowTaking({})
+    for number in range(3):
+        taking.add([wrap(str(number), torch.zeros(1000, dtype=torch.uint8))])
+    taking.keep("1", 0, memoryview(bytes(1000)))
+    taking.keep("0", 500, memoryview(bytes(500)))
+    taking.add([wrap("3", torch.zeros(10, dtype=torch.uint8))])
+    assert asked == [1000, 2000, 3000, 1510]
 
 
 @pytest.mark.parametrize("streams", [1, 3])
