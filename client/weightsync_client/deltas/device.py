@@ -151,6 +151,8 @@ class DeviceTensor:
             words.copy_(values)
         else:
             words[index] = values
+        # It is read again, and the memory of the values is used again, on other streams.
+        settle(self._data.device)
         self.digest = change.digest
         self.forget()
 

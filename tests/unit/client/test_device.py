@@ -71,6 +71,23 @@ def test_both_ways_make_the_same_shard_and_the_same_copy(
     assert blobs[0] == blobs[1]
 
 
+def test_what_was_advanced_is_there_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = torch.randn(999).bfloat16()
+    held = DeviceTensor(wrap("w", old))
+    held.fill(wrap("w", old), Scratch())
+    new = wrap("w", old + 1)
+    shard = encode_shard(
+        [held.item(new, Scratch())],
+        zstd=False, base_content_digest=_DIGEST, layout_digest=_DIGEST, index=0,
+    )  # fmt: skip
+    (change,) = parse_shard(shard.blob, {"w": (new.dtype, new.shape)}).changes.values()
+    waited: list[bytes] = []
+    monkeypatch.setattr(device, "settle", lambda _: waited.append(bytes(held.window(0, 1998))))
+    held.advance(change)
+    # Once, when all was queued.
+    assert waited == [raw(old + 1)]
+
+
 def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_PIECE", 1000)
     monkeypatch.setattr(device, "_BLOCK", 333)
