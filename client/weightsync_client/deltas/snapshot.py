@@ -86,8 +86,8 @@ class Snapshot:
     """What the next delta is made against: the last version that was kept, or nothing.
 
     Never a mixture: a version takes its place when its commit is acknowledged, whole. A push that
-    fails leaves what there was; only where memory does not suffice for two versions, a push in
-    full gives up the old one first.
+    fails leaves what there was. A push in full gives it up first where memory does not suffice for
+    two versions, and where it needs the memory for what an iterable has given to a delta.
 
     Pushes that use the snapshot take turns, in the order in which they came.
     """
