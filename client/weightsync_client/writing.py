@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weightsync.errors import Reason, WeightSyncError
+from weightsync.errors import WeightSyncError
 from weightsync.lending import Borrower, Lent
 from weightsync.mapping import Mapping
 from weightsync.segments import reserved_size
-from weightsync_client.errors import refuse
+from weightsync_client.errands import Errands
 from weightsync_client.shards import Keep, Part, Shard, ShardDigester
 from weightsync_client.tensors import Scratch
 
@@ -81,18 +81,33 @@ class HandOff:
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = _PIECE * count
-            threads = [
-                threading.Thread(target=self._work, args=(shards,), name="weightsync-hand-off")
-                for _ in range(count)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                self._wait(thread)
+            # One more than can be written: its memory is ready when a thread comes for it.
+            errands = Errands(self._borrower, shards, count + 1, self._fail)
+            try:
+                self._write_all(errands, count)
+            finally:
+                errands.close()
         finally:
             self._borrower.close()
         if self._error is not None:
             raise self._error
+
+    def _write_all(self, errands: Errands, count: int) -> None:
+        threads = [
+            threading.Thread(target=self._work, args=(errands,), name="weightsync-hand-off")
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            self._wait(thread)
+        if not self._stop.is_set():
+            errands.finish()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._stop.set()
 
     def _wait(self, thread: threading.Thread) -> None:
         """Wait for a thread to end, with signs of life for the server."""
@@ -117,38 +132,31 @@ class HandOff:
         if self._borrower is not None:
             self._borrower.close()
 
-    def _work(self, shards: Iterator[Shard]) -> None:
+    def _work(self, errands: Errands) -> None:
         scratch = Scratch(views=True)
         try:
             with _own_streams(self._devices):
-                while not self._stop.is_set() and (shard := self._next(shards)) is not None:
-                    self._hand(shard, scratch)
+                while not self._stop.is_set() and (lent := errands.next()) is not None:
+                    self._hand(errands, *lent, scratch)
         except BaseException as error:  # noqa: BLE001 - raised again by run
-            with self._lock:
-                self._error = self._error or error
-            self._stop.set()
+            self._fail(error)
 
-    def _next(self, shards: Iterator[Shard]) -> Shard | None:
-        with self._lock:
-            return next(shards, None)
-
-    def _hand(self, shard: Shard, scratch: Scratch) -> None:
-        borrower = self._borrower
-        if borrower is None:
-            raise refuse(Reason.FAULT, "a shard was to be written before there was a connection")
+    def _hand(self, errands: Errands, shard: Shard, lent: Lent, scratch: Scratch) -> None:
         digester = ShardDigester(shard, self._keep)
-        lent = borrower.borrow(shard.index)
         try:
             with _writer(lent, shard.entry.size) as write:
                 self._fill(write, shard, digester, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
-            borrower.give_back(lent)
-        if self._stop.is_set():
-            return
-        borrower.written(shard.index, digester.digests)
+            if self._borrower is not None:
+                self._borrower.give_back(lent)
+        if not self._stop.is_set():
+            digests = digester.digests
+            errands.written(shard, digests, partial(self._note, shard, digests))
+
+    def _note(self, shard: Shard, digests: list[bytes]) -> None:
         with self._lock:
-            self.done[shard.index] = shard.tensors, digester.digests
+            self.done[shard.index] = shard.tensors, digests
 
     def _fill(self, write: _Write, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
         reader = shard.open(scratch)
