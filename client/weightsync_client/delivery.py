@@ -273,7 +273,8 @@ class Delivery:
         if self._source.flow is not None and self._wanted != "require":
             if shards.begun:
                 self._memory.snapshot.held = None
-            self._read, self._before = shards.read_again()
+            with typed_errors():
+                self._read, self._before = shards.read_again()
 
     # In full.
 
