@@ -323,12 +323,13 @@ CHANGES: dict[str, Callable[[Client, int], None]] = {
 
 @pytest.mark.parametrize("point", [_timed(point) for point in CHANGES])
 def test_killed_in_a_small_change(whole: Victim, point: str) -> None:
-    oldest = min(whole.acknowledged)
     with whole.client() as client:
         if len(whole.acknowledged) < 2:
             seed = len(whole.acknowledged)
             whole.acknowledged[client.push(tensors(seed)).version] = seed
         before = client.status().models[0].epoch
+        # Retention has removed those that are older.
+        oldest = min(info.version for info in client.versions())
     whole.arm(f"{point}=panic")
     with Client(whole.server.address, model="default", retry=Retry(attempts=1)) as client:
         with pytest.raises(WeightSyncError):
