@@ -67,11 +67,12 @@ def begin(counter: Counter) -> Iterator[Callable[..., tuple[Errands, list[BaseEx
         errands.close()
 
 
-def taken(errands: Errands) -> int:
+def taken(errands: Errands) -> Shard:
     found = errands.next()
     assert found is not None
-    assert found[0].index == found[1].fd
-    return found[1].fd
+    shard, lent = found
+    assert shard.index == lent.fd
+    return shard
 
 
 def drain(errands: Errands) -> None:
@@ -100,12 +101,11 @@ def test_who_writes_does_not_wait_for_the_answer(
     counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
 ) -> None:
     errands, _ = begin(3, 2)
-    first = errands.next()
-    assert first is not None
-    assert taken(errands) == 1
+    first = taken(errands)
+    assert taken(errands).index == 1
     counter.gate.clear()
     told = threading.Event()
-    errands.written(first[0], [], told.set)
+    errands.written(first, [], told.set)
     assert not told.is_set()
     counter.gate.set()
     errands.finish()
@@ -116,11 +116,10 @@ def test_the_first_refusal_is_what_is_told(
     counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
 ) -> None:
     errands, errors = begin(9, 2)
-    first = errands.next()
-    assert first is not None
-    assert taken(errands) == 1
+    first = taken(errands)
+    assert taken(errands).index == 1
     counter.refused = "written 0"
-    errands.written(first[0], [], lambda: None)
+    errands.written(first, [], lambda: None)
     # Borrowed before the refusal; those after it find the connection ended.
     with pytest.raises(ConnectionError):
         drain(errands)
@@ -131,7 +130,7 @@ def test_what_nobody_wrote_to_is_given_back(
     counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
 ) -> None:
     errands, _ = begin(9, 3)
-    assert taken(errands) == 0
+    assert taken(errands).index == 0
     errands.close()
     # Some may not have been borrowed any more.
     borrowed = {name[5:] for name in counter.asked if name.startswith("lend")}

@@ -26,8 +26,6 @@ from weightsync_client.deltas import encoding, groups, held, holding
 from weightsync_client.deltas.held import HostTensor
 from weightsync_client.tensors import wrap
 
-Alive = weakref.WeakSet[torch.Tensor]
-
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,14 +34,25 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_GROUPS", 8)
 
 
-def flow(tensors: Tensors, alive: Alive | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies that nobody else holds, as a trainer does that gathers them one by one."""
-    for name, tensor in tensors.items():
-        gathered = tensor.clone()
-        if alive is not None:
-            alive.add(gathered)
-        yield name, gathered
-        del gathered
+class Gathered:
+    """Copies that nobody else holds, as a trainer makes them that gathers one by one."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.alive = weakref.WeakSet[torch.Tensor]()
+        self.most_alive = 0
+        self._tensors = tensors
+
+    def flow(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            gathered = tensor.clone()
+            self.alive.add(gathered)
+            self.most_alive = max(self.most_alive, len(self.alive))
+            yield name, gathered
+            del gathered
+
+
+def flow(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    return Gathered(tensors).flow()
 
 
 def full(client: Client, tensors: Tensors, reason: Fallback) -> None:
@@ -88,20 +97,11 @@ def test_tensors_are_let_go_of_as_they_are_compared(client: Client) -> None:
     tensors = model(count=20)
     client.push(tensors)
     step(tensors, 1)
-    alive: Alive = weakref.WeakSet()
-    most = 0
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
-        for pair in flow(tensors, alive):
-            most = max(most, len(alive))
-            yield pair
-            del pair
-
-    assert client.push(source()).kind is PushKind.DELTA
-    assert 1 <= most <= 6
+    gathered = Gathered(tensors)
+    assert client.push(gathered.flow()).kind is PushKind.DELTA
+    assert 1 <= gathered.most_alive <= 6
     gc.collect()
-    assert len(alive) == 0
+    assert len(gathered.alive) == 0
 
 
 # Given up midway.
@@ -186,21 +186,12 @@ def test_what_is_given_up_is_let_go_of(client: Client, change: Callable[[Tensors
     copies = list(map(weakref.ref, copied(client)))
     step(tensors, 1)
     change(tensors)
-    alive: Alive = weakref.WeakSet()
-    most = 0
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
-        for pair in flow(tensors, alive):
-            most = max(most, len(alive))
-            yield pair
-            del pair
-
+    gathered = Gathered(tensors)
     with uncollected():
         # A shard is one tensor, or as a delta two.
-        result = client.push(source(), shard_bytes=130_000)
+        result = client.push(gathered.flow(), shard_bytes=130_000)
         assert result.kind is PushKind.FULL
-        assert (most <= 3, len(alive)) == (True, 0)
+        assert (gathered.most_alive <= 3, len(gathered.alive)) == (True, 0)
         left = {id(copy()) for copy in copies} - {id(None)}
         assert left <= {id(copy) for copy in copied(client)}
 
