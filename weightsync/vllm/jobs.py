@@ -30,17 +30,19 @@ class Job:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays.
         stages: Whether it makes a version ready.
+        over: All is done but the telling: who is told may ask for the next one at once.
     """
 
     apply_id: str
     gives_way: bool = False
     stages: bool = False
+    over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self.thread is not None and self.thread.is_alive()
+        return not self.over and self.thread is not None and self.thread.is_alive()
 
     def end(self) -> None:
         """Have it stop soon, and wait for that."""

@@ -308,6 +308,7 @@ class Rank:
         if job.cancelled.is_set() and not job.gives_way:
             self._prepared.pop(job.apply_id, None)
             self._sweep()
+        job.over = True
         try:
             page.write(report)
         except Exception:

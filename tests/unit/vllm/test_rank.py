@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
+from weightsync.pages import PageWriter
 from weightsync.vllm import prepared, worker
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.words import tensor_digest_of
@@ -286,6 +287,22 @@ def test_one_job_at_a_time_and_release_ends_it(
     assert report is not None
     assert "released" in report["error"]
     assert rank.call("state")["prepared"] == ["again", "base"]
+
+
+def test_who_is_told_of_the_end_of_a_job_may_ask_for_the_next_one_at_once(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = PageWriter.write
+
+    def slow_to_end(self: PageWriter, report: dict[str, Any]) -> None:
+        write(self, report)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(PageWriter, "write", slow_to_end)
+    second = staging.stage_files([save(toy_tensors(2))])
+    for apply_id in ("two", "three"):
+        assert rank.job("prepare", apply_id, second)["phase"] == "ready"
+        assert rank.call("state")["busy"] == ""
 
 
 def test_release_unmaps_only_what_is_gone(rank: Worker, staging: Staging, first: Version) -> None:
