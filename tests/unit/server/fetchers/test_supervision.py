@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.processes import descriptors, names, state
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.children import wire
+from weightsync_server.children import crew, wire
 from weightsync_server.fetchers import FetcherPool
 
 if TYPE_CHECKING:
@@ -232,6 +232,8 @@ async def test_a_pool_that_cannot_start_leaves_nothing(
     fake.write_text(script)
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
+    # What earlier tests left to the collector shall not vanish in between.
+    gc.collect()
     before, children = descriptors(), _children()
     begun = time.monotonic()
     pool = FetcherPool(2, ready_timeout_s=0.5)
@@ -260,8 +262,10 @@ async def test_waiting_tasks_are_refused_when_no_fetcher_can_be_started(
 
 @pytest.mark.timeout(240)  # a second per restart where every core is taken
 async def test_a_hundred_restarts_leak_nothing(
-    fill: Callable[..., Any], pool_of: Callable[..., Any]
+    fill: Callable[..., Any], pool_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Each is killed as soon as it lives, and shall be replaced at once all the same.
+    monkeypatch.setattr(crew, "_SHORT_LIFE_S", 0.0)
     restarts = []
     # Other tests may have left some, such as the tracker of multiprocessing.
     others = set(_children())
