@@ -68,18 +68,27 @@ lint: setup check-generated ## ruff, mypy, buf and the stubs
 	$(VENV)/bin/buf format --diff --exit-code
 	$(VENV)/bin/mypy $(CHECKED)
 
+# $(call tests,WHICH,DISTRIBUTION): so many at a time; those marked `alone` follow, one by one.
+# pytest answers 5 when it selects nothing.
+JOBS ?= 2
+define tests
+$(PY) -m pytest -m "$(1) and not gpu and not alone" -n $(JOBS) --dist $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+$(PY) -m pytest -m "$(1) and not gpu and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+endef
+# The tests of a module share what they start; in the order of the files the long ones come early.
+BY_FILE := loadfile --no-loadscope-reorder
+
 .PHONY: test
 test: lint ## Lint, then all tests but the full matrix, the full battery and those for a GPU
-	$(PY) -m pytest -m "not matrix and not battery and not gpu" $(PYTEST_ARGS)
+	$(call tests,not matrix and not battery,$(BY_FILE))
 
 .PHONY: test-matrix
 test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
-	@# pytest answers 5 when it selects nothing.
-	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(call tests,matrix,load)
 
 .PHONY: battery
 battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; bfloat16 with TP 2
-	$(PY) -m pytest -m "battery and not gpu" $(PYTEST_ARGS)
+	$(call tests,battery,$(BY_FILE))
 
 .PHONY: fuzz
 fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given

@@ -17,7 +17,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(
@@ -143,7 +143,15 @@ def test_an_engine_that_cannot_go_back_ends(site: FaultySite) -> None:
     assert {"500", "503", "away"} & set(site.served)
 
 
-@pytest.mark.parametrize("point", ["worker.commit", "worker.half", "worker.written"])
+@pytest.mark.parametrize(
+    "point",
+    # Each costs a start of vLLM; `make test` meets the one in the midst of a write.
+    [
+        pytest.param("worker.commit", marks=pytest.mark.battery),
+        "worker.half",
+        pytest.param("worker.written", marks=pytest.mark.battery),
+    ],
+)
 def test_a_rank_that_dies_takes_the_engine_with_it(site: FaultySite, point: str) -> None:
     old, _, refusal = _apply(site, f"{point}=1*panic")
     assert refusal.reason is Reason.ENGINE_FENCED

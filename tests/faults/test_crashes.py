@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from weightsync_client import PushResult
 
+pytestmark = pytest.mark.alone
+
 RETRY = Retry(attempts=400, initial_s=0.05, max_s=0.3)
 
 #: Met by every push, in the server's process, and what to skip first so that it is met midway.

@@ -38,6 +38,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_client.errors import ClientError, from_rpc
 
+pytestmark = pytest.mark.alone
+
 CODE = grpc.StatusCode
 #: Far above what is wanted (benchmarks/control.py), so that a busy machine fails no test.
 CONTROL_S = 1.0

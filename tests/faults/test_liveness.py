@@ -33,6 +33,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client
 from weightsync_client.errors import from_rpc
 
+pytestmark = pytest.mark.alone
+
 CODE = grpc.StatusCode
 
 

@@ -29,7 +29,7 @@ from weightsync.v1 import weightsync_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(180)]
 
 CODE = grpc.StatusCode
 #: What a flooded door answers: gRPC cancels calls at random when more than 1000 wait for its accept

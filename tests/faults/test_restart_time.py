@@ -25,6 +25,8 @@ from weightsync_server.store import CommitRecord, open_store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.alone
+
 #: What DESIGN promises, on two cores that do nothing else.
 BOUND_S = 5.0
 #: Restarts of which one must keep it: what else runs on this machine is not the server's.

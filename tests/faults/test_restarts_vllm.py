@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # vLLM is started once per test.
-pytestmark = [pytest.mark.vllm, pytest.mark.battery, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.alone,
+    pytest.mark.battery,
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids="tp{}".format)

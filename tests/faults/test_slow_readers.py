@@ -29,6 +29,8 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import from_rpc
 
+pytestmark = pytest.mark.alone
+
 PULL = "/weightsync.v1.WeightSync/PullWeights"
 READERS = 16
 

@@ -17,7 +17,7 @@ import pytest
 from examples.demo.model import SENTENCE
 from tests.support.leftovers import Mark
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(420)]
 
 _ROOT = Path(__file__).parents[2]
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")
@@ -107,7 +107,6 @@ def test_the_model_learns_while_it_generates(demo: Demo) -> None:
     assert texts[-1] == SENTENCE.strip(), output
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("demo", [("--train-seconds", "0")], indirect=True)
 def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
     status = demo.wait(360)
@@ -116,7 +115,6 @@ def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
     assert demo.mark.left_after(_GONE_S) == []
 
 
-@pytest.mark.matrix
 def test_ctrl_c_while_vllm_starts_leaves_nothing_behind(demo: Demo) -> None:
     demo.wait_for("Starting vLLM", 60)
     time.sleep(3)
