@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
 
-__all__ = ["ChildProcess", "Gone", "Program"]
+__all__ = ["ChildProcess", "Gone", "Program", "Unsent"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ _Answer = tuple[dict[str, Any], bytes]
 
 class Gone(Exception):  # noqa: N818 - the caller retries
     """The process died or was killed because it answered too late; the task may be retried."""
+
+
+class Unsent(Gone):
+    """The process was gone before it was asked: it has seen nothing of the task."""
 
 
 class Program(NamedTuple):
@@ -179,7 +183,7 @@ class ChildProcess:
                 that afterwards it touches neither segment nor file.
 
         Raises:
-            Gone: There will be no answer.
+            Gone: There will be no answer. Unsent, where it was not even asked.
         """
         task = next(self._ids)
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -192,7 +196,7 @@ class ChildProcess:
                     either: list[asyncio.Future[Any]] = [answer, watch]
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done():
-                        self._send({"op": "cancel", "task": task})
+                        self._cancel(task)
                 return await answer
         except TimeoutError as error:
             logger.warning(
@@ -204,6 +208,13 @@ class ChildProcess:
             del self._pending[task]
             if watch is not None:
                 watch.cancel()
+
+    def _cancel(self, task: int) -> None:
+        try:
+            self._send({"op": "cancel", "task": task})
+        except Unsent as error:
+            # This message; the task itself it has seen.
+            raise Gone from error
 
     async def watch(self) -> None:
         """Wait until the process answers no more.
@@ -244,8 +255,8 @@ class ChildProcess:
     def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:
         # Past the transport, which cannot send descriptors and never writes by itself. At most
         # one small message per lane is under way, so a full socket means a stuck child.
-        if self.dead.is_set():
-            raise Gone
+        if self.dead.is_set() or self._sock.fileno() < 0:
+            raise Unsent
         data = wire.encode(document)
         try:
             sent = socket.send_fds(self._sock, [data], list(fds))
@@ -253,7 +264,7 @@ class ChildProcess:
             sent = 0
         if sent != len(data):
             self.kill()
-            raise Gone
+            raise Gone if sent else Unsent
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:

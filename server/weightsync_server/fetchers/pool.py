@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.children.crew import Crew
-from weightsync_server.children.process import Program
+from weightsync_server.children.process import Program, Unsent
 from weightsync_server.faults import write_fault
 from weightsync_server.fetchers.asking import Asking
 from weightsync_server.fetchers.queues import Task, TaskQueue
@@ -120,6 +120,11 @@ class FetcherPool(Crew, Asking):
                     answer = await process.call(task.document, fds, task.timeout_s, task.cancelled)
             except OSError as error:
                 task.fail(write_fault(error, "handing a segment to a fetcher"))
+            except Unsent:
+                # No attempt, and nothing to clear away.
+                task.running = False
+                queue.put_nowait(task)
+                raise
             except BaseException:
                 self._unfinished.setdefault(process, []).append((queue, task))
                 raise

@@ -20,6 +20,7 @@ from tests.support.processes import descriptors, names, state
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.children import crew, wire
 from weightsync_server.fetchers import FetcherPool
+from weightsync_server.fetchers import pool as pools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,20 @@ async def test_a_task_of_a_killed_fetcher_is_tried_again(
     await _until(lambda: pool.alive == count)
     assert len(restarts) == count
     assert not set(before) & set(pool.pids)
+
+
+async def test_a_fetcher_that_is_gone_before_it_is_asked_costs_no_attempt(
+    fill: Callable[..., Any], pool_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "_MAX_ATTEMPTS", 1)
+    pool = await pool_of(1)
+    segment, shard, digests = fill(_SMALL)
+    (process,) = pool._members
+    # As asyncio closes it when the other end is gone, a moment before anybody is told.
+    with socket.socket() as process._sock:
+        pass
+    assert await pool.digest(segment, shard) == digests
+    assert process not in pool._members
 
 
 async def test_what_a_killed_fetcher_was_writing_is_removed(
