@@ -42,7 +42,8 @@ class Collector:
             return "being pushed; abort the push instead"
         if record.pinned:
             return "pinned; unpin it first"
-        if record.slot is not None and (record.slot.leases or record.slot.writing):
+        slot = record.slot
+        if record.awaited or (slot is not None and (slot.leases or slot.writing)):
             return "staged for an apply or being read; retry when that has ended"
         return ""
 

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.threads import to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,12 +64,16 @@ class Epochs:
                 f"holder is longer than {_MAX_HOLDER_BYTES} bytes; shorten it",
             )
         async with self.lock:
-            await self._store.write_epoch(self._model, self.newest + 1)
-            self.newest += 1
-            for observer in self._observers:
-                observer()
-            logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
-            return self.newest
+            # To its end even if the caller leaves: what is written must count.
+            return await to_end(asyncio.ensure_future(self._rise(holder)))
+
+    async def _rise(self, holder: str) -> int:
+        await self._store.write_epoch(self._model, self.newest + 1)
+        self.newest += 1
+        for observer in self._observers:
+            observer()
+        logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
+        return self.newest
 
     def check(self, epoch: int) -> int:
         """Return the epoch to bind to; 0 stands for the newest.

@@ -45,6 +45,7 @@ class VersionRecord:
         orphaned: Its push failed; it stays for as long as it is live or leased.
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
+        awaited: Callers for whom it is being read, or who are about to get a lease.
         live_check: While it is live: whether its live parameters were compared as a whole.
         live_check_ns: When they were, Unix time in nanoseconds.
     """
@@ -69,6 +70,7 @@ class VersionRecord:
     orphaned: bool = False
     base: VersionRecord | None = None
     holds: int = 0
+    awaited: int = 0
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
     live_check_ns: int = 0
 

@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
+from weightsync_server.threads import to_end
 from weightsync_server.versions.adoption import adopt
 from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
@@ -367,6 +368,10 @@ class ModelVersions(Catalog):
         self.forget(record)
         if record.slot is not None:
             self.pool.release(record.slot)
+        # Wholly, also when the caller leaves: half of it would come back after a restart.
+        await to_end(asyncio.ensure_future(self._erased(record)))
+
+    async def _erased(self, record: VersionRecord) -> None:
         try:
             await self.scrub(record)
         except WeightSyncError:

@@ -57,11 +57,17 @@ class Stager:
         self._refuse_incomplete(record, durable=durable)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        # Between the end of a read and our turn, the slot may have been given to somebody else.
-        while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
-            await self._loaded(record, deadline - loop.time())
-        slot = record.slot
-        slot.leases += 1
+        # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
+        record.awaited += 1
+        try:
+            # A read of it may find damage, in which case it is read once more.
+            while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
+                await self._loaded(record, deadline - loop.time())
+            slot = record.slot
+            slot.leases += 1
+        finally:
+            record.awaited -= 1
+            self._versions.pool.wake()
         try:
             document = await self._document(record, slot)
         except BaseException:

@@ -135,11 +135,12 @@ class Folder:
         manifest = await ours.manifest(record)
         try:
             await self._persist(record, manifest)
+            async with ours.builder.lock:
+                await to_end(asyncio.ensure_future(self._swap(record, manifest)))
         except BaseException:
+            # Of a version that was folded before the fault this removes nothing that it needs.
             await to_end(asyncio.ensure_future(ours.store.tidy(ours.name, record.version)))
             raise
-        async with ours.builder.lock:
-            await to_end(asyncio.ensure_future(self._swap(record, manifest)))
 
     async def _swap(self, record: VersionRecord, manifest: Manifest) -> None:
         if record.commit is None:

@@ -139,6 +139,25 @@ async def test_pushes_go_on_while_a_version_is_folded(tmp_path: Path) -> None:
         await check(here, dict(enumerate(contents[:5], 1)))
 
 
+async def test_a_fold_that_stands_back_at_its_last_step_leaves_nothing(tmp_path: Path) -> None:
+    contents = history(4)
+    fetchers = Gated()
+    chains = ChainLimits(length=2, share=100)
+    async with world(tmp_path, fetchers=fetchers, chains=chains) as here:
+        await push_chain(here, contents[:4])
+        await fetchers.waiting.wait()
+        folder = tmp_path / "store" / "m" / "v4"
+        async with here.versions.builder.lock:
+            fetchers.open.set()
+            await until(lambda: any(name[0].isdigit() for name in names(folder)))
+            await asyncio.sleep(0.1)
+            here.versions.folder.stand_back()
+        await settled(here)
+        assert here.versions.get(4).base is not None
+        assert not [name for name in names(folder) if name[0].isdigit()]
+        await check(here, dict(enumerate(contents[:4], 1)))
+
+
 async def test_a_fold_gives_its_slot_to_a_push_that_waits(tmp_path: Path) -> None:
     contents = history(4)
     fetchers = Gated()

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -17,6 +17,9 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server import files
 from weightsync_server.versions import Retention
 from weightsync_server.versions.history import History
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
 
 CODE = grpc.StatusCode
 
@@ -51,6 +54,46 @@ async def test_unknown_versions(here: World) -> None:
         here.versions.get(9)
     with pytest.raises(WeightSyncError, match="version 9"):
         await here.versions.stage(9, 1)
+
+
+def held(monkeypatch: pytest.MonkeyPatch, here: World, name: str) -> asyncio.Event:
+    """Let a method of the store begin when the event is set."""
+    go, method = asyncio.Event(), getattr(here.versions.store, name)
+
+    async def waits(*args: Any) -> Any:
+        await go.wait()
+        return await method(*args)
+
+    monkeypatch.setattr(here.versions.store, name, waits)
+    return go
+
+
+async def left(work: Coroutine[Any, Any, Any], go: asyncio.Event) -> None:
+    """Begin, let the caller leave in its midst, and wait until that is told."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_epoch_whose_caller_left_counts(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await left(here.versions.acquire_epoch("w"), held(monkeypatch, here, "write_epoch"))
+    assert here.versions.check_epoch(0) == 1 == await here.versions.store.read_epoch("m")
+    await pushed(here, 1)
+
+
+@pytest.mark.parametrize("name", ["write_marks", "delete"])
+async def test_a_version_whose_deleter_left_is_gone(
+    here: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await pushed(here, 2)
+    await left(here.versions.delete(1), held(monkeypatch, here, name))
+    assert (numbers(here), folders(here)) == ([2], ["v2"])
 
 
 async def test_epochs_are_persisted_and_only_rise(tmp_path: Path) -> None:

@@ -157,6 +157,36 @@ async def test_a_caller_that_gives_up_leaves_the_read_to_others(tmp_path: Path) 
         (await waiting).release()
 
 
+async def test_who_waits_for_a_read_gets_it_before_a_push_that_waits_for_a_slot(
+    tmp_path: Path,
+) -> None:
+    class Slow(Threads):
+        go = asyncio.Event()
+
+        async def load(self, *args: object) -> None:
+            await self.go.wait()
+            await super().load(*args)  # type: ignore[arg-type]
+
+    fetchers = Slow()
+    fetchers.go = asyncio.Event()
+    async with world(tmp_path, fetchers=fetchers) as here:
+        await third_evicts_first(here)
+        other = await here.versions.stage(3, 5)
+        staging = asyncio.create_task(here.versions.stage(1, 5))
+        await asyncio.sleep(0.01)
+        pushing = asyncio.create_task(here.pushes.begin(begin(), 5))
+        await asyncio.sleep(0.01)
+        with pytest.raises(WeightSyncError, match="being read"):
+            await here.versions.delete(1)
+        fetchers.go.set()
+        lease = await staging
+        assert here.read(1) == [shard.data for shard in simple(1)]
+        assert not pushing.done()
+        lease.release()
+        await pushing
+        other.release()
+
+
 async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     await here.push(simple(1))
     await here.push(simple(2))
