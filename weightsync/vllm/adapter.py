@@ -237,19 +237,28 @@ class VllmEngine:
             free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
             if lease_id or not free:
                 self._check_lease(lease_id)
-            known = self._served if self._committed is None and not free else self._committed
-            if not known or known != content_digest:
-                known = await self._proved()
-            if not known or known != content_digest:
-                raise WeightSyncError(
-                    Reason.ENGINE_REFUSED,
-                    f"the ranks hold {known or 'no proved version'}, not "
-                    f"{content_digest or 'nothing'}; commit a version on every rank first",
-                )
-            labelled = await self._motion.start(version)
-            self._serve(content_digest)
-            self._versions[content_digest] = version
-            return labelled
+            # Without a lease sleep mode could come before the first step.
+            self._sleep.hold()
+            try:
+                return await self._start(version, content_digest, free=free)
+            finally:
+                if not self._lease.id:
+                    self._sleep.release()
+
+    async def _start(self, version: int, content_digest: str, *, free: bool) -> bool:
+        known = self._served if self._committed is None and not free else self._committed
+        if not known or known != content_digest:
+            known = await self._proved()
+        if not known or known != content_digest:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"the ranks hold {known or 'no proved version'}, not "
+                f"{content_digest or 'nothing'}; commit a version on every rank first",
+            )
+        labelled = await self._motion.start(version)
+        self._serve(content_digest)
+        self._versions[content_digest] = version
+        return labelled
 
     async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
         async with self._changes:
@@ -322,6 +331,9 @@ class VllmEngine:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
         if method == _COMMIT:
             self._committed = agreed(replies, len(self._info.ranks))
+            if self._committed:
+                # Should the server not live to resume, its label is known.
+                self._versions[self._committed] = int(args.get("version", 0))
         return replies
 
     async def _give_up(self, reason: str) -> None:

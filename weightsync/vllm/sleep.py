@@ -95,7 +95,9 @@ class SleepGuard:
             await self._between_pauses()
             answer = await self._wake_up(*args, **kwargs)
             # A wake-up of some memory only leaves the engine asleep; a full one starts generation.
-            self.asleep = bool(await self._ask())
+            # One that is awake is not asked: a pause that began meanwhile looks like sleep.
+            if self.asleep:
+                self.asleep = bool(await self._ask())
             if not self.asleep:
                 await self._stop_again()
             return answer

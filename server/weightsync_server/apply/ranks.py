@@ -202,9 +202,10 @@ class Ranks:
         args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
 
-    async def commit(self, apply_id: str, timeout_s: float) -> list[RankCommit]:
+    async def commit(self, apply_id: str, version: int, timeout_s: float) -> list[RankCommit]:
         """Write and prove the parameters; the engine must be paused."""
-        replies = await self._call("weightsync_commit", {"apply_id": apply_id}, timeout_s)
+        args = {"apply_id": apply_id, "version": version}
+        replies = await self._call("weightsync_commit", args, timeout_s)
         return [_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
 
     async def switch(self, order: SwitchOrder, timeout_s: float) -> tuple[list[RankCommit], str]:

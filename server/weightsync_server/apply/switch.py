@@ -292,7 +292,9 @@ class Switch:
 
     async def _commit(self, target: Prepared, result: Switched) -> list[str]:
         try:
-            result.ranks = await self._session.ranks.commit(target.apply_id, self._timeout_s)
+            result.ranks = await self._session.ranks.commit(
+                target.apply_id, target.record.version, self._timeout_s
+            )
         except WeightSyncError as error:
             if self._session.ranks.hung or error.reason is Reason.ENGINE_AWAY:
                 # Nobody knows what the ranks hold until that call returns.

@@ -292,6 +292,44 @@ async def test_sleeping_engine_refuses_a_pause_until_it_is_fully_awake() -> None
     assert llm.log == [state, "sleep 1 keep", "wake up", "wake up", "mm", ("keep", True)]
 
 
+async def test_sleeping_engine_is_not_started_before_it_is_awake() -> None:
+    llm = Llm()
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    await llm.sleep()
+    assert (await _refused(engine.resume("", 7, DIGEST))).reason is Reason.ENGINE_ASLEEP
+    await llm.wake_up()
+    await engine.resume("", 7, DIGEST)
+    assert _state(engine) is EngineState.SERVING
+    await llm.sleep()
+
+
+async def test_sleep_does_not_come_between_proof_and_start() -> None:
+    llm = Llm()
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    llm.gate.clear()
+    resuming = asyncio.ensure_future(engine.resume("", 7, DIGEST))
+    await asyncio.sleep(0.01)
+    sleeping = asyncio.ensure_future(llm.sleep())
+    await asyncio.sleep(0.01)
+    assert (await engine.health()).sleeping is False
+    llm.gate.set()
+    await asyncio.gather(resuming, sleeping)
+    assert llm.log.index("resume") < llm.log.index("sleep 1 abort")
+
+
+async def test_waking_an_engine_that_is_awake_does_not_take_a_pause_for_sleep() -> None:
+    class Paused(Llm):
+        async def is_sleeping(self) -> bool:
+            return True  # as vLLM answers in a pause
+
+    llm = Paused()
+    engine = await _serving(llm)
+    await llm.wake_up()
+    assert (await engine.health()).sleeping is False
+
+
 async def test_sleep_waits_for_work_in_the_background() -> None:
     llm = Llm()
     await _serving(llm)

@@ -45,6 +45,16 @@ async def test_a_process_that_stood_still_past_its_lease_finds_it_gone(
     assert llm.log[-2:] == ["label 7", "resume"]
 
 
+async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    llm.digests = ["b" * 32] * 2
+    await engine.pause(PauseSpec(), 0.1)
+    await engine.call_workers("weightsync_commit", {"apply_id": "x", "version": 8})
+    await _until(lambda: _state(engine) is EngineState.SERVING)
+    assert llm.log[-2:] == ["label 8", "resume"]
+
+
 async def test_the_wall_clock_moves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks.over(monkeypatch)
     ended: list[str] = []

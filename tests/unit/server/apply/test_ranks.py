@@ -152,7 +152,7 @@ async def test_only_an_answer_to_this_very_commit_counts(
     ranks: Ranks, workers: Workers, reply: dict[str, Any], digest: str, error: str
 ) -> None:
     workers.replies = [reply, reply]
-    first, second = await ranks.commit("id", 5)
+    first, second = await ranks.commit("id", 7, 5)
     assert (first.rank, second.rank) == NAMES
     assert first.content_digest == digest
     assert error in first.error
@@ -163,7 +163,7 @@ async def test_only_an_answer_to_this_very_commit_counts(
 async def test_too_few_and_too_many_answers(ranks: Ranks, workers: Workers, count: int) -> None:
     workers.replies = [{"ok": True, "apply_id": "id", "content_digest": "d"}] * count
     with pytest.raises(WeightSyncError, match=f"{count} ranks answered") as caught:
-        await ranks.commit("id", 5)
+        await ranks.commit("id", 7, 5)
     assert caught.value.reason is Reason.FAULT
 
 
@@ -172,7 +172,7 @@ async def test_a_call_that_hangs_is_left_alone_and_nothing_is_sent_behind_it(
 ) -> None:
     workers.gate = asyncio.Event()
     with pytest.raises(WeightSyncError) as caught:
-        await ranks.commit("id", 0.05)
+        await ranks.commit("id", 7, 0.05)
     assert caught.value.reason is Reason.DEADLINE_EXCEEDED
     assert ranks.hung
     for _ in range(3):
