@@ -68,27 +68,27 @@ lint: setup check-generated ## ruff, mypy, buf and the stubs
 	$(VENV)/bin/buf format --diff --exit-code
 	$(VENV)/bin/mypy $(CHECKED)
 
-# $(call tests,WHICH,DISTRIBUTION): so many at a time; those marked `alone` follow, one by one.
-# pytest answers 5 when it selects nothing.
+# $(call tests,WHICH): modules, so many at a time, in the order of the files; those marked `alone`
+# follow, one by one. pytest answers 5 when it selects nothing.
 JOBS ?= 2
 define tests
-$(PY) -m pytest -m "$(1) and not gpu and not alone" -n $(JOBS) --dist $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+$(PY) -m pytest -m "$(1) and not gpu and not alone" -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	$(PYTEST_ARGS) || [ $$? -eq 5 ]
 $(PY) -m pytest -m "$(1) and not gpu and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 endef
-# The tests of a module share what they start; in the order of the files the long ones come early.
-BY_FILE := loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: lint ## Lint, then all tests but the full matrix, the full battery and those for a GPU
-	$(call tests,not matrix and not battery,$(BY_FILE))
+	$(call tests,not matrix and not battery)
 
+# Engines that start beside each other take as long on two cores as one after the other.
 .PHONY: test-matrix
 test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
-	$(call tests,matrix,load)
+	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: battery
 battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; bfloat16 with TP 2
-	$(call tests,battery,$(BY_FILE))
+	$(call tests,battery)
 
 .PHONY: fuzz
 fuzz: setup ## Fuzz parsers and request stream for SECONDS (60), with SEED if given
