@@ -65,6 +65,9 @@ def _caught(plant: Plant, tree: Path) -> bool:
 def main(wanted: list[str]) -> int:
     """Return 0 if every bug was caught."""
     chosen = [plant for plant in plants() if not wanted or any(w in plant.name for w in wanted)]
+    if not chosen:
+        print(f"no plant's name contains {' or '.join(wanted)}; their patches lie in tests/planted")
+        return 2
     missed = []
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         tree = Path(name)
