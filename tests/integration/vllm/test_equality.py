@@ -8,6 +8,7 @@ With repacking on, prepare refuses.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -79,7 +80,17 @@ def _fresh(
 ) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Start an engine without us; the result waits for it and asks it."""
     place = run_dir / f"fresh-{cell}"
-    vllm = VllmServer(model, place, tp=cell.tp, dtype=cell.dtype, plain=plain, bridge=False)
+    # vLLM itself would bind both engines of a cell to the first core.
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "1"} if cell.tp == 1 and os.cpu_count() != 1 else {}
+    vllm = VllmServer(
+        model,
+        place,
+        tp=cell.tp,
+        dtype=cell.dtype,
+        plain=plain,
+        bridge=False,
+        variables=variables,
+    )
     try:
         vllm.launch()
         if cell.tp == 1:
