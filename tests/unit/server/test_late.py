@@ -123,9 +123,9 @@ async def test_a_pause_that_does_not_end(it: Plant, monkeypatch: pytest.MonkeyPa
     assert session is not None
     commit = session.ranks.commit
 
-    async def late(apply_id: str, timeout_s: float) -> Any:
+    async def late(apply_id: str, version: int, timeout_s: float) -> Any:
         await held.wait()
-        return await commit(apply_id, timeout_s)
+        return await commit(apply_id, version, timeout_s)
 
     monkeypatch.setattr(session.ranks, "commit", late)
     applying = asyncio.create_task(it.apply(2))
