@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.support.processes import descriptors, names, state
@@ -33,12 +34,7 @@ def _exists(pid: int) -> bool:
 
 
 def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() + [
-        child
-        for thread in Path("/proc/self/task").iterdir()
-        if thread.name != str(os.getpid())
-        for child in (thread / "children").read_text().split()
-    ]
+    return [str(child.pid) for child in psutil.Process().children()]
 
 
 async def _stopped(pid: int) -> None:
