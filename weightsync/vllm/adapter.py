@@ -331,9 +331,9 @@ class VllmEngine:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
         if method == _COMMIT:
             self._committed = agreed(replies, len(self._info.ranks))
-            if self._committed:
+            if self._committed and (version := int(args.get("version", 0))):
                 # Should the server not live to resume, its label is known.
-                self._versions[self._committed] = int(args.get("version", 0))
+                self._versions[self._committed] = version
         return replies
 
     async def _give_up(self, reason: str) -> None:

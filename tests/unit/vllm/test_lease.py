@@ -55,6 +55,15 @@ async def test_what_was_committed_keeps_its_label_when_nobody_resumes() -> None:
     assert llm.log[-2:] == ["label 8", "resume"]
 
 
+async def test_a_server_that_tells_no_version_loses_no_label() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(PauseSpec(), 0.1)
+    await engine.call_workers("weightsync_commit", {"apply_id": "x"})
+    await _until(lambda: _state(engine) is EngineState.SERVING)
+    assert llm.log[-2:] == ["label 7", "resume"]
+
+
 async def test_the_wall_clock_moves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks.over(monkeypatch)
     ended: list[str] = []
