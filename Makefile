@@ -81,13 +81,13 @@ endef
 test: lint ## Lint, then all tests but the full matrix, the full battery and those for a GPU
 	$(call tests,not matrix and not battery)
 
-# Engines that start beside each other take as long on two cores as one after the other.
+# One by one: vLLM binds every engine of one rank to the first core.
 .PHONY: test-matrix
 test-matrix: setup ## The TP/dtype/packing/tied cells on a real vLLM (CPU), and what takes as long
 	$(PY) -m pytest -m "matrix and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 .PHONY: battery
-battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; bfloat16 with TP 2
+battery: setup ## Every fault at every failpoint, on a real server and a real vLLM; more cells with TP 2
 	$(call tests,battery)
 
 .PHONY: fuzz

@@ -17,7 +17,7 @@ import pytest
 from examples.demo.model import SENTENCE
 from tests.support.leftovers import Mark
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
 
 _ROOT = Path(__file__).parents[2]
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) +[\d.]+ MB +([\d.]+)% +[\d.]+ +[\d.]+ +[\d.]+  (.*)$")

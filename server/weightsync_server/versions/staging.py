@@ -60,7 +60,7 @@ class Stager:
         # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
         record.awaited += 1
         try:
-            # A read of it may find damage, in which case it is read once more.
+            # Who else uses it may find damage before our turn: then it is read once more.
             while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
                 await self._loaded(record, deadline - loop.time())
             slot = record.slot

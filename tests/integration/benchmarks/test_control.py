@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(300)]
 
 
 def test_vllm_generates_in_every_phase() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(500)]
 
 
 def _line(part: str) -> dict[str, Any]:

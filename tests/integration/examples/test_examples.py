@@ -19,7 +19,7 @@ from weightsync_client import Client, Durability
 if TYPE_CHECKING:
     from tests.integration.examples.conftest import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.matrix, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
 
 _TOKENS = 24
 

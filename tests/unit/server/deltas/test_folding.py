@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from weightsync_server import files
 from weightsync_server.versions import ChainLimits, Retention
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from weightsync.segments import Segment
@@ -121,11 +123,17 @@ class Gated(Threads):
         await super().persist(segment, size, target)
 
 
+@contextlib.asynccontextmanager
+async def gated(folder: Path, slots: int = 2) -> AsyncIterator[tuple[World, Gated]]:
+    """A world in which the third delta in a row is folded, once its fetchers may write."""
+    fetchers, chains = Gated(), ChainLimits(length=2, share=100)
+    async with world(folder, fetchers=fetchers, chains=chains, slots=slots) as here:
+        yield here, fetchers
+
+
 async def test_pushes_go_on_while_a_version_is_folded(tmp_path: Path) -> None:
     contents = history(6)
-    fetchers = Gated()
-    chains = ChainLimits(length=2, share=100)
-    async with world(tmp_path, fetchers=fetchers, chains=chains, slots=3) as here:
+    async with gated(tmp_path, slots=3) as (here, fetchers):
         await push_chain(here, contents[:4])
         await fetchers.waiting.wait()
         # It is being folded: its slot stays, and it can neither be deleted nor lost.
@@ -141,9 +149,7 @@ async def test_pushes_go_on_while_a_version_is_folded(tmp_path: Path) -> None:
 
 async def test_a_fold_that_stands_back_at_its_last_step_leaves_nothing(tmp_path: Path) -> None:
     contents = history(4)
-    fetchers = Gated()
-    chains = ChainLimits(length=2, share=100)
-    async with world(tmp_path, fetchers=fetchers, chains=chains) as here:
+    async with gated(tmp_path) as (here, fetchers):
         await push_chain(here, contents[:4])
         await fetchers.waiting.wait()
         folder = tmp_path / "store" / "m" / "v4"
@@ -160,9 +166,7 @@ async def test_a_fold_that_stands_back_at_its_last_step_leaves_nothing(tmp_path:
 
 async def test_a_fold_gives_its_slot_to_a_push_that_waits(tmp_path: Path) -> None:
     contents = history(4)
-    fetchers = Gated()
-    chains = ChainLimits(length=2, share=100)
-    async with world(tmp_path, fetchers=fetchers, chains=chains) as here:
+    async with gated(tmp_path) as (here, fetchers):
         await push_chain(here, contents[:3])
         here.versions.set_live(2)
         await push_delta(here, contents[2], contents[3], 4)

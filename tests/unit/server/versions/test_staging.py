@@ -37,6 +37,18 @@ def stored(here: World, version: int, shard: int) -> Path:
     )
 
 
+class Slow(Threads):
+    """Reads from the store when `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def load(self, *args: object) -> None:
+        await self.go.wait()
+        await super().load(*args)  # type: ignore[arg-type]
+
+
 async def third_evicts_first(here: World) -> None:
     for seed in (1, 2, 3):
         await here.push(simple(seed))
@@ -134,15 +146,7 @@ async def test_many_callers_share_one_read(tmp_path: Path) -> None:
 
 
 async def test_a_caller_that_gives_up_leaves_the_read_to_others(tmp_path: Path) -> None:
-    class Slow(Threads):
-        go = asyncio.Event()
-
-        async def load(self, *args: object) -> None:
-            await self.go.wait()
-            await super().load(*args)  # type: ignore[arg-type]
-
     fetchers = Slow()
-    fetchers.go = asyncio.Event()
     async with world(tmp_path, fetchers=fetchers) as here:
         await third_evicts_first(here)
         with pytest.raises(WeightSyncError) as caught:
@@ -160,15 +164,7 @@ async def test_a_caller_that_gives_up_leaves_the_read_to_others(tmp_path: Path) 
 async def test_who_waits_for_a_read_gets_it_before_a_push_that_waits_for_a_slot(
     tmp_path: Path,
 ) -> None:
-    class Slow(Threads):
-        go = asyncio.Event()
-
-        async def load(self, *args: object) -> None:
-            await self.go.wait()
-            await super().load(*args)  # type: ignore[arg-type]
-
     fetchers = Slow()
-    fetchers.go = asyncio.Event()
     async with world(tmp_path, fetchers=fetchers) as here:
         await third_evicts_first(here)
         other = await here.versions.stage(3, 5)
