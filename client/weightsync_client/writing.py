@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
-from weightsync.lending import Borrower, Lent
-from weightsync.mapping import Mapping
+from weightsync.lending import Borrower, Lent, map_lent
 from weightsync.segments import reserved_size
 from weightsync_client.errands import Errands
 from weightsync_client.shards import Keep, Part, Shard, ShardDigester
@@ -195,9 +194,8 @@ def _writer(lent: Lent, size: int) -> Iterator[_Write]:
     if not lent.huge or os.fstat(lent.fd).st_size < reserved:
         yield partial(_pwrite, lent.fd)
         return
-    mapping = Mapping(lent.fd, reserved)
+    mapping = map_lent(lent, reserved)
     try:
-        mapping.keep_from_children()
         yield partial(_copy, mapping.view)
     finally:
         mapping.close()

@@ -1,4 +1,4 @@
-"""One tensor of the last version, on the device of the trainer's: compared and advanced there.
+"""Tensors of the last version on the trainer's device: compared and advanced there.
 
 Of a changed tensor the positions, the values before and after and, to be digested, all bytes come
 to the host; of one that did not change, nothing does.
@@ -16,20 +16,22 @@ import torch
 from weightsync.delta import Changes
 from weightsync.delta.coding import element_width
 from weightsync.digest import TensorDigester
+from weightsync_client.deltas.differing import differing, on_host
 from weightsync_client.deltas.held import all_bytes
 from weightsync_client.fallback import Fallback, Unfit
 from weightsync_client.tensors import Scratch, settle
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from weightsync.delta import TensorChange
+    from weightsync_client.deltas.differing import Difference
     from weightsync_client.tensors import SourceTensor
 
-__all__ = ["DeviceTensor"]
+__all__ = ["DeviceTensor", "changes_of"]
 
-#: Elements that are compared at a time: positions take eight bytes until they are on the host.
-_PIECE = 1 << 26
 #: Bytes that are digested at a time; small pieces have threads wait for the interpreter.
 _BLOCK = 8 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,11 +51,6 @@ def _digest(tensor: SourceTensor) -> bytes:
     for at in range(0, tensor.size, _BLOCK):
         state.update(read(at, min(at + _BLOCK, tensor.size)))
     return state.digest()
-
-
-def _words(data: torch.Tensor, width: int) -> NDArray[np.uint64]:
-    words: NDArray[np.uint64] = data.cpu().numpy().view(f"<u{width}")
-    return words
 
 
 class DeviceTensor:
@@ -83,6 +80,11 @@ class DeviceTensor:
             # Once a push has told that its tensors are free, they may change at once.
             settle(self._data.device)
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._data.device
+
     def seal(self, digest: bytes) -> None:
         """Note the digest of what was kept, which is whole now."""
         self.digest, self._source = digest, None
@@ -103,22 +105,8 @@ class DeviceTensor:
         Raises:
             Unfit: The device has no room for that.
         """
-        try:
-            index, before, after = self._compare(self._flat(tensor))
-        except torch.OutOfMemoryError as error:
-            raise Unfit(Fallback.NO_ROOM, f"the device is too full to compare: {error}") from None
-        elements = len(self._data) // self._width
-        return Changes(
-            tensor.name,
-            self.dtype,
-            self.shape,
-            index.to(torch.int32 if elements < 1 << 31 else torch.int64).cpu().numpy(),
-            _words(before, self._width),
-            _words(after, self._width),
-            new_digest=partial(_digest, tensor),
-            same_digest=lambda: self.digest,
-            all_bytes=lambda: all_bytes(tensor, _scratch()),
-        )
+        (changes,) = changes_of([(self, tensor)])
+        return changes
 
     def _flat(self, tensor: SourceTensor) -> torch.Tensor:
         """Return all bytes of a tensor on this device, wherever it lies by now."""
@@ -126,22 +114,19 @@ class DeviceTensor:
             return torch.from_numpy(all_bytes(tensor, _scratch()).copy()).to(self._data.device)
         return tensor.flat().to(self._data.device)
 
-    def _compare(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        new, old = flat.view(_WORDS[self._width]), self._data.view(_WORDS[self._width])
-        found = []
-        for at in range(0, len(old), _PIECE):
-            where = torch.nonzero(new[at : at + _PIECE] != old[at : at + _PIECE]).reshape(-1)
-            found.append(where + at)
-        index = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=new.device)
-        after = new[index]
-        if len(index) * (8 + self._width) < len(flat):
-            self._next = index, after
-        else:
-            self._next = None, new.clone()
-        return index, old[index], after
+    def words(self, tensor: SourceTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is held and the tensor as it is now, as words of the elements' width."""
+        kind = _WORDS[self._width]
+        return self._data.view(kind), self._flat(tensor).view(kind)
+
+    def found(self, difference: Difference, new: torch.Tensor) -> None:
+        """Keep what `advance` needs, whichever is less."""
+        index, after = difference.index, difference.after
+        few = index.nbytes + after.nbytes < new.nbytes
+        self._next = (index, after) if few else (None, new.clone())
 
     def advance(self, change: TensorChange) -> None:
-        """Become what the last `item` told; the change brings its digest."""
+        """Have the device make it what the last `item` told; the change brings its digest."""
         if self._next is None:
             msg = f"tensor {change.name!r} was not compared"
             raise RuntimeError(msg)
@@ -150,12 +135,48 @@ class DeviceTensor:
         if index is None:
             words.copy_(values)
         else:
-            words[index] = values
-        # It is read again, and the memory of the values is used again, on other streams.
-        settle(self._data.device)
+            words.index_copy_(0, index.long(), values)
         self.digest = change.digest
         self.forget()
 
     def forget(self) -> None:
         """Let go of what a delta that was not committed has left."""
         self._next = None
+
+
+def changes_of(pairs: Sequence[tuple[DeviceTensor, SourceTensor]]) -> list[Changes]:
+    """Return what differs in tensors that are held on one device; see `HeldTensor.item`.
+
+    Raises:
+        Unfit: The device has no room for that.
+    """
+    try:
+        words = [held.words(tensor) for held, tensor in pairs]
+        found = differing(words)
+        for (held, _), difference, (_, new) in zip(pairs, found, words, strict=True):
+            held.found(difference, new)
+        told = iter(on_host([part for d in found for part in (d.index, d.before, d.after)]))
+    except torch.OutOfMemoryError as error:
+        raise Unfit(Fallback.NO_ROOM, f"the device is too full to compare: {error}") from None
+    return [_changes(held, tensor, next(told), next(told), next(told)) for held, tensor in pairs]
+
+
+def _changes(
+    held: DeviceTensor,
+    tensor: SourceTensor,
+    index: NDArray[np.int64],
+    before: NDArray[np.int64],
+    after: NDArray[np.int64],
+) -> Changes:
+    unsigned = f"<u{element_width(held.dtype)}"
+    return Changes(
+        tensor.name,
+        held.dtype,
+        held.shape,
+        index,
+        before.view(unsigned),
+        after.view(unsigned),
+        new_digest=partial(_digest, tensor),
+        same_digest=lambda: held.digest,
+        all_bytes=lambda: all_bytes(tensor, _scratch()),
+    )

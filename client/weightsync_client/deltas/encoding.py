@@ -107,9 +107,8 @@ class DeltaShards(Iterable[Shard]):
         size = sum(tensor.size for tensor in group)
         if not room_for(size):
             raise Unfit(Fallback.NO_ROOM, "memory is too short for the shards of a delta")
-        scratch = Scratch()
         encoded = self._encoder.encode_shard(
-            [self._base.tensors[tensor.name].item(tensor, scratch) for tensor in group],
+            self._base.items(group, Scratch()),
             base_content_digest=self._base.content_digest,
             layout_digest=self._base.signature,
             index=len(self._made),

@@ -11,6 +11,7 @@ from weightsync.digest import tensor_digest
 from weightsync_client.tensors import SourceTensor
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
     from weightsync_client.tensors import Read, Scratch
@@ -34,6 +35,10 @@ class HeldTensor(Protocol):
     shape: tuple[int, ...]
     digest: bytes
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where they lie and are compared; None: on the host."""
+
     def keep(self, offset: int, piece: memoryview) -> None:
         """Take bytes that were sent."""
 
@@ -50,7 +55,10 @@ class HeldTensor(Protocol):
         """Return the tensor before and after, for the encoder."""
 
     def advance(self, change: TensorChange) -> None:
-        """Become what the delta says: the last one whose `item` was asked for."""
+        """Become what the delta says, the last one whose `item` was asked for.
+
+        On a device that is queued: whoever waits for it there waits for this.
+        """
 
     def forget(self) -> None:
         """Let go of what a delta that was not committed has left."""
@@ -94,6 +102,8 @@ class HostTensor:
     """
 
     __slots__ = ("data", "digest", "dtype", "shape")
+
+    device = None
 
     def __init__(self, tensor: SourceTensor) -> None:
         self.dtype = tensor.dtype

@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from weightsync.digest import signature_of
 from weightsync_client.deltas.room import room_for
+from weightsync_client.tensors import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
+    from weightsync.delta import Changes, Item
     from weightsync_client.deltas.held import HeldTensor
-    from weightsync_client.tensors import SourceTensor
+    from weightsync_client.tensors import Scratch, SourceTensor
     from weightsync_client.types import PushResult
 
 __all__ = ["FlowTaking", "Held", "Taking"]
@@ -43,6 +46,31 @@ class Held:
     run_id: str
     tensors: Mapping[str, HeldTensor]
 
+    def items(self, tensors: Sequence[SourceTensor], scratch: Scratch) -> list[Item | Changes]:
+        """Return tensors before and after, for the encoder.
+
+        Raises:
+            Unfit: A device has no room to compare them.
+        """
+        found: dict[str, Item | Changes] = {}
+        together: dict[torch.device, list[SourceTensor]] = {}
+        for tensor in tensors:
+            held = self.tensors[tensor.name]
+            if held.device is None:
+                found[tensor.name] = held.item(tensor, scratch)
+            else:
+                together.setdefault(held.device, []).append(tensor)
+        for group in together.values():
+            found |= self._compared(group)
+        return [found[tensor.name] for tensor in tensors]
+
+    def _compared(self, tensors: Sequence[SourceTensor]) -> dict[str, Changes]:
+        """Return what differs in tensors that are held on one device."""
+        from weightsync_client.deltas.device import DeviceTensor, changes_of
+
+        pairs = [(cast("DeviceTensor", self.tensors[tensor.name]), tensor) for tensor in tensors]
+        return {changes.name: changes for changes in changes_of(pairs)}
+
     def advance(self, blobs: Iterable[NDArray[np.uint8]], threads: int) -> None:
         """Have the tensors become what the shards of a delta make of them."""
         from weightsync.delta import parse_shard
@@ -52,6 +80,10 @@ class Held:
             for blob in blobs:
                 changes = parse_shard(blob, expect).changes
                 list(pool.map(lambda c: self.tensors[c.name].advance(c), changes.values()))
+            # They are read again, and the memory of the values is used again, on other streams.
+            list(
+                pool.map(settle, {t.device for t in self.tensors.values() if t.device is not None})
+            )
 
     def forget(self) -> None:
         """Let go of what a delta that was not committed has left."""

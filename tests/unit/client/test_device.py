@@ -14,9 +14,10 @@ from weightsync.delta import encode_shard, parse_shard
 from weightsync.digest import tensor_digest
 from weightsync.errors import WeightSyncError
 from weightsync_client import Client, ExhaustedError, Fallback, PushKind, Reason
-from weightsync_client.deltas import device, room, snapshot
+from weightsync_client.deltas import device, differing, holding, room, snapshot
 from weightsync_client.deltas.device import DeviceTensor
 from weightsync_client.deltas.held import HostTensor
+from weightsync_client.deltas.holding import Held
 from weightsync_client.tensors import Scratch, wrap
 
 _DIGEST = "0" * 32
@@ -71,25 +72,70 @@ def test_both_ways_make_the_same_shard_and_the_same_copy(
     assert blobs[0] == blobs[1]
 
 
-def test_what_was_advanced_is_there_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = torch.randn(999).bfloat16()
-    held = DeviceTensor(wrap("w", old))
-    held.fill(wrap("w", old), Scratch())
-    new = wrap("w", old + 1)
+def test_what_was_advanced_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {name: torch.randn(999).bfloat16() for name in "abc"}
+    new = {name: wrap(name, tensor + 1) for name, tensor in old.items()}
+    tensors = {name: DeviceTensor(wrap(name, tensor)) for name, tensor in old.items()}
+    for name, tensor in tensors.items():
+        tensor.fill(wrap(name, old[name]), Scratch())
+    held = Held(1, _DIGEST, 3 * 1998, _DIGEST, "", tensors)
     shard = encode_shard(
-        [held.item(new, Scratch())],
+        held.items(list(new.values()), Scratch()),
         zstd=False, base_content_digest=_DIGEST, layout_digest=_DIGEST, index=0,
     )  # fmt: skip
-    (change,) = parse_shard(shard.blob, {"w": (new.dtype, new.shape)}).changes.values()
-    waited: list[bytes] = []
-    monkeypatch.setattr(device, "settle", lambda _: waited.append(bytes(held.window(0, 1998))))
-    held.advance(change)
+    waited: list[list[bytes]] = []
+    monkeypatch.setattr(
+        holding,
+        "settle",
+        lambda _: waited.append([bytes(t.window(0, 1998)) for t in tensors.values()]),
+    )
+    held.advance([shard.blob], threads=2)
     # Once, when all was queued.
-    assert waited == [raw(old + 1)]
+    assert waited == [[raw(tensor + 1) for tensor in old.values()]]
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["static", "plain"])
+def test_a_device_is_asked_twice_for_all_tensors(
+    monkeypatch: pytest.MonkeyPatch, missing: bool
+) -> None:
+    def not_there(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(differing, "_PIECE", 1000)
+    if missing:
+        monkeypatch.setattr(torch, "nonzero_static", not_there)
+    waits: list[object] = []
+    stacked = torch.stack
+
+    def stack(counts: list[torch.Tensor]) -> torch.Tensor:
+        waits.append(counts)
+        return stacked(counts)
+
+    monkeypatch.setattr(torch, "stack", stack)
+    monkeypatch.setattr(differing, "settle", waits.append)
+    dtypes = (torch.int32, torch.uint8, torch.int16, torch.int64, torch.uint8)
+    old = [
+        torch.randint(0, 9, (n,)).to(t) for n, t in zip((5000, 0, 7, 999, 31), dtypes, strict=True)
+    ]
+    new = [tensor.clone() for tensor in old]
+    new[0][1500:4321:7] += 1
+    new[3][998] += 1
+    new[4][:] += 1
+    found = differing.differing(list(zip(old, new, strict=True)))
+    parts = [part for d in found for part in (d.index, d.before, d.after)]
+    told = differing.on_host(parts)
+    assert len(waits) == 2
+    for number, (before, after) in enumerate(zip(old, new, strict=True)):
+        index = torch.nonzero(before != after).reshape(-1)
+        expected = (index.int(), before[index], after[index])
+        for got, wanted in zip(told[3 * number : 3 * number + 3], expected, strict=True):
+            assert got.dtype == wanted.numpy().dtype
+            assert got.tolist() == wanted.tolist()
+            assert got.flags.aligned
 
 
 def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_PIECE", 1000)
+    monkeypatch.setattr(differing, "_PIECE", 1000)
     monkeypatch.setattr(device, "_BLOCK", 333)
     old = torch.randn(7777).bfloat16()
     new = old.clone()
@@ -160,7 +206,7 @@ def test_a_device_that_is_too_full_to_compare(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "nonzero", full)
+    monkeypatch.setattr(torch, "count_nonzero", full)
     result = client.push(tensors)
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
 
