@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weightsync.descriptors import accept_each, listen, receive, receive_fds, send, send_fds
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.mapping import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer"]
+__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer", "map_lent"]
 
 logger = logging.getLogger(__name__)
 
@@ -216,8 +217,9 @@ class Borrower:
     def __init__(self, path: str | Path, secret: str) -> None:
         self._lock = threading.Lock()
         self._borrowed: set[int] = set()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _open.add(self)
+        with _no_fork:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            _open.add(self)
         try:
             self._socket.settimeout(_ANSWER_S)
             self._socket.connect(str(path))
@@ -236,16 +238,20 @@ class Borrower:
         with self._lock:
             huge = bool(self._ask({"op": "lend", "shard": shard}).get("huge"))
             try:
-                (fd,) = receive_fds(self._socket, 1)
+                # Waited for here, so that no fork waits for a server.
+                self._socket.recv(1, socket.MSG_PEEK)
+                with _no_fork:
+                    (fd,) = receive_fds(self._socket, 1)
+                    self._borrowed.add(fd)
             except EOFError:
                 raise _ended() from None
-            self._borrowed.add(fd)
             return Lent(fd, huge)
 
     def give_back(self, lent: Lent) -> None:
         """Close what `borrow` returned."""
-        self._borrowed.discard(lent.fd)
-        os.close(lent.fd)
+        with _no_fork:
+            self._borrowed.discard(lent.fd)
+            os.close(lent.fd)
 
     def written(self, shard: int, digests: Sequence[bytes]) -> None:
         """Tell that a whole shard lies in its memory, which this process let go of.
@@ -290,16 +296,40 @@ class Borrower:
         return answer
 
 
+def map_lent(lent: Lent, size: int) -> Mapping:
+    """Return the first `size` bytes of lent memory, mapped; no child that is forked has them.
+
+    Raises:
+        OSError: They cannot be mapped.
+    """
+    with _no_fork:
+        mapping = Mapping(lent.fd, size)
+        try:
+            mapping.keep_from_children()
+        except BaseException:
+            mapping.close()
+            raise
+        return mapping
+
+
 #: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.
 _open: weakref.WeakSet[Borrower] = weakref.WeakSet()
+#: Held, for moments only, from where something is there until it is known what a child must not
+#: keep of it, and by who forks; who forks while holding it does not wait for itself.
+_no_fork = threading.RLock()
 
 
-def _leave_all_to_parent() -> None:
-    for borrower in list(_open):
-        borrower.leave_to_parent()
+def _begin_child() -> None:
+    try:
+        for borrower in list(_open):
+            borrower.leave_to_parent()
+    finally:
+        _no_fork.release()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(
+    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_begin_child
+)
 
 
 def _ended() -> ConnectionError:

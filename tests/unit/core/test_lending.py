@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking_trainer import MOMENTS
 from weightsync import lending
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Borrower, LendingServer, Lent, Peer
@@ -264,30 +265,30 @@ def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatc
     assert office.gone()
 
 
-def test_a_forked_child_is_no_writer_and_no_sign_of_life(office: Office) -> None:
-    code = (
-        "import os, sys, time\n"
-        "from weightsync.lending import Borrower\n"
-        "from weightsync.mapping import Mapping\n"
-        "borrower = Borrower(*sys.argv[1:])\n"
-        "lent = borrower.borrow(0)\n"
-        "mapping = Mapping(lent.fd, 4 << 20)\n"
-        "mapping.keep_from_children()\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os.close(1)\n"
-        "    time.sleep(60)\n"
-        "    os._exit(0)\n"
-        "print(child)\n"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", code, str(office.server.path), office.secret],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=60,
-    )
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_child_forked_at_any_moment_is_no_writer_and_no_sign_of_life(
+    tmp_path: Path, segment: Segment, moment: str
+) -> None:
+    office = Office(tmp_path / "l.sock", segment, silence_s=300.0)
+    told = forking_trainer(office, moment)
     try:
         assert office.gone()
-        assert office.desks[0].segment.taken_back()
+        assert segment.taken_back()
+        assert bytes(segment.view[:4]) == b"mine"
     finally:
-        os.kill(int(told.stdout), 9)
+        os.kill(int(told), 9)
+        office.server.close()
+
+
+@pytest.mark.parametrize("moment", ["inside", "free"])
+def test_a_fork_waits_for_nobody_for_ever(office: Office, segment: Segment, moment: str) -> None:
+    forking_trainer(office, moment)
+    assert office.gone()
+    assert segment.taken_back()
+
+
+def forking_trainer(office: Office, moment: str) -> bytes:
+    """Run a trainer until it ends; return what it printed."""
+    module = "tests.support.forking_trainer"
+    command = [sys.executable, "-m", module, str(office.server.path), office.secret, moment]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
