@@ -265,7 +265,7 @@ async def _stored(here: World, folder: Path, record: VersionRecord) -> list[byte
         return [(stored / f"{index}.safetensors").read_bytes() for index in range(count)]
     if record.slot is not None:
         # What lies in memory must not vouch for the store.
-        here.versions.pool.release(record.slot)
+        here.versions.pool.release(record)
         record.residency = pb.RESIDENCY_ABSENT
         for slot in here.versions.pool.slots:
             slot.trim()

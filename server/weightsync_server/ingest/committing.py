@@ -93,7 +93,7 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
         await push.versions.orphans.revive(
             existing, manifest, epoch=push.record.epoch, trainer_verified=verified, delta=delta
         )
-        push.versions.pool.release(push.record.place)
+        push.versions.pool.release(push.record)
         return answer(existing, durable=durable, already=False)
     await push.versions.commit(push.record, manifest, trainer_verified=verified, delta=delta)
     if push.delta is not None:
@@ -135,14 +135,14 @@ def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:
             f"{manifest.content_digest}; push it as a higher version, or as 0 for the next number",
             metadata={"content_digest": existing.content_digest},
         )
-    versions, slot = push.versions, push.record.place
+    versions = push.versions
     if versions.find(existing.version) is not existing:
         raise versions.not_above(existing.version)
     if existing.slot is None and commit.manifest_digest == manifest.manifest_digest:
-        slot.pass_to(existing)
+        push.record.place.pass_to(existing)
         versions.staged(existing, manifest)
     else:
-        versions.pool.release(slot)
+        versions.pool.release(push.record)
 
 
 def _remember_headers(push: Push, layout: Layout) -> None:

@@ -103,6 +103,6 @@ async def _slot(push: Push, deadline_s: float | None) -> Slot:
             await asyncio.wait([taking])
     if push.error is not None:
         if not taking.cancelled() and taking.exception() is None:
-            push.versions.pool.release(taking.result())
+            push.versions.pool.release(push.record)
         raise push.error
     return taking.result()

@@ -144,8 +144,8 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
         push.waking = None
         if push.delta is not None:
             await push.delta.cease()
-        if push.asleep is not None and push.error is None and push.record.slot is not None:
-            push.versions.pool.release(push.record.slot)
+        if push.asleep is not None and push.error is None:
+            push.versions.pool.release(push.record)
         if not isinstance(error, Exception):
             raise
         told = refusal(error, "resuming a push")

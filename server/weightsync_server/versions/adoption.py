@@ -83,7 +83,7 @@ async def _hand_over(
         record.place.pass_to(known)
         versions.staged(known, manifest)
     else:
-        versions.pool.release(record.place)
+        versions.pool.release(record)
 
 
 async def _commit_new(

@@ -64,8 +64,8 @@ class Orphans:
         if self._versions.find(record.version) is record:
             record.orphaned = True
             self.settle(record)
-        elif record.slot is not None:
-            self._versions.pool.release(record.slot)
+        else:
+            self._versions.pool.release(record)
 
     def settle(self, record: VersionRecord) -> None:
         """Forget a failed version if nobody uses it any more."""
@@ -73,8 +73,7 @@ class Orphans:
             return
         record.orphaned = False
         self._versions.forget(record)
-        if record.slot is not None:
-            self._versions.pool.release(record.slot)
+        self._versions.pool.release(record)
         if record.served:
             # What an engine served under a number is never another content.
             self._spawn(self._versions.scrub(record))

@@ -100,10 +100,10 @@ class SlotPool:
         raise self._none_free(timeout_s)
 
     def _forget(self, entry: tuple[asyncio.Future[Slot], VersionRecord]) -> None:
-        future, _ = entry
+        future, record = entry
         if future.done():
             # Served in the moment in which the caller gave up.
-            self.release(future.result())
+            self.release(record)
             return
         self._waiting.remove(entry)
         # Whoever stood behind may want another slot than this one.
@@ -134,10 +134,14 @@ class SlotPool:
             slot.empty()
             slot.trim()
 
-    def release(self, slot: Slot) -> None:
-        """Empty a slot; its memory stays for the next version."""
-        slot.empty()
-        self.wake()
+    def release(self, holder: VersionRecord) -> None:
+        """Empty the slot that a version holds, if it holds one; its memory stays for the next.
+
+        Never another's: a version that has lost its slot already holds none.
+        """
+        if holder.slot is not None:
+            holder.slot.empty()
+            self.wake()
 
     def wake(self) -> None:
         """Look again whether somebody who waits can be served. Call it after any change."""

@@ -366,8 +366,7 @@ class ModelVersions(Catalog):
         """
         # Gone for everybody before the first await, so that nothing can begin to use it.
         self.forget(record)
-        if record.slot is not None:
-            self.pool.release(record.slot)
+        self.pool.release(record)
         # Wholly, also when the caller leaves: half of it would come back after a restart.
         await to_end(asyncio.ensure_future(self._erased(record)))
 

@@ -165,7 +165,7 @@ class Stager:
         except BaseException as error:
             record.residency = pb.RESIDENCY_ABSENT
             slot.spoil()
-            ours.pool.release(slot)
+            ours.pool.release(record)
             ours.changed(record)
             if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
                 raise _not_ours(record, error.message, _RESTORE) from error
@@ -187,7 +187,7 @@ class Stager:
             # Its only copy is gone: no apply may choose it.
             record.durability = pb.DURABILITY_FAILED
         slot.spoil()
-        self._versions.pool.release(slot)
+        self._versions.pool.release(record)
         self._versions.changed(record)
 
     async def _document(self, record: VersionRecord, slot: Slot) -> str:

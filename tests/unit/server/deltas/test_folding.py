@@ -239,7 +239,7 @@ async def fold_once(folder: Path, nth: int, expected: Version) -> tuple[int, boo
             await asyncio.gather(here.versions.folder._fold(record), return_exceptions=True)
         lease.release()
         # Read from the store in this life, too.
-        here.versions.pool.release(record.place)
+        here.versions.pool.release(record)
         record.residency = pb.RESIDENCY_ABSENT
         await check(here, {2: expected})
         return failing.calls, record.base is None

@@ -35,6 +35,13 @@ def held(here: World) -> list[tuple[int, str]]:
     return [(slot.version, slot.state) for slot in here.versions.slots_status()]
 
 
+def waits(here: World) -> asyncio.Queue[None]:
+    """Return what gets an item whenever somebody begins to wait for a slot."""
+    told: asyncio.Queue[None] = asyncio.Queue()
+    here.versions.pool.on_wait = lambda: told.put_nowait(None)
+    return told
+
+
 def sized(seed: int, size: int) -> list[Shard]:
     return [make_shard(0, [("t", "U8", (size,), bytes([seed]) * size)])]
 
@@ -109,6 +116,50 @@ async def test_a_slot_given_to_somebody_who_just_gave_up_comes_back(here: World)
     await asyncio.wait([taking])
     assert sum(state == "free" for _, state in held(here)) == 1
     assert not pool._waiting
+
+
+async def test_who_lost_its_slot_frees_nobody_elses(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=1) as here:
+        await here.push(simple(1))
+        lease, pool, waiting = await here.versions.stage(1, 5), here.versions.pool, waits(here)
+        former, holder = here.versions.unlisted(8), here.versions.unlisted(9)
+        takes = [asyncio.create_task(pool.take(record, 10)) for record in (former, holder)]
+        for _ in takes:
+            await waiting.get()
+        lease.release()
+        # It has the slot, loses it, and gives up in one moment, before it hears of any of that.
+        pool.release(former)
+        takes[0].cancel()
+        await asyncio.wait(takes)
+        assert takes[1].result().record is holder
+        assert held(here) == [(9, "receiving")]
+        # Late, or twice.
+        pool.release(former)
+        assert held(here) == [(9, "receiving")]
+        pool.release(holder)
+        assert held(here) == [(0, "free")]
+
+
+async def test_a_push_that_ends_as_it_gets_its_slot_frees_nobody_elses(tmp_path: Path) -> None:
+    async with world(tmp_path, slots=1) as here:
+        await here.push(simple(1))
+        lease, waiting = await here.versions.stage(1, 5), waits(here)
+        first = asyncio.create_task(here.pushes.begin(begin(version=1), 10))
+        await waiting.get()
+        second = asyncio.create_task(here.pushes.begin(begin(version=2), 10))
+        await waiting.get()
+        # The first is given the slot, loses it at once, and hears of both when it is the second's.
+        lease.release()
+        assert held(here) == [(1, "receiving")]
+        await here.pushes.abort(pb.AbortPushRequest(push_id=here.pushes.status("m")[0].push_id))
+        with pytest.raises(WeightSyncError) as caught:
+            await first
+        assert caught.value.reason is Reason.PUSH_ABORTED
+        opened = await second
+        assert held(here) == [(2, "receiving")]
+        await here.join(opened.push_id, [message for s in simple(2) for message in s.all()])
+        await here.pushes.commit(pb.CommitPushRequest(push_id=opened.push_id))
+        assert here.read(2) == [shard.data for shard in simple(2)]
 
 
 async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> None:
