@@ -66,7 +66,9 @@ class VllmEngine:
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
         self._vllm = VllmCalls(llm)
-        self._sleep = SleepGuard(llm, self._settle, self._stop_unless_serving)
+        self._sleep = SleepGuard(
+            llm, self._settle, self._stands, self._stop_behind, self._stop_unless_serving
+        )
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
@@ -227,9 +229,26 @@ class VllmEngine:
             busy = any(reply.get("busy") for reply in replies)
             await asyncio.sleep(_SETTLE_S if busy else 0)
 
+    def _stands(self) -> bool:
+        return self._state is not EngineState.SERVING
+
+    async def _stop_behind(self) -> None:
+        async with self._changes:
+            if not self._stands():
+                return
+            # Not by `Motion`: how long vLLM takes to wake up is no matter of its patience.
+            pausing = asyncio.ensure_future(self._vllm.pause("keep", clear_cache=False))
+            # It is sent while nobody can start the engine; its answer comes behind the wake-up's.
+            await asyncio.sleep(0)
+        # Should it fail, it is asked for again when the engine is awake.
+        with contextlib.suppress(Exception):
+            await pausing
+
     async def _stop_unless_serving(self) -> None:
-        if self._state is not EngineState.SERVING:
-            await self._motion.halt()
+        # Else a resume could come before the answer to the pause, which then counts as the last.
+        async with self._changes:
+            if self._stands():
+                await self._motion.halt()
 
     async def _resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         async with self._changes:

@@ -69,7 +69,7 @@ class Llm:
         self.log.append(f"sleep {level} {mode}")
         self.asleep = True
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
+    async def wake_up(self, tags: list[str] | None = None) -> Any:
         self.log.append("wake up")
         self.asleep = tags is not None
 
@@ -366,7 +366,151 @@ async def test_woken_engine_that_may_not_serve_is_stopped_again() -> None:
     await engine.fence("test")
     await llm.sleep()
     await llm.wake_up()
-    assert llm.log[-2:] == ["wake up", ("keep", False)]
+    stopped = ("keep", False)
+    # Once behind the wake-up, once more when it is done.
+    assert llm.log[-3:] == ["wake up", stopped, stopped]
+
+
+class Core(Llm):
+    """Takes what it is asked from a queue, one after the other, and steps when that is empty.
+
+    As vLLM's EngineCore does: it is asked in the order of the calls, some loop turns after them.
+
+    Attributes:
+        steps: How many steps it took.
+        woken: Set by the test when the memory is back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.woken = asyncio.Event()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._paused = False
+        self._running = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            await self._handle(*await self._queue.get())
+            while not self._queue.empty():
+                await self._handle(*self._queue.get_nowait())
+            self.steps += not self._paused and not self.asleep
+
+    async def _handle(self, what: Any, answer: asyncio.Future[Any]) -> None:
+        answer.set_result(await what())
+
+    async def _ask(self, what: Any, *, turns: int) -> Any:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        answer = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait((what, answer))
+        return await answer
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        async def pause() -> None:
+            self.log.append((mode, clear_cache))
+            self._paused = True
+
+        await self._ask(pause, turns=0)
+
+    async def resume_generation(self) -> None:
+        async def resume() -> None:
+            self.log.append("resume")
+            self._paused = False
+
+        await self._ask(resume, turns=0)
+
+    async def is_sleeping(self) -> bool:
+        async def sleeping() -> bool:
+            return self._paused or self.asleep
+
+        return bool(await self._ask(sleeping, turns=2))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        async def sleep() -> None:
+            self._paused = self.asleep = True
+
+        await self._ask(sleep, turns=2)
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        async def wake_up() -> bool:
+            self.log.append("wake up")
+            if self.asleep:
+                await self.woken.wait()
+            self.asleep = tags is not None
+            self._paused = self._paused and self.asleep
+            return not self.asleep
+
+        return bool(await self._ask(wake_up, turns=2))
+
+
+async def _asleep_and_fenced() -> tuple[Core, VllmEngine]:
+    llm = Core()
+    engine = await _serving(llm)
+    await llm.sleep()
+    await engine.fence("test")
+    llm.steps = 0
+    llm.log.clear()
+    return llm, engine
+
+
+async def test_a_fenced_engine_takes_no_step_when_it_wakes_up() -> None:
+    llm, engine = await _asleep_and_fenced()
+    waking = asyncio.ensure_future(llm.wake_up(tags=["weights"]))
+    await _until(lambda: bool(llm.log))
+    llm.woken.set()
+    assert await waking is False
+    assert (await engine.health()).sleeping is True
+    llm.woken.clear()
+    waking = asyncio.ensure_future(llm.wake_up())
+    await _until(lambda: llm.log.count("wake up") == 2)
+    llm.woken.set()
+    assert await waking is True
+    assert (await engine.health()).sleeping is False
+    assert await llm.wake_up() is True
+    assert llm.steps == 0
+    await engine.resume("", 7, DIGEST)
+    assert llm.log[-1] == "resume"
+    await _until(lambda: llm.steps)
+
+
+async def test_a_fence_that_comes_during_a_wake_up_holds() -> None:
+    llm = Core()
+    engine = await _serving(llm)
+    await llm.sleep()
+    waking = asyncio.ensure_future(llm.wake_up())
+    await _until(lambda: "wake up" in llm.log)
+    llm.steps = 0
+    fencing = asyncio.ensure_future(engine.fence("test"))
+    await asyncio.sleep(0.01)
+    llm.woken.set()
+    await asyncio.gather(waking, fencing)
+    assert llm.steps == 0
+    assert _state(engine) is EngineState.FENCED
+
+
+async def test_a_resume_waits_for_the_stop_after_a_wake_up() -> None:
+    llm, engine = await _asleep_and_fenced()
+    llm.woken.set()
+    asked, answered, pause = asyncio.Event(), asyncio.Event(), llm.pause_scheduler_async
+
+    async def slow(**how: Any) -> None:
+        awake = not engine._sleep.asleep
+        await pause(**how)
+        if awake:
+            asked.set()
+            await answered.wait()
+
+    llm.pause_scheduler_async = slow  # type: ignore[method-assign]
+    waking = asyncio.ensure_future(llm.wake_up())
+    await asked.wait()
+    resuming = asyncio.ensure_future(engine.resume("", 7, DIGEST))
+    await asyncio.sleep(0.01)
+    answered.set()
+    await asyncio.gather(waking, resuming)
+    assert _state(engine) is EngineState.SERVING
+    error = await _refused(engine.call_workers("weightsync_commit", {}))
+    assert "pause it before" in error.message, "it generates, and that is known"
 
 
 async def test_sleep_that_throws_weights_away_is_refused() -> None:
