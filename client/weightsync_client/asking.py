@@ -99,4 +99,4 @@ class Asking:
                 stop = self._stop()
                 if not passing(error) or failures >= self._retry.attempts or stop.is_set():
                     raise
-                stop.wait(self._retry.delay_s(failures))
+                stop.wait(self._retry.delay_s(failures, error.retry_after_s))

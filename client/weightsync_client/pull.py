@@ -285,7 +285,7 @@ class Puller:
                 failures += 1
                 if not passing(error) or failures >= self._retry.attempts:
                     raise
-                time.sleep(error.retry_after_s or self._retry.delay_s(failures))
+                time.sleep(self._retry.delay_s(failures, error.retry_after_s))
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

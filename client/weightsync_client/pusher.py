@@ -329,7 +329,7 @@ class Push:
                 raise error
             failures += 1
             told = error.retry_after_s if isinstance(error, ClientError) else None
-            self._stop.wait(told or self._retry.delay_s(failures))
+            self._stop.wait(self._retry.delay_s(failures, told))
             if self._take_up(pending):
                 failures = 1
             if failures >= self._retry.attempts:

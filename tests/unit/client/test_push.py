@@ -259,6 +259,29 @@ def test_a_stream_too_many_waits_as_told(client: Client, servicer: Any) -> None:
     assert refused[1] - refused[0] >= 0.3
 
 
+@pytest.mark.parametrize(("initial_s", "told_s"), [(2.0, 0.01), (0.01, 0.3)])
+@pytest.mark.parametrize("method", ["PushWeights", "CommitPush", "PullWeights"])
+def test_a_pause_is_as_long_as_told_and_as_the_failures_ask_for(
+    running: Any, servicer: Any, tmp_path: Path, method: str, initial_s: float, told_s: float
+) -> None:
+    times: list[float] = []
+
+    def refuse(called: str) -> None:
+        if called != method:
+            return
+        times.append(time.monotonic())
+        if len(times) == 1:
+            raise WeightSyncError(Reason.LIMIT_EXCEEDED, "busy", retry_after_s=told_s)
+
+    servicer.before = lambda called, _request: refuse(called)
+    servicer.chunk = lambda _chunk: refuse("PushWeights")
+    with Client(running.address, retry=Retry(initial_s=initial_s)) as client:
+        version = client.push(state(count=1, elements=100)).version
+        client.pull(tmp_path / "pulled", version)
+    # A pause has a tenth of its ceiling at least.
+    assert times[1] - times[0] >= max(initial_s / 10, told_s)
+
+
 def test_a_forgotten_push_begins_again_for_the_same_version(client: Client, servicer: Any) -> None:
     tensors = state(count=2)
     forgot: list[Any] = []
