@@ -400,8 +400,9 @@ class ModelVersions(Catalog):
         self.pool.wake()
 
     def tell(self, record: VersionRecord) -> None:
-        """Tell watchers."""
-        self._feed.emit(record.to_info())
+        """Tell watchers of a version, unless they were told already that it is gone."""
+        if self.find(record.version) is record:
+            self._feed.emit(record.to_info())
 
     # Inside
 

@@ -253,6 +253,49 @@ async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
         await anext(watch)
 
 
+@pytest.mark.parametrize("name", ["pin", "set_rejected"])
+async def test_nobody_is_told_again_of_a_version_that_went_while_it_was_marked(
+    here: World, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    await pushed(here, 2)
+    watch = here.versions.watch()
+    for _ in range(2):
+        await anext(watch)
+    go = held(monkeypatch, here, "write_marks")
+    mark = here.versions.pin(1, True) if name == "pin" else here.versions.set_rejected(1, "bad")
+    # In this order: the mark is written first, and told when the version is gone already.
+    marking, deleting = asyncio.create_task(mark), asyncio.create_task(here.versions.delete(1))
+    change = await anext(watch)
+    assert (change.info.version, change.deleted) == (1, True)
+    go.set()
+    await asyncio.gather(marking, deleting)
+    here.versions.end_watches()
+    assert [change async for change in watch] == []
+    assert await here.versions.store.read_marks("m") == {"pinned": [], "rejected": {}, "highest": 1}
+
+
+async def test_nobody_is_told_again_of_a_version_that_went_before_it_got_a_slot(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, slots=1) as here:
+        await pushed(here, 2)
+        lease, waits = await here.versions.stage(2, 5), asyncio.Event()
+        here.versions.pool.on_wait = waits.set
+        # Its read goes on when the one who asked for it has left.
+        staging = asyncio.create_task(here.versions.stage(1, 30))
+        await waits.wait()
+        staging.cancel()
+        await asyncio.wait([staging])
+        reading = here.versions._stager._loading[1]
+        await here.versions.delete(1)
+        watch = here.versions.watch()
+        assert (await anext(watch)).info.version == 2
+        lease.release()
+        await asyncio.wait([reading])
+        here.versions.end_watches()
+        assert {change.info.version async for change in watch} <= {2}
+
+
 async def test_a_watcher_that_is_too_slow_is_told(here: World) -> None:
     await here.push(simple())
     watch: Any = here.versions.watch()
