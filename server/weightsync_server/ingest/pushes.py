@@ -338,6 +338,15 @@ class Pushes:
                 )
         highest = versions.highest
         existing = versions.find(version)
+        if existing is not None and existing.commit is None and not existing.orphaned:
+            # No push brings it, or it had been found above.
+            raise WeightSyncError(
+                Reason.PUSH_ABORTED,
+                f"version {version} is becoming the engine's checkpoint; push another version, or "
+                "retry when that is committed",
+                metadata={"version": str(version)},
+                retry_after_s=1.0,
+            )
         if version > highest:
             if version - highest > self.limits.max_version_jump:
                 raise WeightSyncError(

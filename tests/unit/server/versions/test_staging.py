@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from tests.unit.server.deltas.pushing import until
 from tests.unit.server.versions.world import (
     Shard,
     Threads,
@@ -17,6 +18,7 @@ from tests.unit.server.versions.world import (
     begin,
     content,
     make_shard,
+    one_stream,
     simple,
     world,
 )
@@ -308,3 +310,27 @@ async def test_an_adoption_that_cannot_be_stored(tmp_path: Path, files: Files) -
         with pytest.raises(WeightSyncError, match="no space"):
             await here.versions.adopt(files.of(simple(1)), 0)
         assert_nothing(here)
+
+
+async def test_no_push_takes_the_number_of_a_checkpoint_that_is_being_adopted(
+    tmp_path: Path, files: Files
+) -> None:
+    fetchers = Threads()
+    fetchers.gate = asyncio.Event()
+    async with world(tmp_path, fetchers=fetchers) as here:
+        adopting = asyncio.create_task(here.versions.adopt(files.of(simple(1)), 1))
+        await until(lambda: here.versions.find(1) is not None)
+        with pytest.raises(WeightSyncError, match="the engine's checkpoint") as caught:
+            await here.pushes.begin(begin(version=1), 1)
+        assert caught.value.reason is Reason.PUSH_ABORTED
+        assert caught.value.code is CODE.ABORTED
+        assert caught.value.retry_after_s
+        assert (await here.pushes.begin(begin(), 1)).version == 2
+        fetchers.gate.set()
+        await adopting
+        assert [stored(here, 1, s.index).read_bytes() for s in simple(1)] == [
+            shard.data for shard in simple(1)
+        ]
+        # Now it is a version like any other: its own content is there already.
+        again = await here.pushes.stream(one_stream(simple(1), version=1))
+        assert again.commit.already
