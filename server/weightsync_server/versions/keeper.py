@@ -15,6 +15,7 @@ from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.segments import Segment, reserved_size
 from weightsync_server.faults import refusing
+from weightsync_server.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -99,6 +100,24 @@ class SegmentKeeper:
         self.budget.touched(capacity)
         self._server.publish(segment.id, fd, segment.capacity)
         return segment
+
+    async def write(self, make: Callable[[], Segment]) -> Segment:
+        """Return the published segment that `make` has made and filled, in a thread.
+
+        A caller that is cancelled leaves nothing, and no thread at work.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); nothing is left.
+        """
+        made: list[Segment] = []
+        try:
+            await in_thread(lambda: made.append(make()))
+            self.take(made[0])
+        except BaseException:
+            for segment in made:
+                segment.close()
+            raise
+        return made[0]
 
     def take(self, segment: Segment) -> None:
         """Own and publish a segment that somebody else made.

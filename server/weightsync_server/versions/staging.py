@@ -195,13 +195,8 @@ class Stager:
             if slot.document is None:
                 manifest = await self._versions.manifest(record)
                 ids = tuple(segment.id for segment in slot.ordered())
-                document = await asyncio.to_thread(StagedVersion(manifest, ids).to_segment)
-                try:
-                    self._versions.keeper.take(document)
-                except WeightSyncError:
-                    document.close()
-                    raise
-                slot.document = document
+                staged = StagedVersion(manifest, ids)
+                slot.document = await self._versions.keeper.write(staged.to_segment)
             return slot.document.id
 
     def _left(self, slot: Slot) -> None:

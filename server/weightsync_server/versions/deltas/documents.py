@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
-from weightsync.errors import WeightSyncError
 from weightsync.segments import Segment
 
 if TYPE_CHECKING:
@@ -26,13 +25,7 @@ async def write_layout(parcel: Slot, keeper: SegmentKeeper, manifest: Manifest) 
         WeightSyncError: MEMORY_EXHAUSTED.
     """
     if parcel.document is None:
-        document = await asyncio.to_thread(_segment, manifest)
-        try:
-            keeper.take(document)
-        except WeightSyncError:
-            document.close()
-            raise
-        parcel.document = document
+        parcel.document = await keeper.write(partial(_segment, manifest))
     return parcel.document
 
 

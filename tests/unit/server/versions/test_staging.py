@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
+from tests.support.threads import held_threads, memfds
 from tests.unit.server.deltas.pushing import until
 from tests.unit.server.versions.world import (
     Shard,
@@ -200,6 +201,20 @@ async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
     (await waiting).release()
     second.release()
+
+
+async def test_a_document_that_nobody_waits_for_any_more_is_not_left(here: World) -> None:
+    await here.push(simple(1))
+    before = memfds()
+    with held_threads() as held:
+        staging = asyncio.create_task(here.versions.stage(1, 5))
+        await held.begun.wait()
+        staging.cancel()
+        held.go.set()
+        await asyncio.wait([staging])
+    assert memfds() == before
+    assert here.versions.get(1).place.leases == 0
+    (await here.versions.stage(1, 5)).release()
 
 
 # Adoption
