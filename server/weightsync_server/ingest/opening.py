@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -14,31 +14,42 @@ from weightsync_server.versions import find_base
 
 if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
-    from weightsync_server.versions import ModelVersions, Slot, VersionRecord
+    from weightsync_server.versions import ModelVersions, VersionRecord
 
-__all__ = ["base_of", "equip", "start"]
+__all__ = ["base_of", "equip", "opened", "start"]
 
 
 async def start(push: Push, deadline_s: float | None) -> None:
-    """Open a new push.
+    """Open a new push. It goes on without this call while another one waits for it.
 
     Raises:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...; the push has failed.
     """
+    # The push ends it before it gives back what it works on.
+    push.opening = asyncio.create_task(_open(push, deadline_s))
+    # Whoever waits is told by the push.
+    push.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
-        await equip(push, deadline_s)
-        await _record(push)
-    except asyncio.CancelledError:
-        push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
-        raise
-    except Exception as error:
-        told = refusal(error, f"opening the push of version {push.record.version}")
-        push.fail(told)
+        await opened(push)
+    except WeightSyncError:
         await push.closed()
-        if told is error:
-            raise
-        raise told from error
-    push.opened.set_result(None)
+        raise
+
+
+async def opened(push: Push) -> None:
+    """Return when a push is open. It ends when every call that waited for that was cancelled.
+
+    Raises:
+        WeightSyncError: Why it failed.
+    """
+    push.awaiting += 1
+    try:
+        await asyncio.shield(push.opened)
+    finally:
+        push.awaiting -= 1
+        if not push.awaiting and not push.opened.done():
+            push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
+    push.check_open()
 
 
 def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRecord | None:
@@ -58,7 +69,7 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     Raises:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...
     """
-    await _slot(push, deadline_s)
+    await push.versions.pool.take(push.record, _slot_wait_s(push, deadline_s))
     known = None
     if push.request.layout_digest:
         known = await push.versions.layout(push.request.layout_digest)
@@ -71,6 +82,21 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     push.check_open()
     if known is not None:
         push.layout.take_known(known)
+
+
+async def _open(push: Push, deadline_s: float | None) -> None:
+    try:
+        await equip(push, deadline_s)
+        await _record(push)
+    except Exception as error:
+        told = refusal(error, f"opening the push of version {push.record.version}")
+        push.fail(told)
+        if told is error:
+            raise
+        raise told from error
+    push.opened.set_result(None)
+    # Whoever waits may be cancelled before it hears of it: then the idle timeout ends the push.
+    push.touch()
 
 
 async def _record(push: Push) -> None:
@@ -87,22 +113,9 @@ async def _record(push: Push) -> None:
     push.recorded = True
 
 
-async def _slot(push: Push, deadline_s: float | None) -> Slot:
+def _slot_wait_s(push: Push, deadline_s: float | None) -> float:
     wait = push.limits.slot_wait_s
-    if deadline_s is not None:
-        # A little less than the caller waits, so that it is told why.
-        wait = min(wait, max(0.0, deadline_s * 0.95 - 0.05))
-    taking = asyncio.create_task(push.versions.pool.take(push.record, wait))
-    either: list[asyncio.Future[Any]] = [taking, push.opened]
-    try:
-        # `opened` before its time means that the push failed: an epoch rose, it was aborted.
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not taking.done():
-            taking.cancel()
-            await asyncio.wait([taking])
-    if push.error is not None:
-        if not taking.cancelled() and taking.exception() is None:
-            push.versions.pool.release(push.record)
-        raise push.error
-    return taking.result()
+    if deadline_s is None:
+        return wait
+    # A little less than the caller waits, so that it is told why.
+    return min(wait, max(0.0, deadline_s * 0.95 - 0.05))

@@ -68,6 +68,8 @@ class Push:
         disk: The room in the store that it was promised.
         known: The layout, when the server knew it.
         opened: Done when the push has its slot, or has failed to get one.
+        opening: The task that opens it; None: an earlier life of the server did.
+        awaiting: Calls that wait until it is open.
         committed: The answer to its commit.
         error: Why it failed.
         committing: The task that commits it.
@@ -112,6 +114,8 @@ class Push:
         self.shard_count = request.shard_count
         self.total_bytes = request.total_bytes
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opening: asyncio.Task[None] | None = None
+        self.awaiting = 0
         self.committed: pb.CommitPushResponse | None = None
         self.error: WeightSyncError | None = None
         self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
@@ -224,6 +228,7 @@ class Push:
             self.delta.end()
         self.shards = {}
         self.known = self.sealing = self.asleep = None
+        self.opening = self.waking = None
         self.layout = PushLayout(self)
 
     async def closed(self) -> None:
@@ -232,6 +237,11 @@ class Push:
             await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        # First of all: what they begin until they end is ended below.
+        starting = [task for task in (self.opening, self.waking) if task is not None]
+        for start in starting:
+            start.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         tasks: list[asyncio.Task[Any]] = []
         for upload in self.shards.values():
             for task in (upload.verification, upload.keeping, upload.restoring):

@@ -13,7 +13,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.committing import answer
 from weightsync_server.ingest.keeping import next_mark
-from weightsync_server.ingest.opening import base_of, equip
+from weightsync_server.ingest.opening import base_of, equip, opened
 from weightsync_server.ingest.push import Push
 from weightsync_server.ingest.room import stored_at
 from weightsync_server.ingest.telling import missing
@@ -119,10 +119,12 @@ async def wake(push: Push, deadline_s: float | None = None) -> None:
     if push.asleep is not None and push.waking is None:
         push.waking = asyncio.create_task(_wake(push, deadline_s))
         push.waking.add_done_callback(lambda task: task.cancelled() or task.exception())
-    if push.waking is not None:
-        await asyncio.shield(push.waking)
-    await asyncio.shield(push.opened)
-    push.check_open()
+    if (waking := push.waking) is not None:
+        # Not its own cancellation is what callers are told, but why the push ended.
+        await asyncio.wait([waking])
+        push.check_open()
+        waking.result()
+    await opened(push)
 
 
 async def loaded(push: Push) -> None:
@@ -141,11 +143,7 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
         for shard in shards.values():
             _take_up(push, shard)
     except BaseException as error:
-        push.waking = None
-        if push.delta is not None:
-            await push.delta.cease()
-        if push.asleep is not None and push.error is None:
-            push.versions.pool.release(push.record)
+        await _fall_asleep(push)
         if not isinstance(error, Exception):
             raise
         told = refusal(error, "resuming a push")
@@ -155,6 +153,15 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
             raise
         raise told from error
     push.opened.set_result(None)
+
+
+async def _fall_asleep(push: Push) -> None:
+    if push.delta is not None:
+        await push.delta.cease()
+    if push.asleep is not None and push.error is None:
+        push.versions.pool.release(push.record)
+    # Last of all: who wakes it again gives it another slot.
+    push.waking = None
 
 
 def _take_up(push: Push, shard: KeptShard) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import pytest
 
 from tests.support.deltas import as_shard, delta_begin, delta_of, every_dtype, layout_of, stepped
 from tests.support.processes import names
+from tests.support.threads import held_threads, memfds, stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, send
-from tests.unit.server.versions.world import World, begin, content, make_shard, world
+from tests.unit.server.versions.world import MODEL, World, begin, content, make_shard, world
 from weightsync.delta import encode_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -384,3 +386,42 @@ async def test_a_key_of_an_open_push_of_another_kind_is_refused(here: World) -> 
     with pytest.raises(WeightSyncError, match="another kind") as caught:
         await here.pushes.begin(begin(idempotency_key="k", version=2), None)
     assert caught.value.reason is Reason.VERSION_CONFLICT
+
+
+# The end of a push while it is opened
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["aborted", "of an older writer"])
+async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
+    tmp_path: Path, newer: bool
+) -> None:
+    first = every_dtype()
+    async with world(tmp_path, store="memory://") as here:
+        await here.push(first, 1)
+        await here.versions.keeper.unmapped()
+        before = memfds()
+        with held_threads() as held:
+            fields = delta_begin(first, version=2)
+            beginning = asyncio.create_task(here.pushes.begin(begin(**fields), None))
+            # Its layout is being written for the fetchers.
+            await held.begun.wait()
+            push = here.pushes.find(here.pushes.status(MODEL)[0].push_id)
+            if newer:
+                await here.versions.acquire_epoch("newer")
+                ending: asyncio.Future[Any] = asyncio.ensure_future(push.closed())
+            else:
+                request = pb.AbortPushRequest(push_id=push.id)
+                ending = asyncio.ensure_future(here.pushes.abort(request))
+            await stand_still()
+            assert not ending.done()
+            assert push.record.slot is not None
+            held.go.set()
+            with pytest.raises(WeightSyncError) as caught:
+                await beginning
+            await ending
+        assert caught.value.reason is (Reason.EPOCH_STALE if newer else Reason.PUSH_ABORTED)
+        assert [slot.state for slot in here.versions.slots_status()] == ["staged", "free"]
+        assert here.versions.get(1).holds == 0
+        await here.versions.keeper.unmapped()
+        assert here.budget.reserved == here.versions.pool.reserved_bytes
+        assert memfds() == before

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.deltas import delta_begin, delta_of
 from tests.support.processes import names
+from tests.support.threads import stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, until
-from tests.unit.server.versions.world import World, begin, content, world
+from tests.unit.server.versions.world import MODEL, Threads, World, begin, content, world
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from weightsync.manifest import Manifest
+    from weightsync.segments import Segment
 
 CHUNK = 500
 LIMITS = {"keep_bytes": 4 * CHUNK, "loss_bytes": 8 * CHUNK}
@@ -82,3 +89,87 @@ async def test_a_committed_delta_is_known_by_its_key_after_a_restart(tmp_path: P
         again = await here.pushes.begin(begin(**fields), None)
         assert again.committed.already
         assert again.committed.stored_bytes == first.stored_bytes
+
+
+class Held(Threads):
+    """Reads nothing before `go` is set; who cancels a read waits for that, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.cancelled = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
+        self.begun.set()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            await self.go.wait()
+            raise
+        await super().load(source_fd, size, segment)
+
+
+async def asleep(folder: Path, **fields: Any) -> dict[str, Any]:
+    """Begin a delta in one life of the server; return how to begin it again in the next."""
+    base = history(0)[0]
+    again = delta_begin(base, version=2, idempotency_key="k", **fields)
+    async with world(folder) as here:
+        await here.push(base, 1)
+        await here.pushes.begin(begin(**again), None)
+    return again
+
+
+async def test_a_push_is_not_woken_again_before_the_first_try_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = await asleep(tmp_path, total_bytes=64 << 20)
+    fetchers = Held()
+    async with world(tmp_path, fetchers=fetchers, memory=16 << 20) as here:
+        store = here.versions.store
+        free_bytes = store.free_bytes
+
+        def asked() -> int:
+            # The base is being laid when the memory turns out to be too little.
+            fetchers.begun.wait(20)
+            return free_bytes()
+
+        monkeypatch.setattr(store, "free_bytes", asked)
+        first = asyncio.create_task(here.pushes.begin(begin(**again), None))
+        await fetchers.cancelled.wait()
+        second = asyncio.create_task(here.pushes.begin(begin(**again), None))
+        await stand_still()
+        fetchers.go.set()
+        for call in (first, second):
+            with pytest.raises(WeightSyncError) as caught:
+                await call
+            assert caught.value.reason is Reason.MEMORY_EXHAUSTED
+        assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+
+
+async def test_an_abort_ends_the_waking_and_is_what_the_call_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = await asleep(tmp_path)
+    async with world(tmp_path) as here:
+        store = here.versions.store
+        manifest, reading, go = store.manifest, asyncio.Event(), asyncio.Event()
+
+        async def slow(model: str, version: int) -> Manifest:
+            reading.set()
+            await go.wait()
+            return await manifest(model, version)
+
+        monkeypatch.setattr(store, "manifest", slow)
+        waking = asyncio.create_task(here.pushes.begin(begin(**again), None))
+        await reading.wait()
+        push_id = here.pushes.status(MODEL)[0].push_id
+        await here.pushes.abort(pb.AbortPushRequest(push_id=push_id))
+        go.set()
+        with pytest.raises(WeightSyncError) as caught:
+            await waking
+        assert caught.value.reason is Reason.PUSH_ABORTED
+        assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+        assert here.versions.get(1).holds == 0
+        assert not (tmp_path / "store" / "m" / "v2").exists()

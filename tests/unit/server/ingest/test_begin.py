@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from tests.support.threads import stand_still
+from tests.unit.server.deltas.pushing import until
 from tests.unit.server.versions.world import MODEL, World, begin, content, one_stream, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -172,6 +174,36 @@ async def test_joining_by_key_while_the_first_waits_for_a_slot(here: World) -> N
     assert first.push_id == second.push_id
 
 
+async def test_a_begin_that_another_call_joined_outlives_its_own_call(here: World) -> None:
+    others = [await here.pushes.begin(begin(), 1) for _ in range(2)]
+    first, second = (
+        asyncio.create_task(here.pushes.begin(begin(idempotency_key="k"), None)) for _ in range(2)
+    )
+    await stand_still()
+    first.cancel()
+    await asyncio.wait([first])
+    await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
+    assert (await second).version == 3
+    assert here.meters.pushes == {"aborted": 1}
+
+
+async def test_a_begin_ends_with_the_last_call_that_waits_for_it(here: World) -> None:
+    others = [await here.pushes.begin(begin(), 1) for _ in range(2)]
+    calls = [
+        asyncio.create_task(here.pushes.begin(begin(idempotency_key="k"), None)) for _ in range(2)
+    ]
+    await stand_still()
+    push = here.pushes.find(here.pushes.status(MODEL)[-1].push_id)
+    for call in calls:
+        assert push.error is None
+        call.cancel()
+        await asyncio.wait([call])
+    await push.closed()
+    await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
+    assert [slot.state for slot in here.versions.slots_status()] == ["free", "receiving"]
+    assert here.versions.find(3) is None
+
+
 async def test_a_stream_that_joins_while_the_push_waits_for_a_slot(here: World) -> None:
     others = [await here.pushes.begin(begin(), 1) for _ in range(2)]
     shards = simple()
@@ -246,6 +278,8 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
 
     stream = asyncio.create_task(here.pushes.stream(slow()))
     await opened.wait()
+    # An ingest process tells of it a little later.
+    await until(lambda: here.pushes.find(old.push_id).shards[0].received == 10)
     assert await here.versions.acquire_epoch("b") == 2
     resume.set()
     for call in (
