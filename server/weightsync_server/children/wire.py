@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["PROTOCOL", "encode", "hang_up", "read", "receive", "split"]
 
 #: Both ends must speak the same; they differ only while an installation is being replaced.
-PROTOCOL = 3
+PROTOCOL = 4
 
 _HEAD = struct.Struct("<II")
 _MAX_DOCUMENT = 1 << 20

@@ -2,6 +2,7 @@
 
 A process knows who may call and where a chunk goes; whether it may go there, and all that follows
 from it, is decided by the server's own process, to which it has a connection for every stream.
+Callers can connect once it listens, and are heard when the server knows it and has told it `open`.
 
 | op | from | what | descriptors |
 | --- | --- | --- | --- |

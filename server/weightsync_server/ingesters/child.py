@@ -48,22 +48,22 @@ class _Ingest:
         self._maps = Maps()
         self._notices = Notices()
         self._doors: Doors
+        self._watch: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Listen, say so, then do as the server tells.
+        """Listen, say so, then do as the server tells: first of all, let callers in.
 
         Raises:
             EOFError: The server is gone.
         """
         try:
-            ready = {"op": "ready", "endpoints": await self._listen()}
+            ready = {"op": "ready", "endpoints": self._listen()}
         except (WeightSyncError, OSError, RuntimeError) as error:
             reason = error.reason if isinstance(error, WeightSyncError) else Reason.REQUEST_INVALID
             told = f"an ingest process cannot listen: {error}"
             self._sock.sendall(wire.encode({"op": "failed", "reason": reason, "error": told}))
             raise EOFError from error
-        self._watch = asyncio.create_task(self._end_when_shut())
         self._sock.sendall(wire.encode(ready))
         self._sock.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=self._sock)
@@ -73,10 +73,13 @@ class _Ingest:
             if request["op"] == "drain":
                 task = asyncio.create_task(self._drain(request))
                 self._draining.add(task)
+                continue
+            if request["op"] == "open":
+                await self._open()
             else:
                 for name in request["forget"]:
                     self._maps.forget(name)
-                self._notices.answer({"id": request["id"]})
+            self._notices.answer({"id": request["id"]})
 
     async def push(self, requests: AsyncIterator[Any], context: Any) -> bytes:
         """Serve one stream."""
@@ -91,12 +94,18 @@ class _Ingest:
             await context.abort(_CODES[done.status["code"]], done.status["details"], trailers)
         return done.response
 
-    async def _listen(self) -> list[str]:
+    def _listen(self) -> list[str]:
         self._doors = Doors(self._settings)
         guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), self._notices.fault)
         bound = self._doors.bind(_Report(self._notices), [guard], self._add)
-        await self._doors.start()
         return [str(endpoint) for endpoint in bound]
+
+    async def _open(self) -> None:
+        # Who has connected before this has waited. The server takes streams of no process that it
+        # does not know yet, nor has that forget segments.
+        if not self._draining:
+            await self._doors.start()
+            self._watch = asyncio.create_task(self._end_when_shut())
 
     def _add(self, server: grpc.aio.Server) -> None:
         # The response is bytes already; the server's process made it.
@@ -112,7 +121,8 @@ class _Ingest:
         os._exit(1)
 
     async def _drain(self, request: dict[str, Any]) -> None:
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         await self._doors.close(request["grace_s"])
         self._notices.answer({"id": request["id"]})
 

@@ -16,11 +16,12 @@ from weightsync_server.ingest import is_here
 from weightsync_server.ingesters.desk import Desk
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from weightsync.v1 import weightsync_pb2_grpc
     from weightsync_server.authority import Role
     from weightsync_server.authority.interceptor import Auditor
+    from weightsync_server.children.process import ChildProcess
     from weightsync_server.metrics import Metrics
     from weightsync_server.settings import Settings
 
@@ -112,6 +113,14 @@ class Ingesters(Crew):
             "ingest": 0,
         }
         return {"settings": mine, "socket": str(settings.ingest_socket)}
+
+    def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._let_in(process)]
+
+    async def _let_in(self, process: ChildProcess) -> None:
+        """Have a process serve callers, now that the desk knows it."""
+        await process.call({"op": "open"}, (), _READY_S)
+        await process.watch()
 
     def _heard(self, notice: dict[str, Any]) -> None:
         if notice["op"] == "refused" and self._audit is not None:
