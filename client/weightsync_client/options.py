@@ -58,7 +58,7 @@ class Retry:
     Attributes:
         attempts: Failures in a row without a byte of progress before the error is raised.
         initial_s: Longest first pause.
-        max_s: Longest pause.
+        max_s: Longest pause, but where the server asks for a longer one.
     """
 
     attempts: int = 8
