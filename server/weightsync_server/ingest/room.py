@@ -16,10 +16,11 @@ async def promise_room(push: Push, total: int) -> None:
     """Reserve disk and memory for `total` bytes of shards; 0: not known yet.
 
     Raises:
-        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED.
+        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed meanwhile.
     """
     if push.stores:
         await push.disk.promise(total)
+        push.check_open()
     await push.versions.pool.promise(push.place, total)
 
 
@@ -35,8 +36,9 @@ async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
     """Return the segment for a shard, the disk having room for `total` bytes of the push.
 
     Raises:
-        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED.
+        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed meanwhile.
     """
     if push.stores:
         await push.disk.promise(total)
+        push.check_open()
     return await push.versions.pool.segment(push.place, upload.index, upload.entry.size)

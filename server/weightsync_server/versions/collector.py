@@ -121,6 +121,7 @@ class Collector:
         """Run what nobody waits for."""
         task = asyncio.create_task(work)
         self._background.add(task)
+        self._versions.disk.frees(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.faults import write_fault
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DiskBudget", "DiskShare"]
 
+#: Room is freed in less, but for a disk that hangs; more would only put the refusal off.
+_WAIT_S = 10.0
+
 
 class DiskBudget:
     """Counts what open pushes were promised; with the floor it never exceeds what is free.
@@ -21,17 +24,30 @@ class DiskBudget:
     Args:
         store: Where versions are kept; asked how much is free.
         floor_bytes: Free space that no push may use: journal and records live from it.
+        wait_s: Longest wait for room that is being freed, in seconds.
     """
 
-    def __init__(self, store: Store, floor_bytes: int = 0) -> None:
+    def __init__(self, store: Store, floor_bytes: int = 0, *, wait_s: float = _WAIT_S) -> None:
         self.promised = 0
+        self.wait_s = wait_s
         self._store = store
         self._floor = floor_bytes
         self._lock = asyncio.Lock()
+        self._freeing: set[asyncio.Future[Any]] = set()
 
     def share(self) -> DiskShare:
         """Return the share of one push, empty yet."""
         return DiskShare(self, self._lock)
+
+    def frees(self, work: asyncio.Future[Any]) -> None:
+        """Take note of work that gives room back before it ends: who lacks room waits for it."""
+        self._freeing.add(work)
+        work.add_done_callback(self._freeing.discard)
+
+    @property
+    def freeing(self) -> set[asyncio.Future[Any]]:
+        """The work under way that gives room back."""
+        return {work for work in self._freeing if not work.done()}
 
     async def reserve(self, size: int) -> None:
         """Promise `size` bytes more. What is being written counts twice for a moment.
@@ -73,16 +89,36 @@ class DiskShare:
         self._total = 0
         self._written = 0
         self._closed = False
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def promise(self, total: int) -> None:
-        """Make sure that `total` bytes, all of the push so far, have room.
+        """Make sure that `total` bytes, all of the push so far, have room, unless it has ended.
+
+        Where they have none it waits a while for room that is being freed, if any is.
 
         Raises:
             WeightSyncError: DISK_EXHAUSTED; what was promised before still is.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._budget.wait_s
+        while True:
+            # Before the store is asked: what is freed while it answers may not be in its answer.
+            freeing = self._budget.freeing
+            try:
+                await self._promise(total)
+                return
+            except WeightSyncError as error:
+                left = deadline - loop.time()
+                if error.reason is not Reason.DISK_EXHAUSTED or not freeing or left <= 0:
+                    raise
+            # Without the lock: whom we wait for may be about to ask for room itself.
+            either = {*freeing, self._ended}
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _promise(self, total: int) -> None:
         async with self._lock:
             more = total - self._total
-            if more <= 0:
+            if more <= 0 or self._ended.done():
                 return
             await self._budget.reserve(more)
             if self._closed:
@@ -102,6 +138,13 @@ class DiskShare:
             size = min(size, self._total - self._written)
             self._written += size
             self._budget.release(size)
+
+    def end(self, closing: asyncio.Future[Any]) -> None:
+        """Take note that the push failed: it waits for no room, and frees its own in `closing`."""
+        if not self._ended.done():
+            # Or it would wait for its own end.
+            self._ended.set_result(None)
+        self._budget.frees(closing)
 
     def close(self) -> None:
         """Give back what was promised and not written."""

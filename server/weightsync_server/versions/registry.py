@@ -368,7 +368,9 @@ class ModelVersions(Catalog):
         self.forget(record)
         self.pool.release(record)
         # Wholly, also when the caller leaves: half of it would come back after a restart.
-        await to_end(asyncio.ensure_future(self._erased(record)))
+        erasing = asyncio.create_task(self._erased(record))
+        self.disk.frees(erasing)
+        await to_end(erasing)
 
     async def _erased(self, record: VersionRecord) -> None:
         try:

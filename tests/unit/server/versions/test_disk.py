@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -12,22 +14,34 @@ from tests.unit.server.versions.world import World, begin, make_shard, simple, w
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import LocalStore, Store
+from weightsync_server.versions import Retention
 from weightsync_server.versions.disk import DiskBudget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
 
 @dataclass
 class Disk:
     free: int
+    told: Callable[[], object] = lambda: None
 
     def free_bytes(self) -> int:
-        return self.free
+        free = self.free
+        self.told()
+        return free
+
+    def asks(self) -> asyncio.Queue[None]:
+        """Return what gets an item whenever it was asked for its free bytes, from any thread."""
+        asked: asyncio.Queue[None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.told = lambda: loop.call_soon_threadsafe(asked.put_nowait, None)
+        return asked
 
 
-def budget(free: int, floor: int = 0) -> DiskBudget:
-    return DiskBudget(cast("Store", Disk(free)), floor)
+def budget(free: int, floor: int = 0, wait_s: float = 3600.0) -> DiskBudget:
+    return DiskBudget(cast("Store", Disk(free)), floor, wait_s=wait_s)
 
 
 async def test_what_is_promised_is_promised_once() -> None:
@@ -110,3 +124,130 @@ async def test_an_undeclared_push_is_promised_each_shard(
         monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 0)
         assert await here.push(shards[:1], version=1) == 1
         assert (await refused(here, 1)).reason is Reason.DISK_EXHAUSTED
+
+
+async def test_room_that_is_being_freed_is_waited_for() -> None:
+    disk = Disk(1000)
+    room, asked = DiskBudget(cast("Store", disk), wait_s=3600), disk.asks()
+    deletions = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    for deletion in deletions:
+        room.frees(deletion)
+    waiting = asyncio.create_task(room.share().promise(1500))
+    await asked.get()
+    # One that gives too little back was not the last.
+    deletions[0].set_result(None)
+    await asked.get()
+    disk.free = 2000
+    deletions[1].set_result(None)
+    await waiting
+    assert room.promised == 1500
+    # None is under way any more: refused at once.
+    with pytest.raises(WeightSyncError) as caught:
+        await room.share().promise(700)
+    assert caught.value.reason is Reason.DISK_EXHAUSTED
+
+
+async def test_the_wait_for_room_is_bounded() -> None:
+    disk = budget(free=1000, wait_s=0.01)
+    disk.frees(asyncio.get_running_loop().create_future())
+    with pytest.raises(WeightSyncError) as caught:
+        await disk.share().promise(1001)
+    assert caught.value.reason is Reason.DISK_EXHAUSTED
+    assert disk.promised == 0
+
+
+async def test_who_failed_waits_for_no_room() -> None:
+    disk = budget(free=1000)
+    share, deletion = disk.share(), asyncio.get_running_loop().create_future()
+    disk.frees(deletion)
+    waiting = asyncio.create_task(share.promise(1001))
+    share.end(waiting)
+    await waiting
+    await share.promise(2000)
+    assert disk.promised == 0
+
+
+class SmallDisk(Disk):
+    """The disk of the store; files that are removed stay on it until `go` is set.
+
+    Attributes:
+        go: See above.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(100_000)
+        self.go, self._remove = threading.Event(), shutil.rmtree
+        patch.setattr(LocalStore, "free_bytes", lambda _: self.free_bytes())
+        patch.setattr(shutil, "rmtree", self._rmtree)
+
+    def _rmtree(self, path: Path) -> None:
+        assert self.go.wait(30)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        self._remove(path)
+        self.free += size
+
+    async def short(self, free: int, pushing: Coroutine[Any, Any, int]) -> int:
+        """Push with so little room; what is being removed goes once room was asked for."""
+        self.free, asked = free, self.asks()
+        task = asyncio.create_task(pushing)
+        await asked.get()
+        self.go.set()
+        return await task
+
+
+async def test_a_new_writer_gets_the_room_of_the_old_one(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, total = SmallDisk(monkeypatch), sum(len(shard.data) for shard in simple())
+    await here.versions.acquire_epoch("old")
+    await here.pushes.begin(begin(total_bytes=total), 1)
+    await here.versions.acquire_epoch("new")
+    # Another version than the old writer's.
+    assert await disk.short(total, here.push(simple(), total_bytes=total, version=9)) == 9
+    assert here.versions.disk.promised == 0
+
+
+async def test_a_push_gets_the_room_of_what_the_last_one_made_superfluous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = sum(len(shard.data) for shard in simple())
+    async with world(tmp_path, slots=1, retention=Retention(versions=1)) as here:
+        disk = SmallDisk(monkeypatch)
+        for version in (1, 2):
+            await here.push(simple(), version=version)
+        assert await disk.short(0, here.push(simple(), total_bytes=total, version=3)) == 3
+
+
+async def test_a_shard_gets_the_room_of_a_version_that_is_being_deleted(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk(monkeypatch)
+    await here.push(simple())
+    opened = await here.pushes.begin(begin(), 1)
+    deleting = asyncio.create_task(here.versions.delete(1))
+
+    async def rest() -> int:
+        await here.join(opened.push_id, [message for s in simple() for message in s.all()])
+        await here.pushes.commit(pb.CommitPushRequest(push_id=opened.push_id))
+        return opened.version
+
+    assert await disk.short(0, rest()) == 2
+    await deleting
+
+
+async def test_an_abort_does_not_wait_for_room(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk(monkeypatch)
+    disk.go.set()
+    opened = await here.pushes.begin(begin(), 1)
+    here.versions.disk.wait_s = 3600
+    here.versions.disk.frees(asyncio.get_running_loop().create_future())
+    disk.free, asked = 0, disk.asks()
+    sending = asyncio.create_task(here.join(opened.push_id, simple()[0].all()))
+    await asked.get()
+    await here.pushes.abort(pb.AbortPushRequest(push_id=opened.push_id))
+    with pytest.raises(WeightSyncError) as caught:
+        await sending
+    assert caught.value.reason is Reason.PUSH_ABORTED
+    assert here.versions.disk.promised == 0
