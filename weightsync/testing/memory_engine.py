@@ -327,4 +327,5 @@ class MemoryEngine:
     def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
         keep = set(args["keep"])
         self._prepared = {key: value for key, value in self._prepared.items() if key in keep}
-        return {}
+        # It has copied what it prepared.
+        return {"mapped": []}

@@ -90,8 +90,7 @@ class Rank:
         self._beside = beside
         self._mappings = Mappings(beside.registrar if beside else None)
         self._memory = threading.Lock()
-        #: Segments that the server still has, if it said so since the last unmapping.
-        self._existing: set[str] | None = None
+        self._unmapping: threading.Thread | None = None
         self._holding = _Holding()
         self._job = Job("")
         self._page: tuple[str, PageWriter] | None = None
@@ -112,7 +111,7 @@ class Rank:
             "content_digest": held.proved,
             "dirty": held.dirty,
             "prepared": sorted(self._prepared),
-            "busy": self._job.apply_id if self._job.running() else "",
+            "busy": self._busy,
             "segments": len(self._mappings),
             **self._told(),
         }
@@ -211,19 +210,27 @@ class Rank:
         """Forget prepared versions that are not kept.
 
         Segments stay mapped, because mapping them again is slow, unless `segments` is given: then
-        those that it does not name and that no kept version uses are unmapped.
+        those that it does not name and that no kept version uses are unmapped, on a device after
+        the reply, beside a job not at all. Only what `mapped` does not tell has been unmapped, and
+        while it is `busy` a job may map more.
         """
         failpoints.hit("worker.release")
         keep = set(map(str, args["keep"]))
-        if args.get("segments") is not None:
-            self._existing = set(map(str, args["segments"]))
         if self._job.apply_id not in keep:
             self._job.cancelled.set()
         for apply_id in set(self._prepared) - keep:
-            del self._prepared[apply_id]
-        if not self._job.running():
-            self._sweep_aside()
-        return {"prepared": sorted(self._prepared), "segments": len(self._mappings)}
+            # A job that was cancelled takes back its own.
+            self._prepared.pop(apply_id, None)
+        busy = self._busy
+        if args.get("segments") is not None and not busy:
+            self._unmap_aside(self._mappings.ids.difference(map(str, args["segments"])))
+        mapped = sorted(self._mappings.ids)
+        prepared = sorted(self._prepared)
+        return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
+
+    @property
+    def _busy(self) -> str:
+        return self._job.apply_id if self._job.running() else ""
 
     def _known(self, apply_id: str) -> Prepared:
         ready = self._prepared.get(apply_id)
@@ -257,20 +264,21 @@ class Rank:
         if self._beside is not None and self._job.stages and self._job.running():
             self._job.end()
 
-    def _sweep_aside(self) -> None:
+    def _unmap_aside(self, gone: frozenset[str]) -> None:
         if self._beside is None:
-            self._sweep()
-        else:
+            self._unmap(gone)
+        elif gone and (self._unmapping is None or not self._unmapping.is_alive()):
             # Taking gigabytes from a device lasts longer than a step.
-            threading.Thread(target=self._sweep, name="weightsync", daemon=True).start()
+            self._unmapping = threading.Thread(
+                target=self._unmap, args=(gone,), name="weightsync", daemon=True
+            )
+            self._unmapping.start()
 
-    def _sweep(self) -> None:
-        if self._existing is None:
-            return
-        used = {name for ready in self._prepared.values() for name in ready.segments}
+    def _unmap(self, gone: frozenset[str]) -> None:
+        # A prepare that begins meanwhile maps none of these, for they do not exist any more.
         with self._memory:
-            self._mappings.keep(used | self._existing)
-        self._existing = None
+            kept = list(self._prepared.values())
+            self._mappings.unmap(gone.difference(*(ready.segments for ready in kept)))
 
     # The background job.
 
@@ -307,7 +315,6 @@ class Rank:
         report |= {**known, "seconds": time.perf_counter() - begin}
         if job.cancelled.is_set() and not job.gives_way:
             self._prepared.pop(job.apply_id, None)
-            self._sweep()
         job.over = True
         try:
             page.write(report)

@@ -58,9 +58,14 @@ class Mappings:
                 self._registrar.register(name, self._mapped[name].view)
         return [self._mapped[name].view for name in ids]
 
-    def keep(self, ids: Iterable[str]) -> None:
-        """Unmap all other segments; a segment that somebody still views stays mapped."""
-        for name in set(self._mapped) - set(ids):
+    @property
+    def ids(self) -> frozenset[str]:
+        """What is mapped. Any thread may ask; what another one unmaps is in it until it has."""
+        return frozenset(self._mapped)
+
+    def unmap(self, ids: Iterable[str]) -> None:
+        """Unmap these segments; one that somebody still views stays mapped."""
+        for name in self.ids.intersection(ids):
             segment = self._mapped[name]
             try:
                 segment.view.release()

@@ -233,11 +233,12 @@ class Keeper:
             return
         if not sleeping:
             await self.checks.begin(self._session)
-        # Retired segments count in the budget until every rank has let go of them.
+        # Retired segments count in the budget until every rank has unmapped them.
         retired = self._versions.keeper.retired
-        if retired and not self.checks.running:
-            await self._session.unmap(self._versions.keeper.exposed - retired)
-            self._versions.let_go(retired)
+        if (retired or not self._session.tidy) and not self.checks.running:
+            mapped = await self._session.unmap(self._versions.keeper.exposed - retired)
+            if mapped is not None:
+                self._versions.let_go(retired - mapped)
 
     async def _write_down(self) -> None:
         # What the disk refused when it became live is written as soon as the disk takes it.

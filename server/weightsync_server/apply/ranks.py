@@ -8,6 +8,7 @@ the next one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from weightsync.handover import SegmentServer
 
 __all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -215,20 +218,43 @@ class Ranks:
         ranks = zip(self.names, replies, strict=True)
         return [_commit(rank, order.apply_id, reply) for rank, reply in ranks], outcome.serves
 
-    async def release(
-        self, keep: Iterable[str], timeout_s: float, segments: Iterable[str] | None = None
-    ) -> None:
-        """Let every rank drop what it prepared, but for the named applies.
+    async def release(self, keep: Iterable[str], timeout_s: float) -> None:
+        """Let every rank drop what it prepared, but for the named applies; all stays mapped.
 
         Args:
             keep: Apply ids.
             timeout_s: Longest wait, seconds.
-            segments: Segments that still exist: every other one is unmapped. None: all stay mapped.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY: a rank did not, with its reason.
         """
-        args: dict[str, Any] = {"keep": list(keep)}
-        if segments is not None:
-            args["segments"] = list(segments)
-        await self._call("weightsync_release", args, timeout_s)
+        replies = await self._call("weightsync_release", {"keep": list(keep)}, timeout_s)
+        for rank, reply in zip(self.names, replies, strict=True):
+            _check(rank, reply)
+
+    async def unmap(
+        self, keep: Iterable[str], existing: Iterable[str], timeout_s: float
+    ) -> frozenset[str] | None:
+        """Release, and let every rank unmap segments that do not exist any more.
+
+        Returns those that some rank still maps, by what every rank tells; None: one may map others,
+        or did not tell.
+
+        Args:
+            keep: Apply ids.
+            existing: Segments that still exist.
+            timeout_s: Longest wait, seconds.
+        """
+        args = {"keep": list(keep), "segments": list(existing)}
+        replies = await self._call("weightsync_release", args, timeout_s)
+        mapped: set[str] = set()
+        for rank, reply in zip(self.names, replies, strict=True):
+            if not reply.get("ok"):
+                logger.warning("rank %s unmapped nothing: %s", rank, reply.get("error", ""))
+            if not reply.get("ok") or reply.get("busy") or "mapped" not in reply:
+                return None
+            mapped.update(map(str, reply["mapped"]))
+        return frozenset(mapped)
 
     async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
         deadline = clock.monotonic() + timeout_s

@@ -15,7 +15,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.apply.ranks import QUICK_S, Ranks, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Iterable
+    from collections.abc import AsyncIterator, Awaitable
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.handover import SegmentServer
@@ -86,6 +86,8 @@ class Session:
         ranks: Its workers.
         lease_s: How long a pause lasts without renewal.
         live: What every rank is proved to hold; None: not known.
+        tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
+            was there before.
     """
 
     engine: Engine
@@ -94,6 +96,7 @@ class Session:
     lease_s: float
     ranks: Ranks = field(init=False)
     live: Prepared | None = None
+    tidy: bool = False
 
     def __post_init__(self) -> None:
         """Publish the status pages."""
@@ -139,7 +142,7 @@ class Session:
             )
         except BaseException:
             # A rank may still be at work on it, and would refuse the next prepare.
-            await self._let_go()
+            await self.let_go()
             raise
 
     async def _prepare(
@@ -230,14 +233,17 @@ class Session:
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
         self.live = prepared
-        await self._let_go()
+        await self.let_go()
 
-    async def unmap(self, existing: Iterable[str]) -> None:
-        """Let every rank unmap the segments that do not exist any more."""
+    async def unmap(self, existing: frozenset[str]) -> frozenset[str] | None:
+        """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does."""
         keep = [self.live.apply_id] if self.live else []
-        await self.ranks.release(keep, QUICK_S, existing)
+        mapped = await self.ranks.unmap(keep, existing, QUICK_S)
+        self.tidy = mapped is not None and mapped <= existing
+        return mapped
 
-    async def _let_go(self) -> None:
+    async def let_go(self) -> None:
+        """Let the ranks drop all that they prepared and are at work on, but for what is live."""
         keep = [self.live.apply_id] if self.live else []
         try:
             await self.ranks.release(keep, QUICK_S)

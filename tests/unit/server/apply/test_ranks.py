@@ -221,11 +221,37 @@ async def test_a_rank_that_tells_nothing_is_dirty(ranks: Ranks, workers: Workers
 
 async def test_release_names_what_is_kept(ranks: Ranks, workers: Workers) -> None:
     await ranks.release(["a"], 5)
-    await ranks.release([], 5, {"s1"})
+    workers.replies = [{"ok": True, "mapped": []}] * 2
+    await ranks.unmap([], {"s1"}, 5)
     assert [args for _, args in workers.calls] == [
         {"keep": ["a"]},
         {"keep": [], "segments": ["s1"]},
     ]
+
+
+async def test_a_rank_that_did_not_release_is_told(ranks: Ranks, workers: Workers) -> None:
+    workers.replies = [{"ok": True}, {"ok": False, "error": "no"}]
+    with pytest.raises(WeightSyncError, match="rank 0/0/1 failed: no") as caught:
+        await ranks.release([], 5)
+    assert caught.value.reason is Reason.ENGINE_AWAY
+
+
+@pytest.mark.parametrize(
+    ("second", "mapped"),
+    [
+        ({"ok": True, "mapped": []}, frozenset("a")),
+        ({"ok": True, "mapped": ["b"], "busy": ""}, frozenset("ab")),
+        ({"ok": True, "mapped": [], "busy": "an apply"}, None),
+        ({"ok": False, "mapped": [], "error": "no"}, None),
+        ({"ok": True, "mapped": [], "rank": "0/0/7"}, None),
+        ({"ok": True}, None),
+    ],
+)
+async def test_nothing_is_unmapped_before_every_rank_tells_so(
+    ranks: Ranks, workers: Workers, second: dict[str, Any], mapped: frozenset[str] | None
+) -> None:
+    workers.replies = [{"ok": True, "mapped": ["a"], "busy": ""}, second]
+    assert await ranks.unmap(["id"], {"c"}, 5) == mapped
 
 
 async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer) -> None:
