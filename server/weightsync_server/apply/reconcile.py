@@ -81,6 +81,8 @@ class Reconciler:
         if health.state is EngineState.PAUSED:
             # A lease that nobody holds any more: an apply ended without knowing how.
             await self._session.engine.fence("the server asks every rank what it holds")
+        # A rank may be at work for a server that died, and would refuse the prepare.
+        await self._session.let_go()
         states = await self._session.ranks.states(QUICK_S)
         self._doubts.answered()
         known = self._held(states)

@@ -223,6 +223,24 @@ def dead(tmp_path: Path) -> Iterator[Staging]:
     stage.close()
 
 
+async def test_a_prepare_for_a_dead_server_is_no_obstacle(
+    tmp_path: Path, dead: Staging, gate: Callable[[], Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
+    rank = _worker(dead)
+    rank.adopt(dead.stage_files([save(toy_tensors(1))]))
+    held = gate()
+    second = dead.stage_files([save(toy_tensors(2))])
+    page, _ = dead.pages(["0/0/0"])
+    assert rank.call("prepare", apply_id="lost", document=second.document.id, page=page)["ok"]
+    assert held.entered.wait(10)
+    dead.server.close()
+    engine = Rooted(rank, tmp_path / "segments.sock")
+    async with plant(tmp_path, engine) as it:  # type: ignore[arg-type]
+        await it.ready()
+        assert engine.hellos == 1, "it was not sent away"
+
+
 async def test_what_a_dead_server_had_is_unmapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: Staging
 ) -> None:
