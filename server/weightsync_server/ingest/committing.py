@@ -138,11 +138,7 @@ def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:
     versions = push.versions
     if versions.find(existing.version) is not existing:
         raise versions.not_above(existing.version)
-    if existing.slot is None and commit.manifest_digest == manifest.manifest_digest:
-        push.record.place.pass_to(existing)
-        versions.staged(existing, manifest)
-    else:
-        versions.pool.release(push.record)
+    versions.hand_over(push.record, existing, manifest)
 
 
 def _remember_headers(push: Push, layout: Layout) -> None:

@@ -66,24 +66,13 @@ async def adopt(
         manifest = await versions.seal(layout, digests)
         known = versions.same_content(manifest.content_digest)
         if known is not None:
-            await _hand_over(versions, record, known, manifest)
+            versions.hand_over(record, known, manifest)
             return known
         return await _commit_new(versions, record, manifest)
     except BaseException:
         if record.durability != pb.DURABILITY_COMMITTED:
             await versions.drop(record)
         raise
-
-
-async def _hand_over(
-    versions: ModelVersions, record: VersionRecord, known: VersionRecord, manifest: Manifest
-) -> None:
-    same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
-    if same and known.slot is None:
-        record.place.pass_to(known)
-        versions.staged(known, manifest)
-    else:
-        versions.pool.release(record)
 
 
 async def _commit_new(

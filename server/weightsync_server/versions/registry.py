@@ -251,6 +251,16 @@ class ModelVersions(Catalog):
         record.place.settle()
         self.changed(record)
 
+    def hand_over(self, record: VersionRecord, known: VersionRecord, manifest: Manifest) -> None:
+        """Give the slot of a record to the version that it repeats, or free it.
+
+        Args:
+            record: Whose slot holds the bytes, verified.
+            known: The committed version that these bytes turned out to be.
+            manifest: Of the bytes.
+        """
+        self._stager.hand_over(record, known, manifest)
+
     async def layout(self, digest: str) -> KnownLayout | None:
         """Return a layout that an earlier version had, or None."""
         if self.layouts.get(digest) is None:

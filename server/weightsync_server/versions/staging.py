@@ -15,6 +15,7 @@ from weightsync_server.versions.leases import SlotLease
 from weightsync_server.versions.reading import all_done, compare
 
 if TYPE_CHECKING:
+    from weightsync.manifest import Manifest
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
     from weightsync_server.versions.slots import Slot
@@ -76,6 +77,16 @@ class Stager:
         if for_engine:
             self._versions.keeper.expose([document, *(s.id for s in slot.segments.values())])
         return SlotLease(record, document, slot.ordered(), slot, lambda: self._left(slot))
+
+    def hand_over(self, record: VersionRecord, known: VersionRecord, manifest: Manifest) -> None:
+        """Pass a slot on or free it; see `ModelVersions.hand_over`."""
+        same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
+        # Whoever reads it already waits for a slot of its own: with this one it would hold two.
+        if same and known.slot is None and known.version not in self._loading:
+            record.place.pass_to(known)
+            self._versions.staged(known, manifest)
+        else:
+            self._versions.pool.release(record)
 
     async def verify(self, lease: SlotLease) -> None:
         """Digest the segments again; see `ModelVersions.verify_staged`."""

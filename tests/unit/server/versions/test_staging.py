@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from weightsync.handover import OfferedFile
+    from weightsync_server.versions import SlotLease
 
 CODE = grpc.StatusCode
 
@@ -203,6 +204,38 @@ async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     second.release()
 
 
+async def read_of(here: World, version: int) -> asyncio.Task[SlotLease]:
+    """Begin to stage a version; return when that waits for a slot."""
+    waits = asyncio.Event()
+    here.versions.pool.on_wait = waits.set
+    staging = asyncio.create_task(here.versions.stage(version, 5))
+    await waits.wait()
+    return staging
+
+
+def holders(here: World) -> list[int]:
+    """Return the version in each slot."""
+    return sorted(slot.version for slot in here.versions.slots_status())
+
+
+async def test_a_version_that_is_pushed_again_while_it_waits_for_a_slot_gets_one(
+    here: World,
+) -> None:
+    await third_evicts_first(here)
+    other = await here.versions.stage(3, 5)
+    opened = await here.pushes.begin(begin(version=1), 5)
+    await here.join(opened.push_id, [message for s in simple(1) for message in s.all()])
+    staging = await read_of(here, 1)
+    response = await here.pushes.commit(pb.CommitPushRequest(push_id=opened.push_id))
+    assert response.already
+    # Also when another slot comes free.
+    other.release()
+    lease = await staging
+    assert holders(here) == [1, 3]
+    assert here.read(1) == [shard.data for shard in simple(1)]
+    lease.release()
+
+
 async def test_a_document_that_nobody_waits_for_any_more_is_not_left(here: World) -> None:
     await here.push(simple(1))
     before = memfds()
@@ -263,6 +296,25 @@ async def test_a_checkpoint_that_is_a_known_version(here: World, files: Files) -
     record = await here.versions.adopt(files.of([together]), 9)
     assert record.version == 2
     assert content([together]) == content(simple(2))
+
+
+async def test_a_checkpoint_that_is_a_version_which_waits_for_a_slot(
+    tmp_path: Path, files: Files
+) -> None:
+    fetchers = Slow()
+    async with world(tmp_path / "world", fetchers=fetchers) as here:
+        await third_evicts_first(here)
+        other = await here.versions.stage(3, 5)
+        adopting = asyncio.create_task(here.versions.adopt(files.of(simple(1)), 9))
+        await until(lambda: 9 in holders(here))
+        staging = await read_of(here, 1)
+        fetchers.go.set()
+        assert (await adopting).version == 1
+        other.release()
+        lease = await staging
+        assert holders(here) == [1, 3]
+        assert here.read(1) == [shard.data for shard in simple(1)]
+        lease.release()
 
 
 async def test_adoption_is_not_bound_to_a_writer(here: World, files: Files) -> None:
