@@ -204,7 +204,7 @@ class Push:
         logger.info("push of version %d ended: %s", self.record.version, error.message)
         self.meters.count_push(outcome)
         self._closing = asyncio.create_task(self._close())
-        self.disk.end(self._closing)
+        self.disk.end(error, self._closing)
 
     def succeed(self, response: pb.CommitPushResponse) -> None:
         """End the push with its answer."""

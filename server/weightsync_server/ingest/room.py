@@ -20,7 +20,6 @@ async def promise_room(push: Push, total: int) -> None:
     """
     if push.stores:
         await push.disk.promise(total)
-        push.check_open()
     await push.versions.pool.promise(push.place, total)
 
 
@@ -40,5 +39,4 @@ async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
     """
     if push.stores:
         await push.disk.promise(total)
-        push.check_open()
     return await push.versions.pool.segment(push.place, upload.index, upload.entry.size)

@@ -37,7 +37,7 @@ class DiskBudget:
 
     def share(self) -> DiskShare:
         """Return the share of one push, empty yet."""
-        return DiskShare(self, self._lock)
+        return DiskShare(self, self._lock, asyncio.get_running_loop().create_future())
 
     def frees(self, work: asyncio.Future[Any]) -> None:
         """Take note of work that gives room back before it ends: who lacks room waits for it."""
@@ -83,21 +83,28 @@ class DiskBudget:
 class DiskShare:
     """What one push was promised, less what it has written; `close` gives the rest back."""
 
-    def __init__(self, budget: DiskBudget, lock: asyncio.Lock) -> None:
+    def __init__(
+        self, budget: DiskBudget, lock: asyncio.Lock, ended: asyncio.Future[WeightSyncError]
+    ) -> None:
         self._budget = budget
         self._lock = lock
         self._total = 0
         self._written = 0
         self._closed = False
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = ended
+
+    def beside(self) -> DiskShare:
+        """Return one more share of the same push, empty yet; the push fails for both."""
+        return DiskShare(self._budget, self._lock, self._ended)
 
     async def promise(self, total: int) -> None:
-        """Make sure that `total` bytes, all of the push so far, have room, unless it has ended.
+        """Make sure that `total` bytes, all of the push so far, have room.
 
         Where they have none it waits a while for room that is being freed, if any is.
 
         Raises:
-            WeightSyncError: DISK_EXHAUSTED; what was promised before still is.
+            WeightSyncError: DISK_EXHAUSTED; what was promised before still is. Or why the push
+                has failed meanwhile.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._budget.wait_s
@@ -106,14 +113,17 @@ class DiskShare:
             freeing = self._budget.freeing
             try:
                 await self._promise(total)
-                return
             except WeightSyncError as error:
                 left = deadline - loop.time()
                 if error.reason is not Reason.DISK_EXHAUSTED or not freeing or left <= 0:
                     raise
+            else:
+                break
             # Without the lock: whom we wait for may be about to ask for room itself.
             either = {*freeing, self._ended}
             await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            raise self._ended.result()
 
     async def _promise(self, total: int) -> None:
         async with self._lock:
@@ -139,11 +149,11 @@ class DiskShare:
             self._written += size
             self._budget.release(size)
 
-    def end(self, closing: asyncio.Future[Any]) -> None:
+    def end(self, error: WeightSyncError, closing: asyncio.Future[Any]) -> None:
         """Take note that the push failed: it waits for no room, and frees its own in `closing`."""
         if not self._ended.done():
             # Or it would wait for its own end.
-            self._ended.set_result(None)
+            self._ended.set_result(error)
         self._budget.frees(closing)
 
     def close(self) -> None:

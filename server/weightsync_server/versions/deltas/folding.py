@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import Manifest
     from weightsync_server.versions.deltas.pushed import PushedDelta
+    from weightsync_server.versions.disk import DiskShare
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
     from weightsync_server.versions.retention import Surplus
@@ -88,7 +89,7 @@ class Folder:
             await asyncio.wait([self._task])
 
     async def admit(
-        self, record: VersionRecord, manifest: Manifest, delta: PushedDelta
+        self, record: VersionRecord, manifest: Manifest, delta: PushedDelta, room: DiskShare
     ) -> PushedDelta:
         """Return how a delta is to be kept: in full, where the chain would exceed every bound.
 
@@ -96,13 +97,15 @@ class Folder:
             record: The version, in its slot, proved, not committed.
             manifest: Of the whole version.
             delta: What was pushed.
+            room: An empty share of the push, closed afterwards: what is kept in full needs more.
 
         Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
+            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; or why the push
+                has failed meanwhile.
         """
         if not delta.kept or len(delta.base.chain) <= 2 * self._limits.length:
             return delta
-        await self._persist(record, manifest)
+        await self._persist(record, manifest, room)
         self.on_fold()
         return replace(delta, kept=False)
 
@@ -134,7 +137,7 @@ class Folder:
         ours = self._versions
         manifest = await ours.manifest(record)
         try:
-            await self._persist(record, manifest)
+            await self._persist(record, manifest, ours.disk.share())
             async with ours.builder.lock:
                 await to_end(asyncio.ensure_future(self._swap(record, manifest)))
         except BaseException:
@@ -150,10 +153,9 @@ class Folder:
         record.commit, record.base = whole, None
         self._versions.changed(record)
 
-    async def _persist(self, record: VersionRecord, manifest: Manifest) -> None:
+    async def _persist(self, record: VersionRecord, manifest: Manifest, room: DiskShare) -> None:
         """Write the whole shards, proved once more, one after the other: pushes go first."""
         ours = self._versions
-        room = ours.disk.share()
         try:
             await room.promise(manifest.layout.size)
             digests = iter(manifest.digests)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from tests.unit.server.versions.world import World, begin, make_shard, simple, world
+from tests.support.deltas import delta_begin, delta_of
+from tests.unit.server.deltas.pushing import send, sparse_history
+from tests.unit.server.versions.world import World, begin, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import LocalStore, Store
-from weightsync_server.versions import Retention
+from weightsync_server.versions import ChainLimits, Retention
 from weightsync_server.versions.disk import DiskBudget
 
 if TYPE_CHECKING:
@@ -161,9 +163,12 @@ async def test_who_failed_waits_for_no_room() -> None:
     share, deletion = disk.share(), asyncio.get_running_loop().create_future()
     disk.frees(deletion)
     waiting = asyncio.create_task(share.promise(1001))
-    share.end(waiting)
-    await waiting
-    await share.promise(2000)
+    gone = WeightSyncError(Reason.PUSH_ABORTED, "it was aborted")
+    share.end(gone, waiting)
+    for promise in (waiting, share.promise(2000), share.beside().promise(1)):
+        with pytest.raises(WeightSyncError) as caught:
+            await promise
+        assert caught.value is gone
     assert disk.promised == 0
 
 
@@ -251,3 +256,28 @@ async def test_an_abort_does_not_wait_for_room(
         await sending
     assert caught.value.reason is Reason.PUSH_ABORTED
     assert here.versions.disk.promised == 0
+
+
+async def test_a_commit_that_needs_more_room_does_not_wait_for_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = sparse_history(1)
+    # A delta of a version must be kept in full.
+    async with world(tmp_path, chains=ChainLimits(length=0)) as here:
+        await here.push(old)
+        sent = await send(here, delta_of(old, new), commit=None, **delta_begin(old))
+        disk, deletion = SmallDisk(monkeypatch), asyncio.get_running_loop().create_future()
+        disk.go.set()
+        here.versions.disk.wait_s = 3600
+        here.versions.disk.frees(deletion)
+        asked = disk.asks()
+        request = pb.CommitPushRequest(push_id=sent.push_id, content_digest=content(new))
+        committing = asyncio.create_task(here.pushes.commit(request))
+        await asked.get()
+        await here.versions.acquire_epoch("new")
+        # It gave too little back, and nothing else is freed but what the push itself has.
+        deletion.set_result(None)
+        with pytest.raises(WeightSyncError) as caught:
+            await committing
+        assert caught.value.reason is Reason.EPOCH_STALE
+        assert here.versions.disk.promised == 0
