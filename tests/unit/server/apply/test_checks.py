@@ -28,16 +28,15 @@ class SlowEngine(Engine):
 
     Attributes:
         go: Set: comparisons come to an end.
-        over: No other one is begun.
     """
 
     def __init__(self, socket: Path) -> None:
         super().__init__(socket)
         self.go = threading.Event()
-        self.over = False
-        self.threads: list[threading.Thread] = []
         self.jobs = 0
-        # A job that was given up writes no page after the next one's.
+        self._over = False
+        self._threads: list[threading.Thread] = []
+        # A job that was given up writes no page after the next one's; nor is one begun unseen.
         self._one = threading.Lock()
 
     def _prepare(self, args: Any) -> dict[str, Any]:
@@ -48,19 +47,25 @@ class SlowEngine(Engine):
     def _verify(self, args: Any) -> dict[str, Any]:
         with self._one:
             self.jobs += 1
-            mine = self.jobs
-
-        def work() -> None:
-            self.go.wait(20)
-            with self._one:
-                if self.go.is_set() and self.jobs == mine:
-                    Engine._verify(self, args)
-
-        if not self.over:
-            thread = threading.Thread(target=work)
-            thread.start()
-            self.threads.append(thread)
+            if not self._over:
+                thread = threading.Thread(target=self._work, args=(args, self.jobs))
+                thread.start()
+                self._threads.append(thread)
         return {}
+
+    def _work(self, args: Any, mine: int) -> None:
+        self.go.wait(20)
+        with self._one:
+            if self.go.is_set() and self.jobs == mine:
+                super()._verify(args)
+
+    def end(self) -> None:
+        """Begin no other comparison, and return when none is under way."""
+        with self._one:
+            self._over = True
+        self.go.set()
+        for thread in self._threads:
+            thread.join()
 
 
 @pytest.fixture
@@ -69,10 +74,7 @@ async def slow(tmp_path: Path) -> AsyncIterator[Plant]:
     async with plant(tmp_path, engine) as made:
         await made.ready()
         yield made
-        engine.over = True
-        engine.go.set()
-        for thread in engine.threads:
-            await asyncio.to_thread(thread.join)
+        await asyncio.to_thread(engine.end)
 
 
 def _part(seed: int) -> dict[str, bytes]:
