@@ -23,7 +23,7 @@ from benchmarks.gpu.link import TrainerLink, training
 from benchmarks.gpu.ours import Ours, serving
 from benchmarks.gpu.pause import measure_pauses
 from benchmarks.gpu.peers import Peers
-from benchmarks.gpu.push import measure_pushes
+from benchmarks.gpu.push import measure_hand_offs, measure_streams
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.shape import Shape
 
@@ -31,8 +31,8 @@ __all__ = ["PARTS", "Order"]
 
 _LIMITS_S = 120.0
 _TRAINER_S = 120.0
-#: Layers of what the push part sends: rates are wanted, not the time of the whole model.
-_PUSH_LAYERS = 4
+#: Layers of what the push part streams, at a tenth of the speed of what it hands over.
+_STREAM_LAYERS = 4
 _FETCHERS = 8
 
 
@@ -140,16 +140,20 @@ def _apply(tp: int, cache: str = "keep") -> Part:
 
 
 async def _push(order: Order, results: Results) -> None:
-    shape = replace(order.shape, layers=min(_PUSH_LAYERS, order.shape.layers))
     await _take_limits(order, results)
-    # Only rates are compared here.
-    results.parameters |= {"bytes": shape.nbytes}
-    with scratch(roomy(shape.nbytes)) as place, _sockets() as folder:
+    slim = replace(order.shape, layers=min(_STREAM_LAYERS, order.shape.layers))
+    results.parameters |= {"bytes": order.shape.nbytes, "bytes_streamed": slim.nbytes}
+    with scratch(roomy(order.shape.nbytes)) as place, _sockets() as folder:
         plugins_on_path(folder)
-        results.say("writing a checkpoint")
-        await asyncio.to_thread(write_checkpoint, place / "base", shape)
         devices = ["cpu", *(["cuda"] if order.device == "cuda" else [])]
-        await measure_pushes(results, folder, place / "base", devices, order.rounds, order.fetchers)
+        for shape, measure in ((order.shape, measure_hand_offs), (slim, measure_streams)):
+            results.say("writing a checkpoint")
+            await asyncio.to_thread(write_checkpoint, place / measure.__name__, shape)
+            own = folder / measure.__name__
+            own.mkdir()
+            await measure(
+                results, own, place / measure.__name__, devices, order.rounds, order.fetchers
+            )
 
 
 PARTS: dict[str, Part] = {

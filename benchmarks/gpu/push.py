@@ -1,20 +1,23 @@
-"""How fast a trainer's tensors get to the server over a unix socket; one client where none is told.
+"""How fast a trainer's model gets to the server on its host; one client where none is told.
 
+push_same_host_gbps       from tensors in host memory, written into the server's
+push_same_host_cuda_gbps  the same from tensors on the GPU
+                          and of four of its layers:
 push_stream_gbps          eight client processes send one version together, each its own shards, to
                           eight ingest processes: from its begin until all of it is verified
 push_stream_one_gbps      one client process and one ingest process
 push_stream_own_gbps      one client, from tensors in host memory, to the server's own process: the
                           whole push until all tensors are verified
 push_cuda_gbps            the same from tensors on the GPU
-push_same_host_gbps       from tensors in host memory, written into the server's
-push_same_host_cuda_gbps  the same from tensors on the GPU
 grpc_floor_gbps           a bare grpcio client stream of flat messages into a warm buffer
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from benchmarks.crowd import crowd_samples
@@ -23,7 +26,7 @@ from benchmarks.gpu.results import Results
 from benchmarks.push import floor_client
 from benchmarks.servers import weightsync_server
 
-__all__ = ["measure_pushes"]
+__all__ = ["measure_hand_offs", "measure_streams"]
 
 _SHARDS = 16
 _CHUNK = 1 << 20
@@ -41,18 +44,26 @@ _KEYS = {
 }
 
 
-async def measure_pushes(
+async def measure_hand_offs(
     results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int, fetchers: int
 ) -> None:
-    """Measure pushes of a checkpoint from each device, and the floor."""
-    nbytes = int(results.parameters["bytes"])
-    # Equal shards of whole chunks.
-    size = max(nbytes // (_SHARDS * _CHUNK), 1) * _SHARDS * _CHUNK
-    for device in devices:
-        place = folder / device
-        place.mkdir()
-        with results.attempt(f"pushes from {device}"):
-            await _from(device, results, place, checkpoint, rounds, fetchers)
+    """Measure pushes into the server's memory, from each device."""
+    # Both fill the same slots, and only the first pushes make them.
+    async with _server(folder, fetchers) as address:
+        for device in devices:
+            with results.attempt(f"pushes from {device}"):
+                await _from(device, "auto", results, address, checkpoint, _WARM_UP + rounds)
+
+
+async def measure_streams(
+    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int, fetchers: int
+) -> None:
+    """Measure streamed pushes from each device, those of many clients, and the floor."""
+    nbytes = int(results.parameters["bytes_streamed"])
+    async with _server(folder, fetchers) as address:
+        for device in devices:
+            with results.attempt(f"streams from {device}"):
+                await _from(device, "never", results, address, checkpoint, _WARM_UP + rounds)
     crowd = _SMALL_CROWD if results.parameters.get("small") else _CROWD
     for key, count in (("push_stream_gbps", crowd), ("push_stream_one_gbps", 1)):
         with results.attempt(f"clients and ingest processes, {count} each"):
@@ -65,33 +76,37 @@ async def measure_pushes(
                 results.add(**{key: gbps})
     place = folder / "bare"
     place.mkdir()
+    # Equal shards of whole chunks.
+    size = max(nbytes // (_SHARDS * _CHUNK), 1) * _SHARDS * _CHUNK
     with results.attempt("bare gRPC stream"):
         await asyncio.to_thread(_floor, results, place, size, rounds)
 
 
-async def _from(
-    device: str, results: Results, folder: Path, checkpoint: Path, rounds: int, fetchers: int
-) -> None:
+@contextlib.asynccontextmanager
+async def _server(folder: Path, fetchers: int) -> AsyncIterator[str]:
+    """Run a server until the block ends; gives its address."""
     address = f"unix:{folder}/push.sock"
     server = weightsync_server(folder, [address], "--fetchers", str(fetchers))
     await asyncio.to_thread(server.__enter__)
     try:
-        async with training(device, checkpoint, _TRAINER_S) as trainer:
-            # Written first: both fill the same slots, and a stream takes long to warm them.
-            for same_host in ("auto", "never"):
-                for number in results.rounds(_WARM_UP + rounds, f"push from {device}"):
-                    await trainer.do("change")
-                    pushed = await trainer.do(
-                        "push", address=address, delta="never", same_host=same_host
-                    )
-                    if (pushed["way"] == "same_host") is not (same_host == "auto"):
-                        msg = f"the push went by {pushed['way']}: {pushed['way_reason']}"
-                        raise RuntimeError(msg)
-                    if number >= _WARM_UP:
-                        gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
-                        results.add(**{_KEYS[device, same_host]: gbps})
+        yield address
     finally:
         await asyncio.to_thread(server.__exit__, None, None, None)
+
+
+async def _from(
+    device: str, same_host: str, results: Results, address: str, checkpoint: Path, pushes: int
+) -> None:
+    async with training(device, checkpoint, _TRAINER_S) as trainer:
+        for number in results.rounds(pushes, f"push from {device}"):
+            await trainer.do("change")
+            pushed = await trainer.do("push", address=address, delta="never", same_host=same_host)
+            if (pushed["way"] == "same_host") is not (same_host == "auto"):
+                msg = f"the push went by {pushed['way']}: {pushed['way_reason']}"
+                raise RuntimeError(msg)
+            if number >= _WARM_UP:
+                gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
+                results.add(**{_KEYS[device, same_host]: gbps})
 
 
 def _floor(results: Results, folder: Path, size: int, rounds: int) -> None:
