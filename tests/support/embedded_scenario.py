@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
     from weightsync.vllm.embedded import EmbeddedEngine
 
+#: Tokens of a request from which on something may happen to it.
+_UNDER_WAY = 20
+
 
 def _get(url: str) -> int:
     try:
@@ -48,7 +51,9 @@ async def _prepare(
     raise TimeoutError
 
 
-async def _long_request(engine: EmbeddedEngine, tokens: int) -> Any:
+async def _long_request(
+    engine: EmbeddedEngine, tokens: int, under_way: asyncio.Event | None = None
+) -> Any:
     from vllm import SamplingParams
 
     llm = engine._vllm.llm
@@ -56,7 +61,17 @@ async def _long_request(engine: EmbeddedEngine, tokens: int) -> Any:
     final = None
     async for output in llm.generate("The quick brown", params, f"long-{time.monotonic_ns()}"):
         final = output
+        if under_way is not None and len(output.outputs[0].token_ids) >= _UNDER_WAY:
+            under_way.set()
     return final
+
+
+async def _begun(engine: EmbeddedEngine, tokens: int) -> asyncio.Task[Any]:
+    """Return a request that has some of its tokens."""
+    under_way = asyncio.Event()
+    request = asyncio.create_task(_long_request(engine, tokens, under_way))
+    await under_way.wait()
+    return request
 
 
 async def _between(
@@ -66,8 +81,7 @@ async def _between(
     tokens = 300
     undisturbed = (await _long_request(engine, tokens)).outputs[0].token_ids
     await _prepare(engine, staging, "a again", a)
-    request = asyncio.create_task(_long_request(engine, tokens))
-    await asyncio.sleep(0.3)
+    request = await _begun(engine, tokens)
     order = SwitchOrder("a again", "b", 3, a.content_digest, b.content_digest, 30.0)
     outcome = await engine.switch(order)
     output = (await request).outputs[0]
@@ -103,8 +117,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     await engine.resume("", 1, a.content_digest)
     seen["open"] = await asyncio.to_thread(_get, models)
     seen["prepared"] = (await _prepare(engine, staging, "b", b))["phase"]
-    request = asyncio.create_task(_long_request(engine, 300))
-    await asyncio.sleep(0.8)
+    request = await _begun(engine, 300)
     lease = await engine.pause(PauseSpec(mode="keep", clear_cache=True), 30)
     seen["requests"] = (await engine.health()).requests
     replies = await engine.call_workers("weightsync_commit", {"apply_id": "b"})
@@ -115,17 +128,15 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     spans = getattr(output, "weight_versions", None) or []
     seen["spans"] = [[span.version, span.start, span.end] for span in spans]
     begin = time.monotonic()
-    waiting = asyncio.create_task(_long_request(engine, 400))
-    await asyncio.sleep(0.3)
-    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.2, after_wait="keep")
+    waiting = await _begun(engine, 400)
+    spec = PauseSpec(mode="wait", clear_cache=False, wait_timeout_s=0.1, after_wait="keep")
     lease = await engine.pause(spec, 30)
     seen["wait_became"] = lease.mode
     seen["wait_s"] = time.monotonic() - begin
     seen["still_running"] = not waiting.done()
     await engine.resume(lease.lease_id, 2, b.content_digest)
     seen["kept_tokens"] = len((await waiting).outputs[0].token_ids)
-    aborted = asyncio.create_task(_long_request(engine, 400))
-    await asyncio.sleep(0.3)
+    aborted = await _begun(engine, 400)
     spec = PauseSpec(mode="wait", clear_cache=True, wait_timeout_s=0.1, after_wait="abort")
     lease = await engine.pause(spec, 30)
     seen["abort_became"] = lease.mode
