@@ -29,6 +29,7 @@ from weightsync_client.options import (
     PushOptions,
     Retry,
     Timeouts,
+    check_options,
 )
 from weightsync_client.pull import PulledTensor
 from weightsync_client.sources import PushSource
@@ -123,6 +124,7 @@ class AsyncClient:
         self, source: AsyncPushSource, **options: Unpack[PushOptions]
     ) -> types.PushResult:
         """Push a version as `Client.push` does; cancelling it ends the push."""
+        check_options("push", options, PushOptions)
         handle = await self.push_async(source, **options)
         try:
             return await asyncio.shield(handle.committed)
@@ -134,6 +136,7 @@ class AsyncClient:
         self, source: AsyncPushSource, **options: Unpack[PushOptions]
     ) -> AsyncPushHandle:
         """Begin a push in the background; see `Client.push_async`."""
+        check_options("push_async", options, PushOptions)
         client = await self._bulk()
         if isinstance(source, (str, os.PathLike)):
             return AsyncPushHandle(await asyncio.to_thread(client.push_async, source, **options))
@@ -159,6 +162,7 @@ class AsyncClient:
 
     async def apply(self, version: int = 0, **options: Unpack[ApplyOptions]) -> types.ApplyReport:
         """Make a version live on every rank, proved from live parameters, or change nothing."""
+        check_options("apply", options, ApplyOptions)
         return await self._invoke(
             calls.apply_version(await self.model(), version, options, self._link.timeouts)
         )
@@ -167,6 +171,7 @@ class AsyncClient:
         self, reason: str = "", **options: Unpack[PauseChoices]
     ) -> types.RollbackReport:
         """Go back to the previous verified version and mark the one that is left rejected."""
+        check_options("rollback", options, PauseChoices)
         return await self._invoke(
             calls.rollback(await self.model(), reason, options, self._link.timeouts)
         )

@@ -31,6 +31,7 @@ from weightsync_client.options import (
     PushOptions,
     Retry,
     Timeouts,
+    check_options,
 )
 from weightsync_client.pull import PulledTensor, Puller
 from weightsync_client.sources import PushSource, make_source
@@ -122,7 +123,9 @@ class Client:
 
         Raises:
             ClientError: With the reason and the remedy.
+            TypeError: There is no such option; nothing was sent. So it is with every method.
         """
+        check_options("push", options, PushOptions)
         return self._prepare(source, options).run()
 
     def push_async(self, source: PushSource, **options: Unpack[PushOptions]) -> PushHandle:
@@ -131,6 +134,7 @@ class Client:
         What can be checked before a byte is sent is checked before this returns. An iterable is
         read by another thread.
         """
+        check_options("push_async", options, PushOptions)
         handle = PushHandle()
         push = self._prepare(source, options, lambda: handle.source_free.set_result(None))
         try:
@@ -193,10 +197,12 @@ class Client:
             version: 0: the newest committed one that is not rejected.
             **options: See `ApplyOptions` and `PauseChoices`.
         """
+        check_options("apply", options, ApplyOptions)
         return self._invoke(calls.apply_version(self.model, version, options, self._link.timeouts))
 
     def rollback(self, reason: str = "", **options: Unpack[PauseChoices]) -> types.RollbackReport:
         """Go back to the previous verified version and mark the one that is left rejected."""
+        check_options("rollback", options, PauseChoices)
         return self._invoke(calls.rollback(self.model, reason, options, self._link.timeouts))
 
     def verify(self, version: int = 0) -> types.Verification:

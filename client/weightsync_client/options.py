@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ __all__ = [
     "PushOptions",
     "Retry",
     "Timeouts",
+    "check_options",
 ]
 
 #: Where weightsync-server listens by default.
@@ -153,3 +155,18 @@ class ApplyOptions(PauseChoices, total=False):
     require_durable: bool
     clear_rejected: bool
     prepare_timeout_s: float
+
+
+def check_options(method: str, options: Mapping[str, object], kind: type[object]) -> None:
+    """Refuse options that a method does not have, as Python does: a misspelt one changes nothing.
+
+    Raises:
+        TypeError: Naming the first of them, and the option that was meant, where one is near.
+    """
+    # Those of a TypedDict, with what it inherits.
+    known = kind.__annotations__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{hint}")
