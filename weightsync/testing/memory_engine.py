@@ -39,6 +39,16 @@ if TYPE_CHECKING:
 __all__ = ["MemoryEngine"]
 
 _RANK = "0/0/0"
+#: Tensors named in one refusal.
+_NAMES = 10
+
+
+class _MisfitError(ValueError):
+    """Tensors that are not those of the model."""
+
+    def __init__(self, message: str, names: list[str]) -> None:
+        super().__init__(message)
+        self.names = names
 
 
 @dataclass
@@ -210,6 +220,9 @@ class MemoryEngine:
             report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
             try:
                 prepared = self._read(client, str(args["document"]))
+            except _MisfitError as error:
+                told = {"names": error.names[:_NAMES], "names_total": len(error.names)}
+                report |= {"phase": "failed", "error": str(error), "refused": True, **told}
             except ValueError as error:
                 report |= {"phase": "failed", "error": str(error), "refused": True}
             else:
@@ -224,11 +237,7 @@ class MemoryEngine:
         staged = StagedVersion.from_view(MappedSegment(fd, size).view)
         layout = staged.manifest.layout
         found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
-        for name in sorted(found.keys() ^ self._kinds.keys()):
-            raise ValueError(f"tensor {name} is {'extra' if name in found else 'missing'}")
-        for name, kind in found.items():
-            if kind != self._kinds[name]:
-                raise ValueError(f"tensor {name} is {kind}, the model has {self._kinds[name]}")
+        self._check_fit(found)
         prepared = _Prepared(staged.manifest.content_digest)
         for group, segment_id in zip(layout.by_shard, staged.segments, strict=True):
             ((fd, size),) = client.map([segment_id])
@@ -240,6 +249,21 @@ class MemoryEngine:
                     mapped.view[start + tensor.begin : start + tensor.end]
                 )
         return prepared
+
+    def _check_fit(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        if others := sorted(found.keys() ^ self._kinds.keys()):
+            name = others[0]
+            raise _MisfitError(
+                f"tensor {name} is {'extra' if name in found else 'missing'}; push this model",
+                others,
+            )
+        if wrong := [name for name, kind in found.items() if kind != self._kinds[name]]:
+            name = wrong[0]
+            raise _MisfitError(
+                f"tensor {name} is {found[name]}, the model has {self._kinds[name]}; "
+                "push this model",
+                wrong,
+            )
 
     def _base(self, prepared: _Prepared, apply_id: str) -> None:
         base = self._prepared.get(apply_id)

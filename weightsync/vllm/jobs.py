@@ -14,7 +14,7 @@ from weightsync.vllm.words import StoppedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NAMES", "Job", "caught"]
+__all__ = ["NAMES", "Job", "caught", "refused"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,12 @@ class Job:
             self.thread.join()
 
 
+def refused(error: PlanRefusedError) -> dict[str, Any]:
+    """Return what a report or a reply tells of a refusal: the first names, and how many."""
+    told = {"names": error.names[:NAMES], "names_total": len(error.names)}
+    return {"error": str(error), "refused": True, **told}
+
+
 def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a job; whatever happens becomes a report."""
     blank: dict[str, Any] = {"error": "", "names": [], "proved": None, "mismatched": []}
@@ -59,8 +65,7 @@ def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except NeedsCaptureError:
         return blank | {"phase": "needs_capture"}
     except PlanRefusedError as error:
-        refused = {"phase": "failed", "error": str(error), "refused": True}
-        return blank | refused | {"names": error.names[:NAMES]}
+        return blank | {"phase": "failed"} | refused(error)
     except StoppedError:
         return blank | {"phase": "failed", "error": "released by the server"}
     except Exception as error:

@@ -16,6 +16,7 @@ from weightsync import failpoints
 from weightsync.vllm.agreement import tensor_peers
 from weightsync.vllm.between import switch
 from weightsync.vllm.cuda.device import Device
+from weightsync.vllm.jobs import refused
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.rank import Rank, RefusedCallError
 from weightsync.vllm.settings import EngineSettings
@@ -119,8 +120,7 @@ def _method(word: str) -> Callable[..., dict[str, Any]]:
             reply["rank"] = rank_name(self.parallel_config, self.rank)
             return _falsified(word, reply | _call(self, word, args or {}))
         except PlanRefusedError as error:
-            refused = {"ok": False, "error": str(error), "refused": True}
-            return reply | refused | {"names": error.names[:10]}
+            return reply | {"ok": False} | refused(error)
         except RefusedCallError as error:
             return reply | {"ok": False, "error": str(error)}
         except Exception as error:

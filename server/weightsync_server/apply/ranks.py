@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
+from weightsync_server.apply.refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine, SwitchOrder
     from weightsync.handover import SegmentServer
 
-__all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report", "refusal"]
+__all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Report:
         phase: `ready`, `failed` or `needs_capture`.
         error: One sentence when it failed.
         refused: Whether the model cannot take these tensors, now or ever.
+        names: Those at fault, at most 10.
+        count: How many are at fault.
         bytes: Bytes that a commit would write.
         patched: Whether those are only what changes.
         proved: Whether the live parameters hold the version; None: not compared.
@@ -76,6 +79,8 @@ class Report:
     phase: str
     error: str
     refused: bool
+    names: tuple[str, ...]
+    count: int
     bytes: int
     patched: bool
     proved: bool | None
@@ -327,26 +332,19 @@ class Ranks:
         return [_own(rank, reply) for rank, reply in zip(self.names, replies, strict=True)]
 
 
-def refusal(rank: str, error: str, *, lasting: bool) -> WeightSyncError:
-    """Return why a rank did not do what it was asked to, before it wrote anything.
-
-    Args:
-        rank: `dp/pp/tp`.
-        error: What it said.
-        lasting: Whether asking again is useless.
-    """
-    if lasting:
-        return WeightSyncError(Reason.ENGINE_REFUSED, f"rank {rank} refused: {error}")
-    return WeightSyncError(
-        Reason.ENGINE_AWAY,
-        f"rank {rank} failed: {error or 'no reason given'}; try again",
-        retry_after_s=1.0,
-    )
-
-
 def _check(rank: str, reply: dict[str, Any]) -> None:
     if not reply.get("ok"):
-        raise refusal(rank, str(reply.get("error", "")), lasting=bool(reply.get("refused")))
+        raise refusal(
+            rank,
+            str(reply.get("error", "")),
+            lasting=bool(reply.get("refused")),
+            names=_names(reply),
+            count=int(reply.get("names_total", 0)),
+        )
+
+
+def _names(told: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, told.get("names", ())))
 
 
 def _own(rank: str, reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,6 +367,8 @@ def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | Non
         phase=str(page.get("phase")),
         error=str(page.get("error", "")),
         refused=bool(page.get("refused")),
+        names=_names(page),
+        count=int(page.get("names_total", 0)),
         bytes=int(page.get("bytes", 0)),
         patched=bool(page.get("patched")),
         proved=page.get("proved"),

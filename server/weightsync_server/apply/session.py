@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply.ranks import QUICK_S, Ranks, refusal
+from weightsync_server.apply.ranks import QUICK_S, Ranks
+from weightsync_server.apply.refusals import refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -140,7 +141,9 @@ class Session:
                 timeout_s=timeout_s,
                 base=self.live.apply_id if patch and self.live else "",
             )
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
+                logger.warning("version %d is not taken: %s", record.version, error.message)
             # A rank may still be at work on it, and would refuse the next prepare.
             await self.let_go()
             raise
@@ -169,7 +172,13 @@ class Session:
             await self._capture(lease.staged_id, timeout_s)
         for report in reports:
             if report.phase != "ready":
-                raise refusal(report.rank, report.error, lasting=report.refused)
+                raise refusal(
+                    report.rank,
+                    report.error,
+                    lasting=report.refused,
+                    names=report.names,
+                    count=report.count,
+                )
         return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:

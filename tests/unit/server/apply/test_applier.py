@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,6 +137,21 @@ async def test_tensors_that_are_not_the_models(
     assert it.leases()[2] == 0
     assert it.engine.calls[-1] == "release", "the ranks drop what they prepared"
     assert it.keeper.serving
+
+
+async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
+    it: Plant, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"layer.{index:02}" for index in range(14)]
+    more = dict.fromkeys(names, ("U8", (1,), b"x"))
+    kinds = checkpoint(2) | more
+    await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
+    error = await _refused(
+        it, Reason.ENGINE_REFUSED, "(layer.00, layer.01, layer.02 and 11 more)", version=2
+    )
+    assert json.loads(error.metadata["tensors"]) == names[:10]
+    assert error.message in caplog.text
+    assert it.outcomes() == {"refused": 1}
 
 
 async def test_a_bit_flipped_in_a_segment_after_it_was_staged(it: Plant) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,37 @@ async def test_a_rank_that_refuses_the_call_or_fails(
     with pytest.raises(WeightSyncError, match=text) as caught:
         await calls[method]()
     assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("error", "names", "count", "sentence"),
+    [
+        ("push all of them", ["q"], 1, "push all of them (q)"),
+        ("push all of them", ["q", "k", "v"], 3, "push all of them (q, k, v)"),
+        ("push all of them", list("abcdefghij"), 300, "push all of them (a, b, c and 297 more)"),
+        ("the loader refused tensor q: no", ["q"], 1, "the loader refused tensor q: no"),
+        ("tensor q is odd", ["q", "k"], 2, "tensor q is odd (q, k)"),
+        ("restart vLLM", [], 0, "restart vLLM"),
+    ],
+)
+async def test_a_refusal_is_by_name(
+    ranks: Ranks, workers: Workers, error: str, names: list[str], count: int, sentence: str
+) -> None:
+    reply = {"ok": False, "error": error, "refused": True, "names": names, "names_total": count}
+    workers.replies = [{"ok": True}, reply]
+    with pytest.raises(WeightSyncError) as caught:
+        await ranks.capture("d", 5)
+    assert caught.value.message == f"rank 0/0/1 refused: {sentence}"
+    assert json.loads(caught.value.metadata.get("tensors", "[]")) == names
+
+
+async def test_long_names_leave_a_refusal_short(ranks: Ranks, workers: Workers) -> None:
+    names = [str(index) + "\N{SNOWMAN}" * 340 for index in range(10)]
+    workers.replies = [{"ok": False, "error": "no", "refused": True, "names": names}] * 2
+    with pytest.raises(WeightSyncError) as caught:
+        await ranks.capture("d", 5)
+    assert len(caught.value.message) < 300
+    assert json.loads(caught.value.metadata["tensors"]) == names[:1]
 
 
 @pytest.mark.parametrize(
