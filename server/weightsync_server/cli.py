@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
+from weightsync import __version__
 from weightsync.errors import WeightSyncError
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from weightsync_server.app import App
 
 __all__ = ["main"]
@@ -32,24 +35,27 @@ def main() -> None:
 
     It exits with 3 when gRPC has stopped letting callers in: whoever runs it starts it again.
 
-    `weightsync-server token new` prints a fresh token and its line for the authority file instead.
+    `weightsync-server token new` prints a fresh token and its line for the authority file instead,
+    `--version` the version.
     """
     if sys.argv[1:] == ["token", "new"]:
         _print_token()
         return
     arguments, engine_args = _split(sys.argv[1:])
+    if "--version" in arguments:
+        print(__version__)
+        return
     try:
         settings = CliApp.run(Settings, cli_args=arguments)
     except ValidationError as error:
         for problem in error.errors():
-            field = ".".join(map(str, problem["loc"])) or "settings"
-            sys.stderr.write(f"weightsync-server: {field}: {problem['msg']}\n")
+            sys.stderr.write(f"weightsync-server: {_sentence(problem)}\n")
         sys.exit(_USAGE)
     except SettingsError as error:
         sys.stderr.write(f"weightsync-server: {error}\n")
         sys.exit(_USAGE)
     logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     sys.exit(asyncio.run(_run(settings, engine_args)))
 
@@ -67,6 +73,13 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     middle = arguments.index("--")
     return arguments[:middle], arguments[middle + 1 :]
+
+
+def _sentence(problem: ErrorDetails) -> str:
+    """Return what is wrong with which setting; what several settings are about names them."""
+    sentence = problem["msg"].removeprefix("Value error, ")
+    field = ".".join(map(str, problem["loc"]))
+    return f"{field}: {sentence}" if field else sentence
 
 
 async def _run(settings: Settings, engine_args: list[str]) -> int:

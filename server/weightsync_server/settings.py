@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightsync.addresses import is_loopback, is_private
 from weightsync_server.authority import Endpoint
@@ -18,12 +19,46 @@ __all__ = ["MODEL_NAME", "Settings"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _MAX_PORT = 65535
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def _several(written: Any) -> Any:
+    """Return the values of a text: between commas, where a JSON list may stand for some of them."""
+    if not isinstance(written, str):
+        return written
+    values: list[Any] = []
+    while written := written.lstrip(" ,"):
+        some, written = _first(written)
+        values += some
+    return values
+
+
+def _first(written: str) -> tuple[list[Any], str]:
+    """Return the values that a text begins with, and what comes after them."""
+    # A host of IPv6 begins with a bracket, too.
+    if written.startswith("["):
+        try:
+            some, end = json.JSONDecoder().raw_decode(written)
+        except ValueError:
+            pass
+        else:
+            rest = written[end:].lstrip()
+            if not rest or rest.startswith(","):
+                return some, rest
+    value, _, rest = written.partition(",")
+    return [value.rstrip()], rest
+
+
+#: A setting of several values; all its flags arrive as one text, with commas between them.
+_Several = Annotated[list[str], NoDecode, BeforeValidator(_several)]
 
 
 class Settings(BaseSettings):
     """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
 
-    With the embedded engine, everything after `--` is passed to vLLM.
+    A setting of several values takes its flag several times, or commas between them, or a JSON
+    list; its variable the latter two. With the embedded engine, everything after `--` is passed to
+    vLLM. `weightsync-server --version` prints the version, `weightsync-server token new` a token.
     """
 
     model_config = SettingsConfigDict(
@@ -41,7 +76,7 @@ class Settings(BaseSettings):
         description="unix:PATH of the bridge in vLLM, or 'embedded' to host vLLM in this process.",
     )
     model: str = Field("", description="Embedded engine: model directory or name for vLLM.")
-    listen: list[str] = Field(
+    listen: _Several = Field(
         ["127.0.0.1:50551"],
         description="gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that "
         "gives ROLE (push, apply, read or admin) to whoever may open it. Other hosts can reach an "
@@ -162,7 +197,7 @@ class Settings(BaseSettings):
         30, ge=0, description="Seconds that calls get to finish after SIGTERM."
     )
     reflection: bool = Field(True, description="Serve gRPC reflection.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING, ERROR or CRITICAL.")
 
     @field_validator("name")
     @classmethod
@@ -194,6 +229,14 @@ class Settings(BaseSettings):
             msg = f"engine must be unix:PATH or 'embedded', not {value!r}"
             raise ValueError(msg)
         return value
+
+    @field_validator("log_level")
+    @classmethod
+    def _check_log_level(cls, value: str) -> str:
+        if value.upper() not in _LEVELS:
+            msg = f"must be {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}, not {value!r}"
+            raise ValueError(msg)
+        return value.upper()
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

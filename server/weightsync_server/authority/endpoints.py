@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -10,6 +12,8 @@ from weightsync_server.authority.roles import PUSH_WEIGHTS, RULES, Role
 __all__ = ["Endpoint"]
 
 _MAX_PORT = 65535
+#: What ends with a port, or with the name of a service.
+_WITH_PORT = re.compile(r".*:[\w-]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,12 @@ class Endpoint:
         """
         address, mark, query = text.partition("?")
         if not mark:
+            if not address.startswith("unix:") and not _has_port(address):
+                msg = (
+                    f"{text!r} names no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
+                    "IPv6 in brackets), or unix:PATH"
+                )
+                raise ValueError(msg)
             return cls(address)
         key, _, value = query.partition("=")
         if not address.startswith("unix:") or key != "role" or value not in list(Role):
@@ -68,3 +78,12 @@ class Endpoint:
             raise ValueError(msg)
         # With port 0 each takes any that is free.
         return replace(self, address=f"{host}:{int(port) and int(port) + number}")
+
+
+def _has_port(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return _WITH_PORT.fullmatch(address) is not None
+    # The last part of a bare address of IPv6 is no port.
+    return False

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from weightsync import __version__
 from weightsync.addresses import is_private
 from weightsync_server.settings import Settings
 
@@ -53,7 +54,6 @@ def test_defaults_are_private_and_durable() -> None:
         ("127.0.0.1.example.com:1", False),
         ("dns:///127.0.0.1:1", False),
         ("example.com:1", False),
-        ("", False),
     ],
 )
 def test_what_only_this_host_can_reach(address: str, private: bool) -> None:
@@ -74,10 +74,63 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "flags", [["--listen", "unix:/a", "--listen", "unix:/b"], ["--listen", "unix:/a,unix:/b"]]
+    "flags",
+    [
+        ["--listen", "unix:/a", "--listen", "unix:/b"],
+        ["--listen", "unix:/a,unix:/b"],
+        ["--listen", '["unix:/a"]', "--listen", "unix:/b"],
+    ],
 )
 def test_several_addresses(flags: list[str]) -> None:
     assert _flags(*flags).listen == ["unix:/a", "unix:/b"]
+
+
+SEVERAL = [name for name, field in Settings.model_fields.items() if "list" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("127.0.0.1:51551", ["127.0.0.1:51551"]),
+        ("[::1]:1", ["[::1]:1"]),
+        ("[::1]:1,[::1]:2", ["[::1]:1", "[::1]:2"]),
+        ("unix:/a, unix:/b?role=push", ["unix:/a", "unix:/b?role=push"]),
+        ('["unix:/a", "127.0.0.1:0"]', ["unix:/a", "127.0.0.1:0"]),
+        (' ["unix:/a,b"] ', ["unix:/a,b"]),
+    ],
+)
+def test_several_values_are_written_alike_in_flags_and_variables(
+    monkeypatch: pytest.MonkeyPatch, name: str, written: str, meant: list[str]
+) -> None:
+    assert getattr(_flags(f"--{name.replace('_', '-')}", written), name) == meant
+    monkeypatch.setenv(f"WEIGHTSYNC_{name.upper()}", written)
+    assert getattr(_flags(), name) == meant
+
+
+@pytest.mark.parametrize("written", ["", "[]", " , "])
+def test_a_variable_without_an_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_LISTEN", written)
+    with pytest.raises(ValidationError, match="at least one address"):
+        _flags()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "127.0.0.1:", "::1", "::1:5055", "[::1]", "example.com", '["a:1"', ""]
+)
+def test_an_address_without_a_port_is_told_so(address: str) -> None:
+    with pytest.raises(
+        ValidationError, match="names no port; write HOST:PORT, such as 127"
+    ) as told:
+        _made(listen=[address])
+    assert "other hosts" not in str(told.value)
+
+
+@pytest.mark.parametrize("written", ["debug", "INFO", "Warning", "error", "CRITICAL"])
+def test_levels_of_the_log(written: str) -> None:
+    assert _made(log_level=written).log_level == written.upper()
 
 
 @pytest.mark.parametrize("name", ["qwen2-0.5b", "A", "a.b_c-d", "x" * 128])
@@ -152,8 +205,10 @@ def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
     ("flags", "told"),
     [
         (["--metrics", "0.0.0.0:1"], "give --metrics-open"),
-        (["--listen", "0.0.0.0:1"], "Value error, 0.0.0.0:1 can be reached"),
-        (["--name", "a/b"], "name: Value error"),
+        (["--listen", "0.0.0.0:1"], "weightsync-server: 0.0.0.0:1 can be reached"),
+        (["--listen", "127.0.0.1"], "weightsync-server: listen: '127.0.0.1' names no port; "),
+        (["--name", "a/b"], "weightsync-server: name: name must match"),
+        (["--log-level", "nope"], "log_level: must be DEBUG, INFO, WARNING, ERROR or CRITICAL"),
         (["--slots", "many"], "slots: "),
         (["--nonsense", "1"], "nonsense"),
     ],
@@ -167,8 +222,21 @@ def test_the_command_line_tells_the_flag_and_ends_with_2(flags: list[str], told:
         timeout=50,
     )
     assert done.returncode == 2
-    assert told in done.stderr
+    assert told in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+    assert "Value error" not in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--version"], ["--slots", "3", "--version"]])
+def test_the_version_is_printed_as_by_the_client(flags: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightsync_server.cli", *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 def test_every_limit_is_explained_with_its_default() -> None:
