@@ -94,7 +94,9 @@ class PushOptions(TypedDict, total=False):
         shard_bytes: Where tensors are cut into shards; default 256 MiB. Files are sent as they are.
         chunk_bytes: Bytes per message, at most what the server accepts; default 1 MiB.
         idempotency_key: Made for each push by default. A push that is repeated with the key of an
-            unfinished one goes on where that stopped.
+            unfinished one goes on where that stopped; with the key of a committed one it sends
+            nothing: the source is digested (an iterable is read to its end), and the answer is that
+            version, or VERSION_CONFLICT where it has other content. Use a key once per content.
         on_progress: Called from sending threads with bytes sent and bytes in all (0: not known).
         delta: "auto" (default): send what changed since this client's last version where that is
             less, which needs memory for one copy of the model; "never": send all and keep no copy;

@@ -29,6 +29,7 @@ from weightsync_client.samehost import SameHost, why_streamed
 from weightsync_client.shards import Keep, Shard, ShardDigester
 from weightsync_client.sources import Source
 from weightsync_client.streams import Lane
+from weightsync_client.tensors import Scratch
 from weightsync_client.types import PushResult
 from weightsync_client.ways import Streamed
 
@@ -38,6 +39,9 @@ __all__ = ["Push"]
 # each shard less.
 # What was left open by another process of ours may be sent in place of written.
 _FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE, Reason.WRITER_LEFT})
+
+# The tensors of one shard and their digests.
+_Done = tuple[tuple[TensorEntry, ...], list[bytes]]
 
 
 class Push:
@@ -82,6 +86,8 @@ class Push:
         self._commit_asked = False
         self._on_source_free = on_source_free
         self._freed = False
+        #: The version had been committed before, under this push's key: nothing was sent.
+        self.joined = False
         #: How long the latest attempt to send took.
         self.sending_s = 0.0
         self._lock = threading.Lock()
@@ -99,7 +105,7 @@ class Push:
         self._permits = threading.Semaphore(self._streams)
         self._held: dict[int, pb.ShardProgress] = {}
         self._layout_known = False
-        self._done: list[tuple[tuple[TensorEntry, ...], list[bytes]]] = []
+        self._done: list[_Done] = []
         self._same_host.reset()
         if self._cancelled:
             self.cancel()
@@ -149,10 +155,14 @@ class Push:
 
     def _run_once(self) -> pb.CommitPushResponse:
         reply = self._ask.begin(self._request, self._source.sizes)
-        self._push_id = reply.push_id
+        self.joined = reply.HasField("committed")
+        # What is committed is nothing to abort.
+        self._push_id = "" if self.joined else reply.push_id
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch
-        if not reply.HasField("committed"):
+        if self.joined:
+            self._compare(reply.committed)
+        else:
             self._layout_known = reply.layout_known
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
             started = time.monotonic()
@@ -164,26 +174,63 @@ class Push:
             if self._same_host.reason:
                 self._send_all(self._link.endpoints(reply.data_endpoints))
         self._free()
-        return reply.committed if reply.HasField("committed") else self._commit()
+        return reply.committed if self.joined else self._commit()
+
+    def _compare(self, committed: pb.CommitPushResponse) -> None:
+        """Refuse a key that belongs to other content; the server cannot know what we hold.
+
+        The source is read and digested for it. An iterable may be used up: whatever comes out,
+        nothing is sent of it any more.
+        """
+        key = self._options.get("idempotency_key")
+        if not key:
+            return  # Made for this push, so it is ours.
+        done: list[_Done] = []
+        for shard in self._source.shards:
+            if self._error is not None:
+                raise self._error
+            # What a delta holds was compared, and digested, as it was made.
+            if self._source.delta is None:
+                done.append((shard.tensors, self._digested(shard)))
+        if self._content_digest(done) != committed.content_digest:
+            raise refuse(
+                Reason.VERSION_CONFLICT,
+                f"the idempotency key {key!r} belongs to a push of other content, which is version "
+                f"{committed.version}; choose another key",
+                version=str(committed.version),
+            )
+
+    def _digested(self, shard: Shard) -> list[bytes]:
+        digester, size = ShardDigester(shard), shard.entry.size
+        reader = shard.open(Scratch())
+        try:
+            # All of it counts as held by the server, so there is nothing to be sent.
+            for _ in messages.shard_bytes(
+                shard, reader, digester, size, self._chunk_bytes, self._count
+            ):
+                pass
+        finally:
+            reader.close()
+        return digester.digests
 
     def _free(self) -> None:
         if self._on_source_free is not None and not self._freed:
             self._freed = True
             self._on_source_free()
 
-    def _content_digest(self) -> str:
+    def _content_digest(self, done: list[_Done]) -> str:
         if self._source.delta is not None:
             return self._source.delta.content_digest
         return content_digest(
             (tensor.name, tensor.dtype, tensor.shape, tensor_digest)
-            for tensors, digests in self._done
+            for tensors, digests in done
             for tensor, tensor_digest in zip(tensors, digests, strict=True)
         )
 
     def _commit(self) -> pb.CommitPushResponse:
         if not self._done:
             raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
-        digest = self._content_digest()
+        digest = self._content_digest(self._done)
         self._commit_asked = True
         reply = self._ask.commit(self._push_id, digest, len(self._done))
         if reply.content_digest != digest:

@@ -231,6 +231,48 @@ def test_a_push_with_a_key_is_taken_up_by_a_second_call(
     assert again.sent_bytes == 0
 
 
+def as_files(tensors: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir()
+    bits = {name: tensor.view(torch.uint8).numpy() for name, tensor in tensors.items()}
+    save_file(bits, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("delta", ["auto", "never"])
+@pytest.mark.parametrize("form", ["state", "files", "iterable"])
+def test_a_key_of_other_content_is_refused(
+    client: Client, servicer: Any, tmp_path: Path, form: str, delta: str
+) -> None:
+    def source(name: str, seed: int) -> Any:
+        tensors = state(seed)
+        if form == "files":
+            return as_files(tensors, tmp_path / name)
+        return iter(tensors.items()) if form == "iterable" else tensors
+
+    options: Any = {"delta": delta, "idempotency_key": "step-1", "shard_bytes": 500_000}
+    first = client.push(source("first", 0), **options)
+    with pytest.raises(RefusedError, match=r"'step-1' belongs to a push of other content") as told:
+        client.push(source("other", 1), **options)
+    assert (told.value.reason, told.value.metadata) == (Reason.VERSION_CONFLICT, {"version": "1"})
+    again = client.push(source("again", 0), **options)
+    assert (again.version, again.content_digest) == (1, first.content_digest)
+    assert again.sent_bytes == 0
+    # Neither was a push that somebody has to abort.
+    assert "AbortPush" not in servicer.calls
+    assert client.push(source("last", 1), delta=delta).version == 2
+
+
+def test_other_content_under_a_key_is_seen_in_a_few_values(client: Client) -> None:
+    tensors = state()
+    client.push(tensors, idempotency_key="step-1")
+    tensors["layers.3.weight"][7] += 1
+    for source in (tensors, tensors.items()):
+        with pytest.raises(RefusedError, match="choose another key"):
+            client.push(source, idempotency_key="step-1")
+    result = client.push(tensors)
+    assert (result.version, result.content_digest) == (2, digest_of(tensors))
+
+
 def test_aborted_with_an_offset_is_taken_up(client: Client, servicer: Any) -> None:
     tensors = state(count=2)
     refused: list[int] = []
