@@ -35,6 +35,11 @@ _T = TypeVar("_T")
 QUICK_S = 30.0
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
+#: What to do when nothing was written yet. Who commits or switches tells more: it fences.
+_STUCK = (
+    "; vLLM may be stopped or overloaded: look at its log, and call again when GetStatus tells "
+    "SERVING"
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ class Ranks:
         Raises:
             WeightSyncError: ENGINE_REFUSED with the rank's reason.
         """
-        replies = await self._call("weightsync_capture", {"document": document}, timeout_s)
+        args = {"document": document}
+        replies = await self._call("weightsync_capture", args, timeout_s, _STUCK)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
 
@@ -269,7 +275,7 @@ class Ranks:
     async def _start(self, method: str, args: dict[str, Any], timeout_s: float) -> str:
         # A ticket tells this answer from the one that lay on the page before.
         ticket = secrets.token_hex(8)
-        replies = await self._call(method, {**args, "ticket": ticket}, timeout_s)
+        replies = await self._call(method, {**args, "ticket": ticket}, timeout_s, _STUCK)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
         return ticket
@@ -297,14 +303,16 @@ class Ranks:
         return [report for report in reports if report is not None]
 
     async def _call(
-        self, method: str, args: dict[str, Any], timeout_s: float
+        self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
     ) -> list[dict[str, Any]]:
         replies = await self._asked(
-            lambda: self._engine.call_workers(method, args), method, timeout_s
+            lambda: self._engine.call_workers(method, args), method, timeout_s, remedy
         )
         return self._paired(replies, method)
 
-    async def _asked(self, call: Callable[[], Awaitable[_T]], what: str, timeout_s: float) -> _T:
+    async def _asked(
+        self, call: Callable[[], Awaitable[_T]], what: str, timeout_s: float, remedy: str = ""
+    ) -> _T:
         if self.hung:
             raise WeightSyncError(
                 Reason.ENGINE_FENCED,
@@ -318,7 +326,7 @@ class Ranks:
         if not done:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"the ranks did not answer {what} within {timeout_s:g} s",
+                f"the ranks did not answer {what} within {timeout_s:g} s{remedy}",
             )
         return task.result()
 

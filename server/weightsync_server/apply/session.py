@@ -268,5 +268,6 @@ async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:
     except TimeoutError:
         # Not known whether it was done: the ranks are asked before anything else.
         raise WeightSyncError(
-            Reason.ENGINE_AWAY, f"vLLM did not answer a {what} within {seconds:g} s"
+            Reason.ENGINE_AWAY,
+            f"vLLM did not answer a {what} within {seconds:g} s; look at its log and apply again",
         ) from None

@@ -199,6 +199,24 @@ async def test_too_few_and_too_many_answers(ranks: Ranks, workers: Workers, coun
     assert caught.value.reason is Reason.FAULT
 
 
+@pytest.mark.parametrize("method", ["prepare", "verify", "capture"])
+async def test_ranks_that_do_not_answer_before_anything_is_written(
+    ranks: Ranks, workers: Workers, method: str
+) -> None:
+    workers.gate = asyncio.Event()
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "prepare": lambda: ranks.prepare("id", "d", compare_live=False, timeout_s=0.05),
+        "verify": lambda: ranks.verify("id", 0.05),
+        "capture": lambda: ranks.capture("d", 0.05),
+    }
+    with pytest.raises(WeightSyncError, match="look at its log, and call again when") as caught:
+        await calls[method]()
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+    assert f"did not answer weightsync_{method} within 0.05 s" in caught.value.message
+    workers.gate.set()
+    await until(lambda: not ranks.hung)
+
+
 async def test_a_call_that_hangs_is_left_alone_and_nothing_is_sent_behind_it(
     ranks: Ranks, workers: Workers
 ) -> None:
