@@ -89,10 +89,11 @@ def show_apply(report: types.ApplyReport) -> None:
     if report.plan is not None:
         plan = report.plan
         store = ", after reading it from the store" if plan.read_from_store else ""
+        pause = f"about {plan.predicted_pause_s * 1e3:.1f} ms" if plan.predicted_pause_s else ""
         typer.echo(
             f"version {report.version} would be applied by {plan.strategy.value}: "
             f"{size(plan.write_bytes)} written, {size(plan.memory_bytes)} of memory more, "
-            f"pause about {plan.predicted_pause_s * 1e3:.1f} ms{store}"
+            f"pause {pause or 'not known yet'}{store}"
         )
         return
     phases = report.phases

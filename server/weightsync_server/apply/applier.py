@@ -318,7 +318,8 @@ class Applier:
         rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
         return pb.ApplyPlan(
             bytes=target.bytes,
-            predicted_pause=duration(target.bytes / rate if rate else 0.0),
+            # Not zero, which would be a prediction.
+            predicted_pause=duration(target.bytes / rate) if rate else None,
             memory_bytes=sum(segment.capacity for segment in target.lease.segments),
             read_from_store=read_from_store,
             strategy=strategy,

@@ -37,7 +37,9 @@ def test_push_apply_rollback_and_reading_back(run: Run, weights: Path, tmp_path:
     assert out.startswith("version 1 committed: 2 tensors, 400.2 kB, in ")
     code, out, _ = run("push", weights, "--json")
     assert json.loads(out)["version"] == 2
-    assert run("apply", "1", "--dry-run")[1].startswith("version 1 would be applied")
+    plan = run("apply", "1", "--dry-run")[1]
+    assert plan.startswith("version 1 would be applied")
+    assert "pause not known yet" in plan
     assert run("apply", "--cache", "keep")[1].startswith(
         "version 2 is live (before: 1); paused 12.5"
     )

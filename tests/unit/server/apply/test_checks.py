@@ -308,7 +308,7 @@ async def test_a_dry_run_tells_the_strategy_and_predicts_by_what_it_took(it: Pla
     await _push_part(it, 2)
     plan = (await it.apply(2, dry_run=True)).plan
     assert (plan.strategy, plan.bytes) == (pb.APPLY_STRATEGY_PATCH, _PART)
-    assert plan.predicted_pause.ToNanoseconds() == 0, "nothing was patched yet"
+    assert not plan.HasField("predicted_pause"), "nothing was patched yet"
     patched = await it.apply(2)
     await _push_part(it, 3)
     plan = (await it.apply(3, dry_run=True)).plan
@@ -317,4 +317,4 @@ async def test_a_dry_run_tells_the_strategy_and_predicts_by_what_it_took(it: Pla
     await it.push(4)
     plan = (await it.apply(4, dry_run=True)).plan
     assert (plan.strategy, plan.bytes) == (pb.APPLY_STRATEGY_COPY, 321)
-    assert plan.predicted_pause.ToNanoseconds() == 0, "a patch tells nothing about a copy"
+    assert not plan.HasField("predicted_pause"), "a patch tells nothing about a copy"
