@@ -9,6 +9,7 @@ with Client("127.0.0.1:50551") as client:
 
 from __future__ import annotations
 
+import weightsync_client.verbosity  # noqa: F401  # before anything that imports grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_client.access import Access
 from weightsync_client.aio import AsyncClient, AsyncPushHandle

@@ -2,7 +2,8 @@
 
 WeightSyncError            reason, message, metadata, retry_after_s, code
 └── ClientError
-    ├── InvalidError       INVALID_ARGUMENT, OUT_OF_RANGE, UNIMPLEMENTED: correct the call
+    ├── InvalidError       INVALID_ARGUMENT, OUT_OF_RANGE, UNIMPLEMENTED, TLS that does not
+    │                      fit: correct the call
     ├── NotFoundError      NOT_FOUND: no such model, version or push
     ├── RefusedError       FAILED_PRECONDITION, ALREADY_EXISTS: do what the sentence says
     ├── AbortedError       ABORTED, CANCELLED: read the state again, then retry
@@ -190,6 +191,22 @@ def typed_errors() -> Iterator[None]:
         raise refuse(error.reason, error.message, **error.metadata) from None
 
 
+# What gRPC says of a peer that speaks otherwise or shows another certificate. A link that breaks
+# during the handshake says none of it.
+_TLS_REFUSALS = ("SSL_ERROR_SSL", "Custom verification check failed")
+
+
+def _cause(details: str) -> str:
+    # gRPC lists every address it tried; the last cause says enough.
+    last = re.split(r"last error: (?:UNKNOWN: )?", details)[-1]
+    # BoringSSL's verdict on a verification that did not fail, or that never began.
+    return re.sub(r"(: Invalid certificate verification context)?: OK$", "", last)
+
+
+def _tls_refused(code: grpc.StatusCode, details: str) -> bool:
+    return code is _CODE.UNAVAILABLE and any(words in details for words in _TLS_REFUSALS)
+
+
 def _rich_status(error: Any) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS_KEY:
@@ -202,16 +219,24 @@ def _rich_status(error: Any) -> status_pb2.Status | None:
 
 def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str) -> str:
     if code in _LINK_CODES:
-        # gRPC lists every address it tried; the last cause says enough.
-        cause = re.split(r"last error: (?:UNKNOWN: )?", details)[-1] or code.name.lower()
-        if "handshake failed" in cause:
+        cause = _cause(details) or code.name.lower()
+        if _tls_refused(code, details):
             return (
                 f"{address} and this client do not agree on TLS ({cause}); check that the server "
-                "speaks TLS, the CA, and that the host name is one of its certificate"
+                "speaks TLS, that WEIGHTSYNC_TLS_CA (tls_ca) holds the CA of its certificate, and "
+                "that its certificate names this host"
+            )
+        hint = ", then try again"
+        if "Socket closed" in cause and not address.startswith("unix:"):
+            # All that plain text to a TLS server, or TLS 1.3 without the certificate that it wants,
+            # gets to see.
+            hint = (
+                "; if it speaks TLS, set WEIGHTSYNC_TLS_CA (tls_ca), and WEIGHTSYNC_TLS_CERT and "
+                "WEIGHTSYNC_TLS_KEY (tls_cert, tls_key) if it asks clients for a certificate"
             )
         return (
             f"no answer from {address} to {method} ({cause}); check that weightsync-server runs "
-            "there and that the address is right, then try again"
+            f"there and that the address is right{hint}"
         )
     if code is _CODE.DEADLINE_EXCEEDED:
         return (
@@ -255,9 +280,13 @@ def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     if status is None or not status.details:
+        if _tls_refused(code, details):
+            # Neither time nor another try mends it: settings are wrong, as with a CA that is none.
+            reason = Reason.REQUEST_INVALID
         details = _sentence(code, details, method=method, address=address)
         metadata["address"] = address
-    return _CLASSES[code](
+    kind = InvalidError if reason is Reason.REQUEST_INVALID else _CLASSES[code]
+    return kind(
         reason or _REASONS[code],
         details,
         metadata=metadata,

@@ -10,7 +10,14 @@ import grpc
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.errors import AbortedError, ClientError, from_rpc, passing, refuse
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    InvalidError,
+    from_rpc,
+    passing,
+    refuse,
+)
 from weightsync_client.messages import Message, serialize
 from weightsync_client.tensors import Scratch
 
@@ -121,7 +128,9 @@ class Lane:
 
     def _elsewhere(self, error: ClientError) -> ClientError:
         """Leave a data port after an error that the server's own address would not give."""
-        foreign = error.code in _FOREIGN
+        # TLS of another kind is permanent, but only at that port.
+        tls = isinstance(error, InvalidError) and error.code is grpc.StatusCode.UNAVAILABLE
+        foreign = tls or error.code in _FOREIGN
         with self._lock:
             own = self._address == self._link.address
             if own or self._cancelled or not (foreign or passing(error)):
