@@ -7,6 +7,7 @@ refused by name.
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,10 @@ _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 # Operations that change at most dtype and device of an input, not the order of its elements.
 _CONVERSIONS = (_aten._to_copy.default, _aten.clone.default)  # noqa: SLF001
+# What torch.compile calls the module inside the one that it returns.
+_COMPILED = "_orig_mod"
+# Characters of a loader's own error.
+_MAX_TOLD = 140
 
 
 class _Origin(NamedTuple):
@@ -248,11 +253,22 @@ def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
     except PlanRefusedError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        msg = (
-            f"the model's loader refused tensor {recorder.current}: {type(error).__name__}: {text}"
+        raise PlanRefusedError(_told(recorder.current, error), [recorder.current]) from error
+
+
+def _told(name: str, error: Exception) -> str:
+    """Return what a loader's error means for whoever pushed the tensor, with a remedy."""
+    refused = f"the model's loader refused tensor {name}"
+    if _COMPILED in name.split("."):
+        return (
+            f"{refused}: torch.compile put {_COMPILED} into its name; push "
+            f"model.{_COMPILED}.state_dict(), or take {_COMPILED} out of the names"
         )
-        raise PlanRefusedError(msg, [recorder.current]) from error
+    # vLLM goes on with all that the model has.
+    line = next(iter(str(error).strip().splitlines()), "")
+    text = textwrap.shorten(line, _MAX_TOLD, placeholder=" ...")
+    about = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return f"{refused} ({about}); push the names and shapes of the engine's checkpoint"
 
 
 def capture_plan(model: Any, live: LiveParameters, layout: Layout) -> tuple[LoadPlan, float]:

@@ -15,7 +15,7 @@ __all__ = ["refusal"]
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
 #: Bytes of the names beside it: a status travels twice in trailers of 8 KiB.
-_MAX_BYTES = 1500
+_MAX_BYTES = 1000
 
 
 def refusal(

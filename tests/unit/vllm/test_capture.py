@@ -130,6 +130,50 @@ def test_more_than_a_copy_is_refused_by_name(case: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in _parameters(model).items())
 
 
+class _Strict(ToyModel):
+    """Refuses names that it does not know as vLLM does: with all that it knows."""
+
+    def load_one(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in toy_tensors(1):
+            known = ", ".join(f"'model.layers.{index}.weight'" for index in range(50))
+            first, text = name.partition(".")[0], f"are: {{{known}}}"
+            raise ValueError(f"There is no module named '{first}' in Toy. The available {text}\nx")
+        super().load_one(name, tensor)
+
+
+_COMPILED = (
+    "the model's loader refused tensor _orig_mod.down: torch.compile put _orig_mod into its name; "
+    "push model._orig_mod.state_dict(), or take _orig_mod out of the names"
+)
+_OTHER = (
+    "the model's loader refused tensor module.down (ValueError: There is no module named 'module' "
+    "in Toy. The available are: {'model.layers.0.weight', 'model.layers.1.weight', "
+    "'model.layers.2.weight', ...); push the names and shapes of the engine's checkpoint"
+)
+
+
+@pytest.mark.parametrize(("prefix", "sentence"), [("_orig_mod.", _COMPILED), ("module.", _OTHER)])
+def test_what_a_loader_raises_is_one_sentence_with_a_remedy(prefix: str, sentence: str) -> None:
+    model = load_for_real(_Strict(), toy_tensors(1))
+    tensors = {prefix + name: tensor for name, tensor in toy_tensors(2).items()}
+    with pytest.raises(PlanRefusedError) as caught:
+        _capture(model, tensors)
+    assert caught.value.message == sentence
+    assert caught.value.names == [f"{prefix}down"]
+
+
+def test_a_loader_that_raises_without_a_word() -> None:
+    def load(model: ToyModel, tensor: torch.Tensor) -> None:
+        del model, tensor
+        raise KeyError
+
+    good = _Loader(lambda m, t: m.down.data.copy_(t[:, :3]))
+    model = load_for_real(good, toy_tensors(1))
+    object.__setattr__(model, "_load", load)
+    with pytest.raises(PlanRefusedError, match=r"refused tensor down \(KeyError\); push"):
+        _capture(model, toy_tensors(2))
+
+
 def test_moves_and_single_conversions_are_still_copies() -> None:
     def load(model: ToyModel, tensor: torch.Tensor) -> None:
         moved = tensor.to(model.down.dtype).contiguous()

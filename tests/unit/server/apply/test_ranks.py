@@ -150,7 +150,7 @@ async def test_a_refusal_is_by_name(
 
 
 async def test_long_names_leave_a_refusal_short(ranks: Ranks, workers: Workers) -> None:
-    names = [str(index) + "\N{SNOWMAN}" * 340 for index in range(10)]
+    names = [str(index) + "\N{SNOWMAN}" * 200 for index in range(10)]
     workers.replies = [{"ok": False, "error": "no", "refused": True, "names": names}] * 2
     with pytest.raises(WeightSyncError) as caught:
         await ranks.capture("d", 5)
