@@ -17,6 +17,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import convert, types
 from weightsync_client.errors import refuse
 from weightsync_client.options import ApplyOptions, PauseChoices, Timeouts
+from weightsync_client.values import flag, seconds, text, whole_number
 
 if TYPE_CHECKING:
     import enum
@@ -70,9 +71,9 @@ def _nothing(_: Any) -> None:
     return None
 
 
-def _duration(seconds: float) -> Duration:
+def _duration(option: str, value: float) -> Duration:
     duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
+    duration.FromNanoseconds(round(seconds(option, value) * 1e9))
     return duration
 
 
@@ -93,11 +94,15 @@ def _pause_options(options: PauseChoices) -> pb.PauseOptions:
     if "cache" in options:
         pause.cache = pb.CacheMode.Value(_choice(types.CacheMode, options["cache"], "cache"))
     if "wait_timeout_s" in options:
-        pause.wait_timeout.CopyFrom(_duration(options["wait_timeout_s"]))
+        pause.wait_timeout.CopyFrom(_duration("wait_timeout_s", options["wait_timeout_s"]))
     if "after_wait" in options:
         mode = _choice(types.PauseMode, options["after_wait"], "after_wait")
         pause.after_wait = pb.PauseMode.Value(mode)
     return pause
+
+
+def _key(options: PauseChoices) -> str:
+    return text("idempotency_key", options.get("idempotency_key") or uuid.uuid4().hex)
 
 
 def acquire_epoch(model: str, holder: str, timeouts: Timeouts) -> Call[int]:
@@ -137,16 +142,18 @@ def apply_version(
     """Make a version live."""
     request = pb.ApplyVersionRequest(
         model=model,
-        version=version,
-        idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
+        version=whole_number("version", version),
+        idempotency_key=_key(options),
         pause=_pause_options(options),
-        dry_run=options.get("dry_run", False),
-        require_durable=options.get("require_durable"),
-        clear_rejected=options.get("clear_rejected", False),
+        dry_run=flag("dry_run", options.get("dry_run") or False),
+        clear_rejected=flag("clear_rejected", options.get("clear_rejected") or False),
     )
+    if (durable := options.get("require_durable")) is not None:
+        request.require_durable = flag("require_durable", durable)
     if "prepare_timeout_s" in options:
-        request.prepare_timeout.CopyFrom(_duration(options["prepare_timeout_s"]))
-    timeout = options.get("timeout_s", timeouts.apply_s)
+        prepare_s = _duration("prepare_timeout_s", options["prepare_timeout_s"])
+        request.prepare_timeout.CopyFrom(prepare_s)
+    timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
     return Call("ApplyVersion", request, timeout, lambda m: convert.to_report(m.report))
 
 
@@ -156,11 +163,11 @@ def rollback(
     """Go back to the previous version."""
     request = pb.RollbackRequest(
         model=model,
-        idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
+        idempotency_key=_key(options),
         pause=_pause_options(options),
-        reason=reason,
+        reason=text("reason", reason),
     )
-    timeout = options.get("timeout_s", timeouts.apply_s)
+    timeout = seconds("timeout_s", options.get("timeout_s", timeouts.apply_s))
     return Call("Rollback", request, timeout, convert.to_rollback)
 
 
@@ -181,7 +188,10 @@ def get_version(
 ) -> Call[tuple[types.Version, list[types.TensorInfo], str]]:
     """Get a version with at most `tensors` of its tensors, and the token of the next page."""
     request = pb.GetVersionRequest(
-        model=model, version=version, page_size=tensors, page_token=page_token
+        model=model,
+        version=whole_number("version", version),
+        page_size=tensors,
+        page_token=page_token,
     )
 
     def read(m: pb.GetVersionResponse) -> tuple[types.Version, list[types.TensorInfo], str]:
@@ -195,19 +205,21 @@ def pin_version(
     model: str, version: int, *, pinned: bool, timeouts: Timeouts
 ) -> Call[types.Version]:
     """Pin or unpin."""
-    request = pb.PinVersionRequest(model=model, version=version, pinned=pinned)
+    request = pb.PinVersionRequest(
+        model=model, version=whole_number("version", version), pinned=pinned
+    )
     return Call("PinVersion", request, timeouts.call_s, lambda m: convert.to_version(m.version))
 
 
 def delete_version(model: str, version: int, timeouts: Timeouts) -> Call[None]:
     """Delete a version."""
-    request = pb.DeleteVersionRequest(model=model, version=version)
+    request = pb.DeleteVersionRequest(model=model, version=whole_number("version", version))
     return Call("DeleteVersion", request, timeouts.call_s, _nothing)
 
 
 def verify_version(model: str, version: int, timeouts: Timeouts) -> Call[types.Verification]:
     """Prove what is served."""
-    request = pb.VerifyVersionRequest(model=model, version=version)
+    request = pb.VerifyVersionRequest(model=model, version=whole_number("version", version))
     return Call("VerifyVersion", request, timeouts.apply_s, convert.to_verification)
 
 

@@ -22,6 +22,7 @@ from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
 from weightsync_client.samehost import why_streamed
 from weightsync_client.types import PushKind, PushResult, Version
+from weightsync_client.values import metadata, text, whole_number
 from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
@@ -131,10 +132,12 @@ class Delivery:
         memory: Memory,
         on_source_free: Callable[[], None] | None = None,
     ) -> None:
-        if options.get("streams", 1) < 1 or options.get("chunk_bytes", CHUNK_BYTES) < 1:
-            raise refuse(
-                Reason.REQUEST_INVALID, "streams and chunk_bytes must be 1 or more; correct them"
-            )
+        whole_number("streams", options.get("streams", 1), 1)
+        whole_number("chunk_bytes", options.get("chunk_bytes", CHUNK_BYTES), 1)
+        self._version = whole_number("version", options.get("version", 0))
+        self._epoch = whole_number("epoch", options.get("epoch", 0))
+        self._key = text("idempotency_key", options.get("idempotency_key") or "")
+        self._metadata = metadata(options.get("metadata", {}))
         allowed = ("auto", "never", "require")
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
         allowed = ("auto", "always", "never")
@@ -149,7 +152,7 @@ class Delivery:
         self._memory = memory
         self._on_source_free = on_source_free
         self._freed = False
-        self._run_id = options.get("metadata", {}).get("run_id", "")
+        self._run_id = self._metadata.get("run_id", "")
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: Push | None = None
@@ -342,15 +345,15 @@ class Delivery:
         same_host = why_streamed(self._link.address, source, options) is None
         return pb.BeginPushRequest(
             model=self._model,
-            version=options.get("version", 0),
-            epoch=options.get("epoch", 0),
+            version=self._version,
+            epoch=self._epoch,
             kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
             base_content_digest=delta.base_content_digest if delta else "",
-            idempotency_key=options.get("idempotency_key") or uuid.uuid4().hex,
+            idempotency_key=self._key or uuid.uuid4().hex,
             layout_digest=layout.digest if layout else "",
             total_bytes=layout.size if layout else 0,
             shard_count=len(layout.shards) if layout else 0,
-            metadata=options.get("metadata", {}),
+            metadata=self._metadata,
             stream=None if same_host else pb.StreamSource(),
             same_host=pb.SameHostSource() if same_host else None,
             fallback_reason=reason,

@@ -87,7 +87,8 @@ class PushOptions(TypedDict, total=False):
     Attributes:
         version: 1 to 2^53-1, above the newest one; 0 (default): the server assigns the next.
         epoch: The writer's epoch from `acquire_epoch`; 0 (default): the newest at this moment.
-        metadata: Text kept with the version, such as step and run_id; at most 64 entries.
+        metadata: Text kept with the version, such as step and run_id; at most 64 entries. Numbers
+            are kept as the text that `str` makes of them.
         streams: Streams that send at the same time, each on a connection of its own. Default 1,
             which is fastest on one host: the work is bound by the processor. Where the server has
             ingest processes, at least one to each, except from an iterable.
@@ -109,7 +110,7 @@ class PushOptions(TypedDict, total=False):
 
     version: int
     epoch: int
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str | float]
     streams: int
     shard_bytes: int
     chunk_bytes: int

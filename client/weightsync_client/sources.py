@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,6 +17,7 @@ from weightsync.manifest import Layout
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.tensors import SourceTensor, settle_devices, wrap
+from weightsync_client.values import whole_number
 
 __all__ = ["Change", "Flow", "PushSource", "Source", "make_source"]
 
@@ -131,8 +133,7 @@ def make_source(source: object, shard_bytes: int) -> Source:
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
-    if shard_bytes < 1:
-        raise refuse(Reason.REQUEST_INVALID, f"shard_bytes is {shard_bytes}; use 1 or more")
+    shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
         files = _files(Path(source))
         shards = [file_shard(file, number) for number, file in enumerate(files)]
@@ -178,6 +179,11 @@ def _wrap_pair(pair: object) -> SourceTensor:
     match pair:
         case (str() as name, value):
             return wrap(name, value)
+        case (name, _):
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"the name of a tensor is {reprlib.repr(name)}; use a string",
+            )
     raise refuse(
         Reason.REQUEST_INVALID,
         f"a source must give pairs of a name and a tensor, this one gave a {type(pair).__name__}",

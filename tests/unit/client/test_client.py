@@ -321,7 +321,7 @@ def test_a_closed_client_says_so(running: Any) -> None:
         (iter([("a", np.zeros(1)), ("a", np.zeros(1))]), "'a' twice"),
         (iter([np.zeros(1)]), "pairs of a name and a tensor"),
         ({"a\u202eb": np.zeros(1)}, "not printable"),
-        ({3: np.zeros(1)}, "pairs of a name and a tensor"),
+        ({3: np.zeros(1)}, "name of a tensor is 3; use a string"),
         ("/nowhere/x.safetensors", "cannot be read: No such file"),
     ],
 )
@@ -351,6 +351,17 @@ def test_bad_files(tmp_path: Path, data: bytes, sentence: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(InvalidError, match=sentence):
         file_shard(tmp_path / "x.safetensors", 0)
+
+
+def test_a_file_that_was_cut_is_to_be_copied_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": np.zeros(100)}, path)
+    whole = path.read_bytes()
+    for cut in (len(whole) - 1, len(whole) - 800, 20):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(InvalidError, match="was cut.*copy it again") as caught:
+            file_shard(path, 0)
+        assert caught.value.reason is Reason.SHARD_INVALID
 
 
 def test_a_folder_with_the_same_tensor_twice_is_refused(client: Client, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightsync_client import AsyncClient, Client
+from weightsync_client import AsyncClient, Client, InvalidError, Reason
 
 TENSORS = {"t": np.arange(4, dtype=np.float32)}
 
@@ -45,3 +45,65 @@ async def test_options_that_do_not_exist_are_refused(
         assert not running.servicer.calls
     finally:
         await call(client, "close")
+
+
+BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("push", (TENSORS,), {"metadata": {"step": [5]}}, "metadata['step'] is [5]; use a string or a"),
+    ("push", (TENSORS,), {"metadata": {"last": True}}, "metadata['last'] is True; use a string or"),
+    ("push", (TENSORS,), {"metadata": {5: "step"}}, "a key of metadata is 5; use a string"),
+    ("push", (TENSORS,), {"metadata": "step"}, "metadata is 'step'; use a dict of strings"),
+    ("push", (TENSORS,), {"metadata": {"a": "\ud800"}}, "metadata['a'] is '\\ud800'; use Unicode"),
+    ("push", (TENSORS,), {"version": -1}, "version is -1; use a whole number from 0 to 2^53-1"),
+    ("push", (TENSORS,), {"version": "3"}, "version is '3'; use a whole number from 0"),
+    ("push", (TENSORS,), {"epoch": 1.5}, "epoch is 1.5; use a whole number from 0"),
+    ("push", (TENSORS,), {"streams": "2"}, "streams is '2'; use a whole number from 1"),
+    ("push", (TENSORS,), {"shard_bytes": "1"}, "shard_bytes is '1'; use a whole number from 1"),
+    ("push", (TENSORS,), {"idempotency_key": 7}, "idempotency_key is 7; use a string"),
+    ("push", ({3: TENSORS["t"]},), {}, "the name of a tensor is 3; use a string"),
+    ("push", ([(b"t", TENSORS["t"])],), {}, "the name of a tensor is b't'; use a string"),
+    ("push_async", (TENSORS,), {"version": 1 << 53}, "version is 9007199254740992; use a whole"),
+    ("apply", (-1,), {}, "version is -1; use a whole number"),
+    ("apply", ("3",), {}, "version is '3'; use a whole number"),
+    ("apply", (True,), {}, "version is True; use a whole number"),
+    ("apply", (1,), {"dry_run": "no"}, "dry_run is 'no'; use True or False"),
+    ("apply", (1,), {"require_durable": 1}, "require_durable is 1; use True or False"),
+    ("apply", (1,), {"wait_timeout_s": "3"}, "wait_timeout_s is '3'; use seconds"),
+    ("apply", (1,), {"prepare_timeout_s": -3}, "prepare_timeout_s is -3; use seconds"),
+    ("apply", (1,), {"timeout_s": float("nan")}, "timeout_s is nan; use seconds"),
+    ("rollback", (5,), {}, "reason is 5; use a string"),
+    ("verify", (-1,), {}, "version is -1; use a whole number"),
+    ("get_version", (-1,), {}, "version is -1; use a whole number"),
+    ("get_version", ("3",), {}, "version is '3'; use a whole number"),
+    ("pin", (None,), {}, "version is None; use a whole number"),
+    ("delete", (2.0,), {}, "version is 2.0; use a whole number"),
+    ("pull", ("/nowhere/out", "3"), {}, "version is '3'; use a whole number"),
+]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(("method", "arguments", "options", "sentence"), BAD)
+async def test_bad_values_are_refused_in_a_sentence(
+    running: Any, kind: Any, method: str, arguments: Any, options: Any, sentence: str
+) -> None:
+    client = kind(running.address, model="policy")
+    try:
+        with pytest.raises(InvalidError) as refused:
+            await call(client, method, *arguments, **options)
+        assert refused.value.reason is Reason.REQUEST_INVALID
+        assert refused.value.message.startswith(sentence)
+        # An iterable is read once there is a push for it; nothing of the push is left.
+        assert set(running.servicer.calls) <= {"BeginPush", "AbortPush"}
+        assert all(upload.aborted for upload in running.servicer.uploads.values())
+    finally:
+        await call(client, "close")
+
+
+def test_numbers_are_taken_for_text_and_for_versions(client: Client) -> None:
+    facts = {"step": 5, "loss": 0.25, "lr": np.float32(0.5), "seed": np.int64(7), "run_id": 3}
+    pushed = client.push(TENSORS, version=np.int64(4), metadata=facts)  # type: ignore[arg-type] # as trainers have them
+    assert pushed.version == 4
+    kept = {"step": "5", "loss": "0.25", "lr": "0.5", "seed": "7", "run_id": "3"}
+    assert client.get_version(np.uint64(4)).metadata == kept  # type: ignore[arg-type] # as above
+    # The run is known again by its number.
+    changed = {"t": TENSORS["t"] + np.eye(4, dtype=np.float32)[3]}
+    assert client.push(changed, metadata={"run_id": 3}).version == 5
