@@ -34,11 +34,21 @@ def _state(slot: Slot) -> str:
     return "live" if record.serving == pb.SERVING_LIVE else "staged"
 
 
+def _push(slot: Slot) -> str:
+    """Return the id of the open push that holds a slot; empty: none does."""
+    record = slot.record
+    # A slot is written, too, while a committed version is read from the store.
+    if record is None or not slot.writing or record.durability != pb.DURABILITY_RECEIVING:
+        return ""
+    return record.push_id
+
+
 def _described(slot: Slot) -> str:
     record = slot.record
     if record is None:
         return f"slot {slot.index}: leased"
-    marks = [_state(slot)]
+    push = _push(slot)
+    marks = [f"receiving by push {push}" if push else _state(slot)]
     if record.pinned:
         marks.append("pinned")
     if slot.leases:
@@ -234,11 +244,15 @@ class SlotPool:
 
     def _none_free(self, waited: float) -> WeightSyncError:
         states = "; ".join(_described(slot) for slot in self.slots)
+        pushes = [push for push in map(_push, self.slots) if push]
+        # A trainer that died in mid-push leaves one that holds its slot.
+        abort = "abort a push that nobody sends (`weightsync abort ID`), " if pushes else ""
         return WeightSyncError(
             Reason.NO_SLOT,
-            f"no slot came free in {max(0.0, waited):g} s ({states}); retry, apply or abort "
-            "what is open, unpin versions, or raise slots",
-            metadata={"slots": str(len(self.slots))},
+            f"no slot came free in {max(0.0, waited):g} s ({states}); retry, apply, {abort}"
+            "unpin versions, or raise slots",
+            metadata={"slots": str(len(self.slots))}
+            | ({"push_ids": ",".join(pushes)} if pushes else {}),
             retry_after_s=_RETRY_AFTER_S,
         )
 

@@ -197,11 +197,26 @@ async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     with pytest.raises(WeightSyncError) as caught:
         await here.versions.stage(1, 0.2)
     assert caught.value.reason is Reason.NO_SLOT
+    assert f"version 3 receiving by push {push.push_id}" in caught.value.message
+    assert "`weightsync abort ID`" in caught.value.message
+    assert caught.value.metadata == {"slots": "2", "push_ids": push.push_id}
     waiting = asyncio.create_task(here.versions.stage(1, 5))
     await asyncio.sleep(0.01)
-    await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
+    await here.pushes.abort(pb.AbortPushRequest(push_id=caught.value.metadata["push_ids"]))
     (await waiting).release()
     second.release()
+
+
+async def test_no_push_is_named_where_none_holds_a_slot(here: World) -> None:
+    await here.push(simple(1))
+    await here.push(simple(2))
+    leases = [await here.versions.stage(version, 5) for version in (1, 2)]
+    with pytest.raises(WeightSyncError) as caught:
+        await here.pushes.begin(begin(), 0)
+    assert caught.value.metadata == {"slots": "2"}
+    assert "abort" not in caught.value.message
+    for lease in leases:
+        lease.release()
 
 
 async def read_of(here: World, version: int) -> asyncio.Task[SlotLease]:
