@@ -169,11 +169,19 @@ def file_shard(path: Path, index: int) -> Shard:
         raise refuse(
             Reason.SHARD_INVALID,
             f"{path} is no safetensors file, or was cut: {size} bytes cannot hold a header "
-            f"of {header_size}",
+            f"of {header_size}; copy it again",
         )
     entry = ShardEntry(path.name, size, header_size)
     with typed_errors():
-        tensors = check_shard(entry, parse_header(header, index))
+        told = parse_header(header, index)
+        whole = entry.data_start + max((tensor.end for tensor in told), default=0)
+        if size < whole:
+            raise refuse(
+                Reason.SHARD_INVALID,
+                f"{path} has {size} bytes, its header tells of {whole}: the file was cut; "
+                "copy it again",
+            )
+        tensors = check_shard(entry, told)
     return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
 
 

@@ -359,7 +359,7 @@ def test_a_file_that_was_cut_is_to_be_copied_again(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in (len(whole) - 1, len(whole) - 800, 20):
         path.write_bytes(whole[:cut])
-        with pytest.raises(InvalidError, match="was cut.*copy it again") as caught:
+        with pytest.raises(InvalidError, match=r"was cut.*copy it again") as caught:
             file_shard(path, 0)
         assert caught.value.reason is Reason.SHARD_INVALID
 
