@@ -22,6 +22,9 @@ _REACH_MS = 3000
 #: gRPC's default of 4 MiB and room for the fields around the largest chunk.
 MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 
+_URLS = ("http://", "https://", "grpc://", "grpcs://")
+_MAX_PORT = 65535
+
 _SERVICE = "weightsync.v1.WeightSync"
 _STREAMS = {"PushWeights", "PullWeights", "WatchVersions"}
 
@@ -85,7 +88,20 @@ class Link:
             raise refuse(
                 Reason.REQUEST_INVALID, "the server address is empty; use HOST:PORT or unix:PATH"
             )
+        if self.address.startswith(_URLS):
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"the server address is {self.address!r}, a URL; use HOST:PORT without "
+                f"{self.address.partition('://')[0]}://, or unix:PATH",
+            )
         if not self.address.startswith("unix:"):
+            port = self.address.rpartition(":")[2]
+            if port.isdecimal() and int(port[:30]) > _MAX_PORT:
+                raise refuse(
+                    Reason.REQUEST_INVALID,
+                    f"the server address is {self.address!r}, but ports end at {_MAX_PORT}; "
+                    "use HOST:PORT",
+                )
             object.__setattr__(self, "_credentials", self.access.channel_credentials())
         self._protection(self.address)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from weightsync_client import InvalidError
 from weightsync_client.link import Link
 
 
@@ -25,3 +26,17 @@ def test_data_ports_are_dialled_on_the_host_that_was_dialled(
     address: str, told: list[str], dialled: list[str]
 ) -> None:
     assert Link(address).endpoints(told) == dialled
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("http://127.0.0.1:50551", "use HOST:PORT without http://"),
+        ("https://weights.example", "use HOST:PORT without https://"),
+        ("127.0.0.1:65536", "ports end at 65535"),
+        ("[::1]:99999", "ports end at 65535"),
+    ],
+)
+def test_an_address_that_cannot_be_dialled_is_refused(address: str, remedy: str) -> None:
+    with pytest.raises(InvalidError, match=remedy):
+        Link(address)
