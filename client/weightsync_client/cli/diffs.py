@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from weightsync_client.cli import render
-from weightsync_client.cli.options import Address, Json, Model, connect
+from weightsync_client.cli.options import MAX_NUMBER, Address, Json, Model, connect
 from weightsync_client.compare import Difference, compare, largest
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
 from weightsync_client.sources import Source, make_source
@@ -19,6 +19,8 @@ from weightsync_client.sources import Source, make_source
 __all__ = ["diff"]
 
 _ROWS = 30
+# More than a row with the longest name of a tensor takes.
+_WIDE = 2000
 
 
 def diff(
@@ -47,7 +49,7 @@ def diff(
 
 def _source(given: str, address: str, model: str | None, stack: ExitStack) -> Source:
     path = Path(given)
-    if given.isdecimal() and not path.exists():
+    if given.isdecimal() and not path.exists() and int(given[:30]) <= MAX_NUMBER:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-diff-")))
         with connect(address, model) as client, render.progress(f"pull {given}") as update:
             client.pull(path, int(given), on_progress=update)
@@ -59,6 +61,9 @@ def _show(found: Difference, rows: int) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        # A program or a file gets whole names, not what fits into 80 columns.
+        console.width = _WIDE
     table = Table("tensor", "dtype", box=None)
     for title in ("elements", "changed", "coding", "delta", "zstd", "dense"):
         table.add_column(title, justify="right")

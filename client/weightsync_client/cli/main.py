@@ -21,6 +21,12 @@ logger = logging.getLogger(__name__)
 _TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
 _ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIABLES.items())
 
+# Remedies of the server, which knows fields of the protocol, as this command does them.
+_COMMANDS = {
+    "unpin it first": "unpin it first with `weightsync pin --undo`",
+    "set clear_rejected to": "give --clear-rejected to",
+}
+
 app = typer.Typer(
     name="weightsync",
     help="Pushes weights to a weightsync-server, applies them and reads them back.",
@@ -67,6 +73,12 @@ def _root(
     pass
 
 
+def _told(message: str) -> str:
+    for words, command in _COMMANDS.items():
+        message = message.replace(words, command)
+    return message
+
+
 def _fail(code: ExitCode, sentence: str) -> ExitCode:
     typer.echo(f"weightsync: {sentence}", err=True)
     return code
@@ -78,7 +90,7 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except ClientError as error:
-        return _fail(exit_code(error), error.message)
+        return _fail(exit_code(error), _told(error.message))
     except BrokenPipeError:
         # Whoever read the output has gone; the rest of it is nobody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ from weightsync_client.client import Client
 from weightsync_client.options import DEFAULT_ADDRESS
 
 __all__ = [
+    "MAX_NUMBER",
     "Address",
     "After",
     "Cache",
@@ -17,9 +18,13 @@ __all__ = [
     "Key",
     "Model",
     "Pause",
+    "Version",
     "Wait",
     "connect",
 ]
+
+#: Largest version or epoch that the protocol can carry.
+MAX_NUMBER = 2**64 - 1
 
 Address = Annotated[
     str,
@@ -61,6 +66,7 @@ Cache = Annotated[
 Wait = Annotated[
     float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
 ]
+Version = Annotated[int, typer.Argument(min=0, max=MAX_NUMBER, help="Version.")]
 After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
 
 

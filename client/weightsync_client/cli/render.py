@@ -167,7 +167,8 @@ def show_status(status: types.Status) -> None:
             f"model {model.model}: live {model.live_version or 'none'}, newest "
             f"{model.newest_version or 'none'}, rollback to {back}"
         )
-        typer.echo(f"  engine {engine.state}{reason} {engine.kind} vLLM {engine.vllm_version}")
+        vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
+        typer.echo(f"  engine {engine.state}{reason} {engine.kind}{vllm}")
         for slot in model.slots:
             typer.echo(
                 f"  slot {slot.slot}: {slot.state}, version {slot.version or 'none'}, "

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from weightsync.errors import Reason
+from weightsync_client import types
 from weightsync_client.cli import render
 from weightsync_client.cli.exits import ExitCode
-from weightsync_client.cli.options import Address, Json, Model, connect
+from weightsync_client.cli.options import MAX_NUMBER, Address, Json, Model, Version, connect
+from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS
 
 __all__ = ["delete", "pin", "pull", "status", "verify", "versions", "watch"]
 
-_Version = Annotated[int, typer.Argument(help="Version; 0: the live one.")]
+_Version = Annotated[int, typer.Argument(min=0, max=MAX_NUMBER, help="Version; 0: the live one.")]
 
 
 def versions(
-    version: Annotated[int | None, typer.Argument(help="Only this one; 0: the live one.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Argument(min=0, max=MAX_NUMBER, help="Only this one; 0: the live one."),
+    ] = None,
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -86,6 +93,17 @@ def verify(
         raise typer.Exit(ExitCode.DATA)
 
 
+def _only(status: types.Status, model: str | None) -> types.Status:
+    """Return a status with the model that was asked for alone; without one, all are shown."""
+    models = [one for one in status.models if not model or one.model == model]
+    if model and not models:
+        names = ", ".join(repr(one.model) for one in status.models)
+        raise refuse(
+            Reason.MODEL_UNKNOWN, f"model {model!r} is not configured; this server has {names}"
+        )
+    return dataclasses.replace(status, models=tuple(models))
+
+
 def status(
     *,
     service: Annotated[
@@ -102,7 +120,7 @@ def status(
     """Tell the state of the server."""
     with connect(address, model) as client:
         if not exit_code and service is None:
-            found = client.status()
+            found = _only(client.status(), model)
             render.show_json(found) if json else render.show_status(found)
             return
         serving = client.health(service or "")
@@ -115,7 +133,7 @@ def status(
 
 
 def pin(
-    version: Annotated[int, typer.Argument(help="Version.")],
+    version: Version,
     *,
     undo: Annotated[bool, typer.Option("--undo", help="Let it go instead.")] = False,
     address: Address = DEFAULT_ADDRESS,
@@ -129,7 +147,7 @@ def pin(
 
 
 def delete(
-    version: Annotated[int, typer.Argument(help="Version.")],
+    version: Version,
     *,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,

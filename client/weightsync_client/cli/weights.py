@@ -10,6 +10,7 @@ import typer
 from weightsync.errors import Reason
 from weightsync_client.cli import render
 from weightsync_client.cli.options import (
+    MAX_NUMBER,
     Address,
     After,
     Cache,
@@ -58,8 +59,12 @@ def _set_pause(
 def push(
     path: Annotated[Path, typer.Argument(help="A .safetensors file or a folder of them.")],
     *,
-    version: Annotated[int, typer.Option(help="Its number; 0: the next.")] = 0,
-    epoch: Annotated[int, typer.Option(help="The writer's epoch; 0: the newest.")] = 0,
+    version: Annotated[
+        int, typer.Option(min=0, max=MAX_NUMBER, help="Its number; 0: the next.")
+    ] = 0,
+    epoch: Annotated[
+        int, typer.Option(min=0, max=MAX_NUMBER, help="The writer's epoch; 0: the newest.")
+    ] = 0,
     metadata: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
     ] = None,
@@ -92,7 +97,9 @@ def push(
 
 
 def apply(
-    version: Annotated[int, typer.Argument(help="0: the newest that is not rejected.")] = 0,
+    version: Annotated[
+        int, typer.Argument(min=0, max=MAX_NUMBER, help="0: the newest that is not rejected.")
+    ] = 0,
     *,
     pause: Pause = "keep",
     cache: Cache = None,

@@ -164,6 +164,20 @@ def test_apply_without_an_engine(client: Client) -> None:
     assert not client.health("serving")
 
 
+def test_the_command_says_how_to_unpin(file_server: WeightSyncServer) -> None:
+    with Client(file_server.address) as client:
+        client.push(state(1, 1))
+        client.pin(FIRST)
+    done = subprocess.run(
+        [sys.executable, "-m", "weightsync_client.cli", "delete", str(FIRST)],
+        env=os.environ | {"WEIGHTSYNC_ADDRESS": file_server.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "with `weightsync pin --undo`" in done.stderr) == (4, True)
+
+
 def test_pin_delete_watch(client: Client) -> None:
     client.push(state(1, 1))
     watch = client.watch()

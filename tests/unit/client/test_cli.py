@@ -70,6 +70,59 @@ def test_status(run: Run) -> None:
     assert json.loads(run("status", "--json")[1])["models"][0]["engine"]["state"] == "serving"
 
 
+def test_status_of_a_model(run: Run, servicer: Any) -> None:
+    assert run("status", "--model", "policy")[0] == 0
+    refused = run("status", "--model", "nope")
+    assert refused == (
+        3,
+        "",
+        "weightsync: model 'nope' is not configured; this server has 'policy'\n",
+    )
+    servicer.models = ["policy", "critic"]
+    code, out, _ = run("status", "--model", "critic")
+    assert (code, "model critic" in out, "model policy" in out) == (0, True, False)
+    code, out, _ = run("status", "--json")
+    assert [one["model"] for one in json.loads(out)["models"]] == ["policy", "critic"]
+
+
+def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
+    assert "  engine serving bridge\n" in run("status")[1]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        (
+            "version 1 of model m is pinned; unpin it first",
+            "version 1 of model m is pinned; unpin it first with `weightsync pin --undo`",
+        ),
+        (
+            "version 1 is rejected (worse); set clear_rejected to apply it all the same",
+            "version 1 is rejected (worse); give --clear-rejected to apply it all the same",
+        ),
+    ],
+)
+def test_remedies_are_told_as_this_command_does_them(
+    run: Run, servicer: Any, sentence: str, shown: str
+) -> None:
+    def refuse(_method: str, _request: Any) -> None:
+        raise WeightSyncError(Reason.VERSION_IN_USE, sentence)
+
+    servicer.before = refuse
+    assert run("versions", "--model", "policy") == (4, "", f"weightsync: {shown}\n")
+
+
+def test_a_diff_that_nobody_watches_has_whole_names(run: Run, tmp_path: Path) -> None:
+    name = "model.layers." + "x" * 300
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / folder).mkdir()
+        save_file({name: np.full(9, value)}, tmp_path / folder / "model.safetensors")
+    code, out, _ = run("diff", tmp_path / "a", tmp_path / "b")
+    assert (code, [line for line in out.splitlines() if name in line]) != (0, [])
+    assert name in out.splitlines()[1]
+    assert out.splitlines()[1].split()[1] == "F64"
+
+
 def test_status_asks_the_standard_health_service(
     run: Run, start_server: Any, servicer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +195,19 @@ def test_denied(run: Run, servicer: Any, status_error: Any) -> None:
         (["push", "x", "--metadata", "nope"], "--metadata 'nope' is not KEY=VALUE"),
         (["apply", "1", "--pause", "stop"], "pause is 'stop'; use one of"),
         (["apply", "one"], "valid int"),
+        (["apply", "--", "-3"], "Invalid value for"),
+        (["apply", str(2**64)], "Invalid value for"),
+        (["push", "x", "--version", "-1"], "Invalid value for"),
+        (["push", "x", "--version", "9" * 20], "Invalid value for"),
+        (["push", "x", "--epoch", "-1"], "Invalid value for"),
+        (["versions", "--", "-1"], "Invalid value for"),
+        (["pull", "x", "--", "-1"], "Invalid value for"),
+        (["verify", "--", "-1"], "Invalid value for"),
+        (["pin", "--", "-1"], "Invalid value for"),
+        (["delete", "--", "-1"], "Invalid value for"),
+        (["diff", "9" * 20, "x"], "99999999999999999999"),
+        (["status", "--address", "http://127.0.0.1:1"], "use HOST:PORT without http://"),
+        (["status", "--address", "127.0.0.1:99999"], "ports end at 65535"),
         (["fly"], "No such command"),
         (["push", "/nowhere"], "cannot be read"),
     ],
