@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -18,8 +19,15 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
 from weightsync_client.access import Access
+from weightsync_client.asking import Patience
 from weightsync_client.client import Client, default_holder
-from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    DeadlineError,
+    UnavailableError,
+    from_rpc,
+)
 from weightsync_client.handle import PushHandle
 from weightsync_client.link import Link
 from weightsync_client.options import (
@@ -105,6 +113,16 @@ class AsyncClient:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
 
+    async def _insist(self, call: calls.Call[T]) -> T:
+        """Send a call with a key; ask again while nobody answers."""
+        patience = Patience(self._retry, call.timeout_s)
+        while True:
+            try:
+                return await self._invoke(replace(call, timeout_s=patience.left_s))
+            except ClientError as error:
+                pause = patience.pause_s(error)
+            await asyncio.sleep(pause)
+
     async def model(self) -> str:
         """Name of the model; asks the server once if none was given."""
         if self._model is None:
@@ -163,7 +181,7 @@ class AsyncClient:
     async def apply(self, version: int = 0, **options: Unpack[ApplyOptions]) -> types.ApplyReport:
         """Make a version live on every rank, proved from live parameters, or change nothing."""
         check_options("apply", options, ApplyOptions)
-        return await self._invoke(
+        return await self._insist(
             calls.apply_version(await self.model(), version, options, self._link.timeouts)
         )
 
@@ -172,7 +190,7 @@ class AsyncClient:
     ) -> types.RollbackReport:
         """Go back to the previous verified version and mark the one that is left rejected."""
         check_options("rollback", options, PauseChoices)
-        return await self._invoke(
+        return await self._insist(
             calls.rollback(await self.model(), reason, options, self._link.timeouts)
         )
 

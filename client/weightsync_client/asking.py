@@ -1,9 +1,10 @@
-"""The unary calls of one push, asked again while the link is away."""
+"""Calls that are asked again while the link is away: those of a push, applies and rollbacks."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from weightsync_client.link import Link
     from weightsync_client.options import Retry
 
-__all__ = ["Asking", "Invoke"]
+__all__ = ["Asking", "Invoke", "Patience"]
 
 T = TypeVar("T")
+
+# Nobody answered. Whatever an engine's server does answer is the end of an apply.
+_AWAY = frozenset({Reason.SERVER_AWAY, Reason.SHUTTING_DOWN})
 
 # How long the clean-up after a failed push may take.
 _ABORT_S = 5.0
@@ -30,6 +34,38 @@ class Invoke(Protocol):
 
     def __call__(self, call: calls.Call[T], /) -> T:
         """Return what the call's answer says."""
+
+
+class Patience:
+    """How long one call with a key is asked again: a server that restarts takes some seconds.
+
+    Args:
+        retry: How often, and how long to wait between.
+        timeout_s: Longest time of the call, with all tries.
+    """
+
+    def __init__(self, retry: Retry, timeout_s: float) -> None:
+        self._retry = retry
+        self._end = time.monotonic() + timeout_s
+        self._failures = 0
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the call's time."""
+        return max(0.0, self._end - time.monotonic())
+
+    def pause_s(self, error: ClientError) -> float:
+        """Return how long to wait before the next try.
+
+        Raises:
+            ClientError: There is none; the error that was given.
+        """
+        self._failures += 1
+        pause = self._retry.delay_s(self._failures, error.retry_after_s)
+        last = self._failures >= self._retry.attempts or pause >= self.left_s
+        if last or error.reason not in _AWAY:
+            raise error
+        return pause
 
 
 class Asking:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -19,8 +20,16 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
 from weightsync_client.access import Access
+from weightsync_client.asking import Patience
 from weightsync_client.delivery import Delivery, Memory
-from weightsync_client.errors import AbortedError, DeadlineError, UnavailableError, from_rpc, refuse
+from weightsync_client.errors import (
+    AbortedError,
+    ClientError,
+    DeadlineError,
+    UnavailableError,
+    from_rpc,
+    refuse,
+)
 from weightsync_client.handle import PushHandle
 from weightsync_client.link import Link
 from weightsync_client.options import (
@@ -51,13 +60,14 @@ class Client:
 
     Errors are `ClientError`s (see `weightsync_client.errors`); nothing of gRPC's is raised. Calls
     that only read or can be repeated are tried again for about a second when the link breaks;
-    pushes and pulls go on where a cut left them.
+    pushes and pulls go on where a cut left them, and applies and rollbacks, which have keys, are
+    asked again while a server restarts.
 
     Args:
         address: HOST:PORT or unix:PATH.
         model: Name of the model; None: the server's only one, asked for once.
         timeouts: Longest time of each kind of call.
-        retry: How long a cut push or pull is taken up again.
+        retry: How long a cut push, pull, apply or rollback is taken up again.
         access: Token and TLS; None: what the environment says (`Access.from_environment`), which
             is none where nothing is set. Unix sockets are always spoken to in plain text.
     """
@@ -98,6 +108,16 @@ class Client:
         except grpc.RpcError as error:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
+
+    def _insist(self, call: calls.Call[T]) -> T:
+        """Send a call with a key; ask again while nobody answers."""
+        patience = Patience(self._retry, call.timeout_s)
+        while True:
+            try:
+                return self._invoke(replace(call, timeout_s=patience.left_s))
+            except ClientError as error:
+                pause = patience.pause_s(error)
+            time.sleep(pause)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -198,12 +218,12 @@ class Client:
             **options: See `ApplyOptions` and `PauseChoices`.
         """
         check_options("apply", options, ApplyOptions)
-        return self._invoke(calls.apply_version(self.model, version, options, self._link.timeouts))
+        return self._insist(calls.apply_version(self.model, version, options, self._link.timeouts))
 
     def rollback(self, reason: str = "", **options: Unpack[PauseChoices]) -> types.RollbackReport:
         """Go back to the previous verified version and mark the one that is left rejected."""
         check_options("rollback", options, PauseChoices)
-        return self._invoke(calls.rollback(self.model, reason, options, self._link.timeouts))
+        return self._insist(calls.rollback(self.model, reason, options, self._link.timeouts))
 
     def verify(self, version: int = 0) -> types.Verification:
         """Prove what every rank serves, from its live parameters.

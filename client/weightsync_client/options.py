@@ -132,7 +132,7 @@ class PauseChoices(TypedDict, total=False):
         wait_timeout_s: For "wait": how long to wait for requests to finish; server default 30.
         after_wait: For "wait": what to do then, "keep" (default) or "abort".
         idempotency_key: Made for each call by default. A call with the key of another joins it,
-            or gets its answer.
+            or gets its answer; so it is asked again by itself while the link is away.
         timeout_s: Instead of `Timeouts.apply_s`.
     """
 

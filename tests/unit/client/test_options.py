@@ -1,14 +1,24 @@
-"""What a caller may say, and what is refused before a byte is sent."""
+"""What a caller may say, what is refused before it is sent, and what is said again."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
-from weightsync_client import AsyncClient, Client, InvalidError, Reason
+from weightsync.errors import WeightSyncError
+from weightsync_client import (
+    AsyncClient,
+    Client,
+    DeadlineError,
+    InvalidError,
+    Reason,
+    Retry,
+    UnavailableError,
+)
 
 TENSORS = {"t": np.arange(4, dtype=np.float32)}
 
@@ -107,3 +117,68 @@ def test_numbers_are_taken_for_text_and_for_versions(client: Client) -> None:
     # The run is known again by its number.
     changed = {"t": TENSORS["t"] + np.eye(4, dtype=np.float32)[3]}
     assert client.push(changed, metadata={"run_id": 3}).version == 5
+
+
+# gRPC itself asks five times.
+_OF_GRPC = 5
+
+
+def failing(servicer: Any, method: str, times: int, error: Exception) -> list[str]:
+    """Have a method fail so many times; returns the keys of its calls, as they come."""
+    keys: list[str] = []
+
+    def before(called: str, request: Any) -> None:
+        if called == method:
+            keys.append(request.idempotency_key)
+            if len(keys) <= times:
+                raise error
+
+    servicer.before = before
+    return keys
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("method", ["apply", "rollback"])
+async def test_an_apply_outlasts_a_restart_of_the_server(
+    client: Client, servicer: Any, status_error: Any, retry: Retry, kind: Any, method: str
+) -> None:
+    client.push(TENSORS)
+    client.push({"t": TENSORS["t"] + 1})
+    client.apply(2)
+    away = status_error(grpc.StatusCode.UNAVAILABLE, "Connection refused")
+    rpc = "ApplyVersion" if method == "apply" else "Rollback"
+    keys = failing(servicer, rpc, 2 * _OF_GRPC + 1, away)
+    other = kind(client._link.address, retry=retry)
+    try:
+        await call(other, method, *((1,) if method == "apply" else ()))
+    finally:
+        await call(other, "close")
+    assert servicer.live == 1
+    assert len(keys) == 2 * _OF_GRPC + 2
+    assert len(set(keys)) == 1
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(("attempts", "timeout_s"), [(2, 60), (1000, 0.5)])
+async def test_an_apply_is_given_up(
+    running: Any, status_error: Any, kind: Any, attempts: int, timeout_s: float
+) -> None:
+    away = status_error(grpc.StatusCode.UNAVAILABLE, "Connection refused")
+    keys = failing(running.servicer, "ApplyVersion", 1000, away)
+    retry = Retry(attempts=attempts, initial_s=0.01, max_s=0.05)
+    client = kind(running.address, model="policy", retry=retry)
+    try:
+        with pytest.raises((UnavailableError, DeadlineError)):
+            await call(client, "apply", 1, timeout_s=timeout_s)
+    finally:
+        await call(client, "close")
+    assert len(keys) <= attempts * _OF_GRPC
+
+
+def test_what_the_server_answers_ends_an_apply(client: Client, servicer: Any) -> None:
+    gone = WeightSyncError(Reason.ENGINE_AWAY, "the engine is gone; start it")
+    keys = failing(servicer, "ApplyVersion", 1000, gone)
+    with pytest.raises(UnavailableError, match="the engine is gone") as told:
+        client.apply(1)
+    assert told.value.reason is Reason.ENGINE_AWAY
+    assert len(keys) <= _OF_GRPC
