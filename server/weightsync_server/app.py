@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.admission import Admission, CallLimits
@@ -156,6 +157,8 @@ class App:
         census.start()
         stack.push_async_callback(census.stop)
         audit, interceptors = self._bind(metrics, servicer, health_service)
+        # With the other addresses: one that is taken ends the start before the engine hears of it.
+        self._serve_metrics(stack, metrics)
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
         keeper.start()
@@ -164,7 +167,6 @@ class App:
         await self._listen(stack, health_service, ingesters)
         # Before the drain: a watch never ends by itself.
         stack.callback(versions.end_watches)
-        self._serve_metrics(stack, metrics)
 
     async def _registry(self, parts: _Parts, fetchers: FetcherPool) -> ModelVersions:
         settings = self._settings
@@ -246,6 +248,9 @@ class App:
         stack.push_async_callback(stop)
         await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
         logger.info("listening on %s", ", ".join(self.addresses))
+        if self.metrics_port:
+            host = self._settings.metrics.rpartition(":")[0]
+            logger.info("metrics on http://%s:%d/metrics", host, self.metrics_port)
 
     async def _drain(self, applier: Applier) -> None:
         # An apply that waits for long requests would outlive the drain; its pause is a lease, so
@@ -258,12 +263,20 @@ class App:
             )
 
     def _serve_metrics(self, stack: contextlib.AsyncExitStack, metrics: Metrics) -> None:
-        if self._settings.metrics:
-            host, _, port = self._settings.metrics.rpartition(":")
+        address = self._settings.metrics
+        if not address:
+            return
+        host, _, port = address.rpartition(":")
+        try:
             endpoint = MetricsEndpoint(metrics.registry, host, int(port))
-            stack.callback(endpoint.close)
-            self.metrics_port = endpoint.port
-            logger.info("metrics on http://%s:%d/metrics", host, endpoint.port)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{address} is taken, or is no address that this server may use; choose another "
+                "with --metrics",
+            ) from error
+        stack.callback(endpoint.close)
+        self.metrics_port = endpoint.port
 
 
 def _limits(settings: Settings) -> PushLimits:

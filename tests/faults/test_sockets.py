@@ -48,7 +48,9 @@ def _second(server: WeightSyncServer, folder: Path, **changes: Path | str) -> We
     )
 
 
-def _refused(server: WeightSyncServer, path: Path | str, remedy: str) -> str:
+def _refused(
+    server: WeightSyncServer, path: Path | str, remedy: str, never: str = "Traceback"
+) -> str:
     ran = subprocess.run(
         server.command, check=False, capture_output=True, text=True, timeout=30, env=os.environ
     )
@@ -58,6 +60,7 @@ def _refused(server: WeightSyncServer, path: Path | str, remedy: str) -> str:
     assert str(path) in last
     assert remedy in last
     assert "Traceback" not in ran.stderr
+    assert never not in ran.stderr
     return last
 
 
@@ -96,6 +99,17 @@ def test_a_path_is_the_one_that_grpc_takes(server: WeightSyncServer, folder: Pat
     other = _second(server, folder, run_dir=folder / "run2", listen=listen)
     _refused(other, "server.sock", "another path with --listen")
     _serves(server)
+
+
+def test_a_metrics_port_of_another_is_refused_before_it_tells_that_it_listens(
+    server: WeightSyncServer, folder: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        other = _second(server, folder, run_dir=folder / "run2")
+        other.flags = [*other.flags, "--metrics", address]
+        last = _refused(other, address, "; choose another with --metrics", never="listening on")
+    assert "is taken" in last
 
 
 def test_what_is_no_socket_is_left_alone(server: WeightSyncServer, folder: Path) -> None:
