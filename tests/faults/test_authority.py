@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import shutil
 import tempfile
 import threading
@@ -199,3 +200,8 @@ def test_refusals_are_counted(secured: Secured, channel: grpc.Channel) -> None:
     code_of(channel, "/weightsync.v1.WeightSync/GetStatus")
     code_of(channel, "/weightsync.v1.WeightSync/Rollback", secured.bearer("read"))
     assert secured.metric("weightsync_refused_calls_total") == before + 2
+    line = secured.refusals()[-1]
+    assert (line["who"], line["method"], line["model"]) == ("read", "Rollback", "default")
+    assert line["outcome"] == "PERMISSION_DENIED"
+    assert line["peer"].startswith("ipv4:127.0.0.1:")
+    assert dt.datetime.fromisoformat(line["time"]).tzinfo is not None

@@ -63,6 +63,12 @@ def test_a_stream_takes_the_push_role_and_nothing_else_is_served(
     assert code_of(data, PUSH_WEIGHTS, secured.bearer("other"), JOIN) is CODE.PERMISSION_DENIED
     # What a port refuses is counted with the rest.
     within(5, lambda: secured.metric("weightsync_refused_calls_total") == before + 4)
+    lines = secured.refusals()[-2:]
+    assert [(line["who"], line["method"]) for line in lines] == [
+        ("read", "PushWeights"),
+        ("other", "PushWeights"),
+    ]
+    assert all(line["time"] and line["peer"].startswith(("ipv4:", "ipv6:")) for line in lines)
     assert code_of(data, PUSH_WEIGHTS, secured.bearer("push"), JOIN) is CODE.NOT_FOUND
     for path in METHODS:
         if path != PUSH_WEIGHTS:

@@ -171,10 +171,16 @@ class Secured:
         return sum(float(value) for value in values)
 
     def audit(self) -> list[dict[str, Any]]:
-        """Return the audit lines so far."""
+        """Return the audit lines so far of calls that were let in."""
+        return [line for line in self._lines() if "refused" not in line]
+
+    def refusals(self) -> list[dict[str, Any]]:
+        """Return the audit lines so far of calls that were refused at the door."""
+        return [line for line in self._lines() if "refused" in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
         lines = [line for line in self.server.log.splitlines() if "weightsync.audit: " in line]
-        found = [json.loads(line.partition("weightsync.audit: ")[2]) for line in lines]
-        return [line for line in found if "who" in line]
+        return [json.loads(line.partition("weightsync.audit: ")[2]) for line in lines]
 
 
 class _Server(WeightSyncServer):

@@ -18,7 +18,7 @@ from weightsync_server.authority.roles import RULES, Role
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from weightsync_server.authority.caller import Caller
+    from weightsync_server.authority.caller import Attempt, Caller
     from weightsync_server.metrics import Metrics
 
 __all__ = ["Audit"]
@@ -63,14 +63,28 @@ class Audit:
             for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)
         }
 
-    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
-        """Count calls that were refused at the door; nothing was done, so there is no line."""
+    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+        """Count calls that were refused at the door; those of a principal get a line.
+
+        Args:
+            error: Why.
+            attempt: Who called what.
+            times: How many calls were alike.
+        """
         if error.reason in self._refused:
             self._refused[error.reason].inc(times)
         if error.reason is Reason.PERMISSION_DENIED:
             # It has a name to answer for; strangers could fill the disk with lines.
-            told = {"refused": error.message} | ({"times": times} if times > 1 else {})
-            logger.warning("%s", json.dumps(told))
+            line = {
+                "time": _now(),
+                "who": attempt.who,
+                "method": attempt.method,
+                "model": self._model,
+                "outcome": "PERMISSION_DENIED",
+                "peer": attempt.peer,
+                "refused": error.message,
+            }
+            logger.warning("%s", json.dumps(line | ({"times": times} if times > 1 else {})))
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """Write the line of one call that has ended.
@@ -82,9 +96,8 @@ class Audit:
             outcome: Name of its status.
         """
         roles = caller.rule.roles & caller.principal.roles or {Role.ADMIN}
-        now = dt.datetime.fromtimestamp(clock.wall(), dt.UTC)
         line = {
-            "time": now.isoformat(timespec="milliseconds"),
+            "time": _now(),
             "who": caller.principal.name,
             "role": "+".join(sorted(roles)),
             "method": caller.method.rpartition("/")[2],
@@ -128,6 +141,10 @@ class Audit:
             return await method(request, context)
 
         return ask_first
+
+
+def _now() -> str:
+    return dt.datetime.fromtimestamp(clock.wall(), dt.UTC).isoformat(timespec="milliseconds")
 
 
 def _version(message: Any) -> int:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from weightsync_server.authority.principals import Principal
     from weightsync_server.authority.roles import Role, Rule
 
-__all__ = ["CALLER", "Caller"]
+__all__ = ["CALLER", "Attempt", "Caller"]
+
+
+class Attempt(NamedTuple):
+    """A call that was refused at the door; what is not known is empty.
+
+    Attributes:
+        who: Name of the principal.
+        method: Last part of its path.
+        peer: Address of the other end, as gRPC tells it.
+    """
+
+    who: str = ""
+    method: str = ""
+    peer: str = ""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.rpc_status import to_status
-from weightsync_server.authority.caller import CALLER, Caller
+from weightsync_server.authority.caller import CALLER, Attempt, Caller
 from weightsync_server.authority.roles import RULES, Role
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _REQUEST_S = 10.0
 class Auditor(Protocol):
     """Is told of every end; `weightsync_server.authority.audit.Audit` writes it down."""
 
-    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
-        """A call was refused at the door, or so many were in the same words."""
+    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+        """A call was refused at the door, or so many alike were."""
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """A call that had begun its work has ended."""
@@ -99,6 +99,7 @@ class _Entry:
         self._method = method
         self._handler = handler
         self._told = Told()
+        self._who = ""
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         """Serve a method with one response."""
@@ -143,6 +144,7 @@ class _Entry:
 
     def _admit(self, context: Any) -> Caller:
         principal = self._door.gate.identify(context)
+        self._who = principal.name
         if not principal.covers(self._door.model):
             raise _denied(f"{principal.name} has no authority over the model of this server")
         rule = RULES.get(self._method)
@@ -200,7 +202,9 @@ class _Entry:
         try:
             yield
         except WeightSyncError as error:
-            self._door.audit.refuse(error)
+            # The path is text from outside: cut.
+            method = self._method.rpartition("/")[2][:64]
+            self._door.audit.refuse(error, Attempt(self._who, method, context.peer()))
             await context.abort_with_status(to_status(error))
 
 

@@ -26,7 +26,7 @@ from weightsync_server.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from weightsync_server.authority.caller import Caller
+    from weightsync_server.authority.caller import Attempt, Caller
 
 __all__ = ["main"]
 
@@ -133,9 +133,9 @@ class _Report:
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
 
-    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
         """A call was refused at the door."""
-        self._notices.refuse(error, times)
+        self._notices.refuse(error, attempt, times)
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
         """A call has ended: the server's process writes that down itself."""

@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from weightsync.errors import Reason
+from weightsync_server.authority.caller import Attempt
 from weightsync_server.children import wire
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._refused: Counter[tuple[str, str]] = Counter()
+        self._refused: Counter[tuple[str, str, Attempt]] = Counter()
         self._fault = False
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -36,11 +38,13 @@ class Notices:
         self._writer = writer
         self._later()
 
-    def refuse(self, error: WeightSyncError, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
         """A call was refused at the door."""
-        kind = error.reason.value, error.message
+        # Strangers are only counted: their addresses must not take the place of principals.
+        known = attempt if error.reason is Reason.PERMISSION_DENIED else Attempt()
+        kind = error.reason.value, error.message, known
         if kind not in self._refused and len(self._refused) >= _MOST:
-            kind = error.reason.value, "and calls of more kinds"
+            kind = error.reason.value, "and calls of more kinds", Attempt()
         self._refused[kind] += times
         self._later()
 
@@ -72,6 +76,6 @@ class Notices:
             self._fault = False
             self._writer.write(wire.encode({"op": "fault"}))
         refused, self._refused = self._refused, Counter()
-        for (reason, message), times in refused.items():
+        for (reason, message, attempt), times in refused.items():
             notice = {"op": "refused", "reason": reason, "message": message, "times": times}
-            self._writer.write(wire.encode(notice))
+            self._writer.write(wire.encode(notice | {"attempt": list(attempt)}))

@@ -10,6 +10,7 @@ import grpc
 from weightsync.addresses import is_loopback
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.authority import CALLER, PUSH_WEIGHTS, Endpoint
+from weightsync_server.authority.caller import Attempt
 from weightsync_server.children.crew import Crew
 from weightsync_server.children.process import Gone, Program
 from weightsync_server.ingest import is_here
@@ -125,7 +126,7 @@ class Ingesters(Crew):
     def _heard(self, notice: dict[str, Any]) -> None:
         if notice["op"] == "refused" and self._audit is not None:
             error = WeightSyncError(Reason(notice["reason"]), notice["message"])
-            self._audit.refuse(error, notice["times"])
+            self._audit.refuse(error, Attempt(*notice["attempt"]), notice["times"])
         elif notice["op"] == "fault":
             self._metrics.violate("only_data")
         else:

@@ -38,7 +38,7 @@ class Held(Ingesters):
 class Audit:
     """Writes nothing down."""
 
-    def refuse(self, error: Any, times: int = 1) -> None:
+    def refuse(self, error: Any, attempt: Any, times: int = 1) -> None:
         raise AssertionError(error, times)
 
     def write(self, *_: Any) -> None:

@@ -9,12 +9,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.authority.caller import Attempt
 from weightsync_server.children import wire
 from weightsync_server.ingesters.notices import Notices
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+NOBODY = Attempt()
 STRANGER = WeightSyncError(Reason.UNAUTHENTICATED, "send a token")
 
 
@@ -49,7 +51,7 @@ async def told(reader: asyncio.StreamReader, answer: int) -> tuple[Counter[str],
 
 async def test_what_happens_before_the_process_is_ready_is_told_after() -> None:
     notices = Notices()
-    notices.refuse(STRANGER)
+    notices.refuse(STRANGER, NOBODY)
     notices.fault()
     async with connected(notices) as reader, asyncio.timeout(5):
         assert (await wire.read(reader))[0] == {"op": "fault"}
@@ -64,9 +66,9 @@ async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> No
         # More rounds than a socket holds messages.
         for answer in range(1000):
             for number in range(5):
-                notices.refuse(STRANGER)
+                notices.refuse(STRANGER, NOBODY)
                 name = f"caller {answer} {number}"
-                notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, name))
+                notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, name), NOBODY)
                 sent += 1
             notices.answer({"id": answer})
         # A sum that grew while nothing could be sent is told by itself.
@@ -80,10 +82,22 @@ async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> No
         assert await told(reader, 5000) == (Counter(), 0, set())
 
 
+async def test_addresses_of_strangers_leave_room_for_who_was_denied() -> None:
+    notices = Notices()
+    for port in range(1000):
+        notices.refuse(STRANGER, Attempt("", "PushWeights", f"ipv4:10.0.0.1:{port}"))
+    denied = Attempt("reader", "PushWeights", "ipv4:10.0.0.2:1")
+    notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, "no"), denied)
+    async with connected(notices) as reader, asyncio.timeout(5):
+        first, second = [(await wire.read(reader))[0] for _ in range(2)]
+    assert (first["times"], first["attempt"]) == (1000, ["", "", ""])
+    assert (second["times"], second["attempt"]) == (1, list(denied))
+
+
 async def test_the_sentences_of_one_sum_are_bounded() -> None:
     notices = Notices()
     for number in range(1000):
-        notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, f"caller {number}"))
+        notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, f"caller {number}"), NOBODY)
     async with connected(notices) as reader, asyncio.timeout(5):
         notices.answer({"id": 1})
         counts, messages, sentences = await told(reader, 1)
