@@ -201,6 +201,16 @@ def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
         _made(metrics=metrics, metrics_open=True)
 
 
+def _run(flags: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weightsync_server.cli", *flags],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -214,13 +224,7 @@ def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
     ],
 )
 def test_the_command_line_tells_the_flag_and_ends_with_2(flags: list[str], told: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "weightsync_server.cli", *flags],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = _run(flags)
     assert done.returncode == 2
     assert told in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
@@ -229,13 +233,7 @@ def test_the_command_line_tells_the_flag_and_ends_with_2(flags: list[str], told:
 
 @pytest.mark.parametrize("flags", [["--version"], ["--slots", "3", "--version"]])
 def test_the_version_is_printed_as_by_the_client(flags: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "weightsync_server.cli", *flags],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = _run(flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
