@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from weightsync_client.cli import render
-from weightsync_client.cli.options import MAX_NUMBER, Address, Json, Model, connect
+from weightsync_client.cli.options import Address, Json, Model, connect
 from weightsync_client.compare import Difference, compare, largest
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
 from weightsync_client.sources import Source, make_source
+from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["diff"]
 

@@ -8,9 +8,9 @@ import typer
 
 from weightsync_client.client import Client
 from weightsync_client.options import DEFAULT_ADDRESS
+from weightsync_client.values import MAX_NUMBER
 
 __all__ = [
-    "MAX_NUMBER",
     "Address",
     "After",
     "Cache",
@@ -22,9 +22,6 @@ __all__ = [
     "Wait",
     "connect",
 ]
-
-#: Largest version or epoch that the protocol can carry.
-MAX_NUMBER = 2**64 - 1
 
 Address = Annotated[
     str,

@@ -12,9 +12,10 @@ from weightsync.errors import Reason
 from weightsync_client import types
 from weightsync_client.cli import render
 from weightsync_client.cli.exits import ExitCode
-from weightsync_client.cli.options import MAX_NUMBER, Address, Json, Model, Version, connect
+from weightsync_client.cli.options import Address, Json, Model, Version, connect
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS
+from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["delete", "pin", "pull", "status", "verify", "versions", "watch"]
 

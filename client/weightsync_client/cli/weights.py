@@ -10,7 +10,6 @@ import typer
 from weightsync.errors import Reason
 from weightsync_client.cli import render
 from weightsync_client.cli.options import (
-    MAX_NUMBER,
     Address,
     After,
     Cache,
@@ -23,6 +22,7 @@ from weightsync_client.cli.options import (
 )
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
+from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["abort", "apply", "epoch", "push", "rollback"]
 
