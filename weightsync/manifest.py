@@ -13,7 +13,10 @@ from itertools import chain, islice
 
 from weightsync.digest import content_digest, lines_digest, signature_of
 
-__all__ = ["Layout", "Manifest", "ShardEntry", "TensorEntry"]
+__all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
+
+#: The largest version and epoch: the largest integer that every JSON reader keeps exactly.
+MAX_VERSION = (1 << 53) - 1
 
 _FORMAT = 2
 #: Tensors that are sorted, written or read by one call: it holds the GIL for about a millisecond.

@@ -8,12 +8,11 @@ import reprlib
 from collections.abc import Mapping
 
 from weightsync.errors import Reason
+from weightsync.manifest import MAX_VERSION
 from weightsync_client.errors import ClientError, refuse
 
-__all__ = ["MAX_NUMBER", "flag", "metadata", "seconds", "text", "whole_number"]
+__all__ = ["flag", "metadata", "seconds", "text", "whole_number"]
 
-#: The highest number of a version or an epoch.
-MAX_NUMBER = 2**53 - 1
 # A year, in seconds: more is a mistake, or does not fit into a deadline.
 _MOST_S = 366 * 86400
 
@@ -33,7 +32,7 @@ def whole_number(what: str, value: object, least: int = 0) -> int:
         number = operator.index(value)  # type: ignore[arg-type] # it raises TypeError
     except (TypeError, ValueError):
         number = -1
-    if isinstance(value, bool) or not least <= number <= MAX_NUMBER:
+    if isinstance(value, bool) or not least <= number <= MAX_VERSION:
         raise _wrong(what, value, f"a whole number from {least} to 2^53-1")
     return int(number)
 

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
+from weightsync.manifest import MAX_VERSION
 from weightsync_client.cli import render
 from weightsync_client.cli.options import Address, Json, Model, connect
 from weightsync_client.compare import Difference, compare, largest
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
 from weightsync_client.sources import Source, make_source
-from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["diff"]
 
@@ -50,7 +50,7 @@ def diff(
 
 def _source(given: str, address: str, model: str | None, stack: ExitStack) -> Source:
     path = Path(given)
-    if given.isdecimal() and not path.exists() and int(given[:30]) <= MAX_NUMBER:
+    if given.isdecimal() and not path.exists() and int(given[:30]) <= MAX_VERSION:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightsync-diff-")))
         with connect(address, model) as client, render.progress(f"pull {given}") as update:
             client.pull(path, int(given), on_progress=update)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from weightsync.manifest import MAX_VERSION
 from weightsync_client.client import Client
 from weightsync_client.options import DEFAULT_ADDRESS
-from weightsync_client.values import MAX_NUMBER
 
 __all__ = [
     "Address",
@@ -63,7 +63,7 @@ Cache = Annotated[
 Wait = Annotated[
     float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
 ]
-Version = Annotated[int, typer.Argument(min=0, max=MAX_NUMBER, help="Version.")]
+Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version.")]
 After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
 
 

@@ -9,23 +9,23 @@ from typing import Annotated
 import typer
 
 from weightsync.errors import Reason
+from weightsync.manifest import MAX_VERSION
 from weightsync_client import types
 from weightsync_client.cli import render
 from weightsync_client.cli.exits import ExitCode
 from weightsync_client.cli.options import Address, Json, Model, Version, connect
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS
-from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["delete", "pin", "pull", "status", "verify", "versions", "watch"]
 
-_Version = Annotated[int, typer.Argument(min=0, max=MAX_NUMBER, help="Version; 0: the live one.")]
+_Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version; 0: the live one.")]
 
 
 def versions(
     version: Annotated[
         int | None,
-        typer.Argument(min=0, max=MAX_NUMBER, help="Only this one; 0: the live one."),
+        typer.Argument(min=0, max=MAX_VERSION, help="Only this one; 0: the live one."),
     ] = None,
     *,
     address: Address = DEFAULT_ADDRESS,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from weightsync.errors import Reason
+from weightsync.manifest import MAX_VERSION
 from weightsync_client.cli import render
 from weightsync_client.cli.options import (
     Address,
@@ -22,7 +23,6 @@ from weightsync_client.cli.options import (
 )
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
-from weightsync_client.values import MAX_NUMBER
 
 __all__ = ["abort", "apply", "epoch", "push", "rollback"]
 
@@ -60,10 +60,10 @@ def push(
     path: Annotated[Path, typer.Argument(help="A .safetensors file or a folder of them.")],
     *,
     version: Annotated[
-        int, typer.Option(min=0, max=MAX_NUMBER, help="Its number; 0: the next.")
+        int, typer.Option(min=0, max=MAX_VERSION, help="Its number; 0: the next.")
     ] = 0,
     epoch: Annotated[
-        int, typer.Option(min=0, max=MAX_NUMBER, help="The writer's epoch; 0: the newest.")
+        int, typer.Option(min=0, max=MAX_VERSION, help="The writer's epoch; 0: the newest.")
     ] = 0,
     metadata: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
@@ -98,7 +98,7 @@ def push(
 
 def apply(
     version: Annotated[
-        int, typer.Argument(min=0, max=MAX_NUMBER, help="0: the newest that is not rejected.")
+        int, typer.Argument(min=0, max=MAX_VERSION, help="0: the newest that is not rejected.")
     ] = 0,
     *,
     pause: Pause = "keep",

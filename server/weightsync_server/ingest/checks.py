@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import MAX_DIMS
-from weightsync.manifest import TensorEntry
+from weightsync.manifest import MAX_VERSION, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_begin", "check_digest", "check_size", "refused", "tensor_entries"]
 
-MAX_VERSION = (1 << 53) - 1
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _MAX_FALLBACK_BYTES = 64
 #: What framing may add to a message of the largest size.

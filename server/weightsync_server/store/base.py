@@ -7,6 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import MAX_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from weightsync.manifest import Manifest, ShardEntry, TensorEntry
 
 __all__ = [
-    "MAX_VERSION",
     "CommitRecord",
     "KeptShard",
     "OpenPush",
@@ -24,9 +24,6 @@ __all__ = [
     "check_model",
     "check_version",
 ]
-
-#: The largest version and epoch: the largest integer that every JSON reader keeps exactly.
-MAX_VERSION = (1 << 53) - 1
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import MAX_VERSION
 from weightsync_server import files
-from weightsync_server.store.base import MAX_VERSION, CommitRecord, check_model
+from weightsync_server.store.base import CommitRecord, check_model
 from weightsync_server.store.contents import COMMIT, lengths, remove_unnamed
 from weightsync_server.store.files import TEMPORARY, read_document, write_document
 from weightsync_server.store.partial import read_push
