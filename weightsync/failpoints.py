@@ -62,6 +62,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "receive.chunk": "a chunk was copied into its segment",
         "receive.header": "the bytes of a shard's header are here",
         "receive.lend": "a trainer on this host asks for the memory of a shard",
+        "receive.collect": "a trainer on this host asks for a shard to be copied from its GPU",
         "receive.written": "it has told that the whole shard lies there",
         "receive.shard": "the last byte of a shard is here",
         "receive.record": "before an open push is written down, so that it survives a crash",

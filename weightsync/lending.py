@@ -8,9 +8,18 @@ answer with `error` and `reason` is a refusal.
 | redeem | secret, from BeginPush; the first request, once | {} | none |
 | lend | shard | huge | one, writable: the shard's memory |
 | written | shard, digests: of its tensors in order, hexadecimal | {} | none |
+| collect | shard, device, header, handles, places | declined | none |
+| collected | shard | digests | none |
 | alive | | {} | none |
 
 `huge` tells that mapping the memory takes no time; otherwise pwrite(2) is the faster way.
+
+With `collect` the trainer tells where a shard lies on a GPU, in place of writing it: `device` is
+its UUID, `header` what comes before the first tensor, `handles` open allocations
+(cuIpcGetMemHandle), all hexadecimal, and `places` has for each tensor that is not empty, in order,
+the number of its handle and its offset in bytes. The answer may come before the shard was copied;
+`declined` tells why the server cannot, else it is empty. The tensors must stay as they are until
+`collected` answers, with the digests that the server computed.
 
 `alive` is a sign of life while large shards are being written: who says nothing for a minute is not
 waited for. With `written` the trainer tells that the whole shard lies there, that it has closed the
@@ -38,7 +47,7 @@ from weightsync.mapping import Mapping
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer", "map_lent"]
+__all__ = ["Borrower", "Desk", "LendingServer", "Lent", "Peer", "Placed", "map_lent"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +73,22 @@ class Lent(NamedTuple):
     huge: bool
 
 
+class Placed(NamedTuple):
+    """Where a shard lies on a GPU.
+
+    Attributes:
+        device: UUID of the GPU.
+        header: What comes before the first tensor.
+        handles: Open allocations.
+        places: Of each tensor that is not empty: the number of its handle, its offset in bytes.
+    """
+
+    device: bytes
+    header: bytes
+    handles: Sequence[bytes]
+    places: Sequence[tuple[int, int]]
+
+
 class Desk(Protocol):
     """Answers one connection; called by one thread at a time."""
 
@@ -75,6 +100,12 @@ class Desk(Protocol):
 
     def written(self, shard: int, digests: bytes) -> None:
         """Take a shard back."""
+
+    def collect(self, shard: int, where: dict[str, Any]) -> str:
+        """Begin to copy a shard from a GPU; return why that cannot be, else ""."""
+
+    def collected(self, shard: int) -> bytes:
+        """Return the digests of a shard once it was copied."""
 
     def close(self) -> None:
         """The connection has ended."""
@@ -158,20 +189,20 @@ class LendingServer:
                 self._peers.discard(peer)
             peer.close()
 
-    def _answer(self, peer: socket.socket, ask: Callable[[], Lent | None]) -> None:
+    def _answer(self, peer: socket.socket, ask: Callable[[], Lent | dict[str, Any] | None]) -> None:
         try:
-            lent = ask()
+            answer = ask()
         except WeightSyncError as error:
             send(peer, {"error": error.message, "reason": error.reason.value})
             raise _RefusedError from error
-        if lent is None:
-            send(peer, {})
+        if not isinstance(answer, Lent):
+            send(peer, answer or {})
             return
         try:
-            send(peer, {"huge": lent.huge})
-            send_fds(peer, [lent.fd])
+            send(peer, {"huge": answer.huge})
+            send_fds(peer, [answer.fd])
         finally:
-            os.close(lent.fd)
+            os.close(answer.fd)
 
 
 class _RefusedError(Exception):
@@ -186,7 +217,7 @@ def _secret(request: dict[str, Any]) -> str:
     return secret
 
 
-def _asked(desk: Desk, request: dict[str, Any]) -> Lent | None:
+def _asked(desk: Desk, request: dict[str, Any]) -> Lent | dict[str, Any] | None:
     if request["op"] == "alive":
         return None
     shard = request["shard"]
@@ -198,6 +229,10 @@ def _asked(desk: Desk, request: dict[str, Any]) -> Lent | None:
     if request["op"] == "written":
         desk.written(shard, bytes.fromhex(request["digests"]))
         return None
+    if request["op"] == "collect":
+        return {"declined": desk.collect(shard, request)}
+    if request["op"] == "collected":
+        return {"digests": desk.collected(shard).hex()}
     msg = f"unknown op {request['op']!r}"
     raise ValueError(msg)
 
@@ -262,6 +297,34 @@ class Borrower:
         """
         with self._lock:
             self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
+
+    def collect(self, shard: int, where: Placed) -> str:
+        """Have the server copy a shard from a GPU; return why it declines, else "".
+
+        The tensors must stay as they are until `collected` returns, or the connection has ended.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        told = {
+            "device": where.device.hex(),
+            "header": where.header.hex(),
+            "handles": [handle.hex() for handle in where.handles],
+            "places": where.places,
+        }
+        with self._lock:
+            return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
+
+    def collected(self, shard: int) -> bytes:
+        """Return the joined digests that the server computed of a shard, once it was copied.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            return bytes.fromhex(str(self._ask({"op": "collected", "shard": shard})["digests"]))
 
     def alive(self) -> None:
         """Give a sign of life.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weightsync_client.deltas.held import HeldTensor
     from weightsync_client.deltas.holding import Held, Taking
     from weightsync_client.link import Link
+    from weightsync_client.shards import Keeper
     from weightsync_client.sources import Source
     from weightsync_client.tensors import SourceTensor
 
@@ -142,7 +143,7 @@ class Delivery:
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
         allowed = ("auto", "always", "never")
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
-        _choice("same_host", options.get("same_host", "auto"), ("auto", "never"))
+        _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
         self._link = link
         self._invoke = invoke
         self._model = model
@@ -296,7 +297,7 @@ class Delivery:
             source = replace(source, shards=source.flow.shards(_drained(self._before), taking.add))
         if taking is None:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
-        push = self._begin(source, reason, taking.keep)
+        push = self._begin(source, reason, taking)
         result = self._sent(push, reason)
         snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
         self._memory.warmth.start()
@@ -316,7 +317,7 @@ class Delivery:
         self,
         source: Source,
         reason: Fallback | str = "",
-        keep: Callable[[str, int, memoryview], None] | None = None,
+        keeper: Keeper | None = None,
     ) -> Push:
         request = self._request(source, reason)
         with self._lock:
@@ -328,7 +329,7 @@ class Delivery:
                 self._options,
                 self._retry,
                 self._source_free if self._on_source_free else None,
-                keep,
+                keeper,
             )
             if self._stop.is_set():
                 self._push.cancel()

@@ -105,7 +105,9 @@ class PushOptions(TypedDict, total=False):
         compress: Whether deltas are packed with zstd: "auto" (default): where the link is slow,
             "always" or "never".
         same_host: "auto" (default): where the server runs on this host and offers it, tensors are
-            written into its memory, which is several times as fast; "never": always send them.
+            written into its memory, which is several times as fast, and those on a GPU are copied
+            by the server; "write": they are written, too, so that the server compares digests that
+            were computed here (`Version.trainer_verified`); "never": always send them.
     """
 
     version: int

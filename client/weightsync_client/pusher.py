@@ -26,7 +26,7 @@ from weightsync_client.jobs import Job, Jobs
 from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.samehost import SameHost, why_streamed
-from weightsync_client.shards import Keep, Shard, ShardDigester
+from weightsync_client.shards import Keeper, Shard, ShardDigester
 from weightsync_client.sources import Source
 from weightsync_client.streams import Lane
 from weightsync_client.tensors import Scratch
@@ -58,7 +58,7 @@ class Push:
         options: Of the caller.
         retry: How long a cut link is taken up again.
         on_source_free: Called once the caller's tensors are not in use any more.
-        keep: Gets the bytes of every tensor as they are digested: name, offset in bytes, bytes.
+        keeper: Gets the bytes of every tensor as they are digested.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Push:
         options: PushOptions,
         retry: Retry,
         on_source_free: Callable[[], None] | None = None,
-        keep: Keep | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self._link = link
         self._ask = Asking(link, invoke, retry, lambda: self._stop)
@@ -81,7 +81,7 @@ class Push:
         self._streams = options.get("streams", 1)
         self._width = self._streams
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
-        self._keep = keep
+        self._keep = keeper.keep if keeper else None
         self._push_id = ""
         self._commit_asked = False
         self._on_source_free = on_source_free
@@ -95,7 +95,9 @@ class Push:
         self._sent = 0
         self._cancelled = False
         why = why_streamed(link.address, source, options)
-        self._same_host = SameHost(link, self._ask, source, why, keep, self._count)
+        facts = link, self._ask, source, why, keeper, self._count
+        collects = options.get("same_host", "auto") == "auto"
+        self._same_host = SameHost(*facts, collects=collects)
         self._reset()
 
     def _reset(self) -> None:

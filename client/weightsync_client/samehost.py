@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weightsync_client.asking import Asking
     from weightsync_client.link import Link
     from weightsync_client.options import PushOptions
-    from weightsync_client.shards import Keep
+    from weightsync_client.shards import Keeper
     from weightsync_client.sources import Source
 
 __all__ = ["SameHost", "why_streamed"]
@@ -49,8 +49,9 @@ class SameHost:
         ask: Sends unary calls of the push.
         source: What is pushed.
         reason: Why the hand-off is not even tried; None: it is.
-        keep: Gets the bytes of every tensor as they are digested.
+        keeper: Gets the bytes of every tensor as they are digested.
         on_bytes: Called from writing threads with the size of every piece.
+        collects: Whether the server may copy what lies on a GPU.
     """
 
     def __init__(
@@ -59,21 +60,25 @@ class SameHost:
         ask: Asking,
         source: Source,
         reason: Streamed | None,
-        keep: Keep | None,
+        keeper: Keeper | None,
         on_bytes: Callable[[int], None],
+        *,
+        collects: bool = True,
     ) -> None:
         self._link = link
         self._ask = ask
         self._source = source
         self._tried = reason is None
-        self._keep = keep
+        self._keeper = keeper
         self._on_bytes = on_bytes
+        self._collects = collects
         self.reason: Streamed | str = reason or ""
         self.reset()
 
     def reset(self) -> None:
         """Forget what was handed over, for a push that begins again."""
-        self._work = HandOff(self._source, self._keep, self._on_bytes)
+        facts = self._source, self._keeper, self._on_bytes
+        self._work = HandOff(*facts, collects=self._collects)
 
     def give_up(self, reason: Streamed) -> None:
         """Hand nothing over any more."""

@@ -21,6 +21,7 @@ from weightsync_client.tensors import Read, Scratch, SourceTensor
 
 __all__ = [
     "Keep",
+    "Keeper",
     "Part",
     "Shard",
     "ShardDigester",
@@ -41,6 +42,16 @@ Part = bytes | memoryview
 
 #: Takes bytes of a tensor: its name, their offset in it, and they.
 Keep = Callable[[str, int, memoryview], None]
+
+
+class Keeper(Protocol):
+    """Keeps the bytes of every tensor that is sent."""
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent."""
+
+    def copies(self, name: str) -> bool:
+        """Whether it takes the whole tensor where that lies when its first bytes are told."""
 
 
 class ShardReader(Protocol):

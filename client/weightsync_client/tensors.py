@@ -72,6 +72,7 @@ class SourceTensor:
         open: Gives a function that reads ranges of its bytes, row-major and little-endian.
         device: The PyTorch device that holds it, if that is not the host.
         flat: For a PyTorch tensor: gives all its bytes in a row, on its device.
+        in_place: They lie so already: `flat` copies nothing.
     """
 
     name: str
@@ -80,6 +81,7 @@ class SourceTensor:
     open: Callable[[Scratch], Read]
     device: torch.device | None = None
     flat: Callable[[], torch.Tensor] | None = None
+    in_place: bool = False
 
     @property
     def size(self) -> int:
@@ -219,7 +221,8 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
         shape = (*shape[:-1], shape[-1] * 2) if shape else (2,)
     device = None if tensor.device.type == "cpu" else tensor.device
     flat = partial(_flat, tensor)
-    return SourceTensor(name, dtype, shape, partial(_open_torch, flat), device, flat)
+    in_place = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return SourceTensor(name, dtype, shape, partial(_open_torch, flat), device, flat, in_place)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from weightsync.errors import WeightSyncError
 from weightsync.lending import Borrower, Lent, map_lent
 from weightsync.segments import reserved_size
+from weightsync_client.collecting import Collection
 from weightsync_client.errands import Errands
-from weightsync_client.shards import Keep, Part, Shard, ShardDigester
+from weightsync_client.shards import Keeper, Part, Shard, ShardDigester
 from weightsync_client.tensors import Scratch
 
 if TYPE_CHECKING:
@@ -47,14 +48,24 @@ class HandOff:
 
     Args:
         source: Tensors whose layout the server knows.
-        keep: Gets the bytes of every tensor as they are digested.
+        keeper: Gets the bytes of every tensor as they are digested.
         on_bytes: Called from writing threads with the size of every piece.
+        collects: Whether the server may copy what lies on a GPU.
     """
 
-    def __init__(self, source: Source, keep: Keep | None, on_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        keeper: Keeper | None,
+        on_bytes: Callable[[int], None],
+        *,
+        collects: bool = True,
+    ) -> None:
         self._source = source
-        self._keep = keep
+        self._keeper = keeper
+        self._keep = keeper.keep if keeper else None
         self._on_bytes = on_bytes
+        self._collects = collects
         self._devices = {t.device for t in source.tensors if t.device is not None}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -74,22 +85,36 @@ class HandOff:
         """
         self._borrower = Borrower(offer.socket, offer.secret)
         try:
-            waiting = [shard for shard in self._source.shards if shard.index not in begun]
-            # The largest first, so that no thread begins one when the others have ended.
-            shards = iter(sorted(waiting, key=lambda shard: -shard.entry.size))
+            # The largest first, so that nobody begins one when the others have ended.
+            waiting = sorted(
+                (shard for shard in self._source.shards if shard.index not in begun),
+                key=lambda shard: -shard.entry.size,
+            )
+            collection = self._collection()
+            waiting = collection.begin(self._borrower, waiting, self._stop)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = _PIECE * count
             # One more than can be written: its memory is ready when a thread comes for it.
-            errands = Errands(self._borrower, shards, count + 1, self._fail)
+            errands = Errands(self._borrower, iter(waiting), count + 1, self._fail)
             try:
                 self._write_all(errands, count)
             finally:
                 errands.close()
+            if not self._stop.is_set():
+                collection.finish(self._borrower, self._note_collected)
         finally:
             self._borrower.close()
         if self._error is not None:
             raise self._error
+
+    def _collection(self) -> Collection:
+        tensors = {tensor.name: tensor for tensor in self._source.tensors}
+        return Collection(tensors if self._collects else {}, self._keeper)
+
+    def _note_collected(self, shard: Shard, digests: list[bytes]) -> None:
+        self._note(shard, digests)
+        self._on_bytes(shard.entry.size)
 
     def _write_all(self, errands: Errands, count: int) -> None:
         threads = [

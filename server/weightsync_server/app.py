@@ -23,7 +23,7 @@ from weightsync_server.callers import caller_name
 from weightsync_server.census import Census, count_lost
 from weightsync_server.engines.bridge import BridgeEngine
 from weightsync_server.faults import refusing
-from weightsync_server.fetchers import FetcherPool
+from weightsync_server.fetchers import Collector, FetcherPool
 from weightsync_server.ingest import Pushes, PushLimits, start_lending
 from weightsync_server.ingesters.pool import Ingesters
 from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
@@ -133,8 +133,11 @@ class App:
         stack.push_async_callback(pushes.close)
         lender = None
         if settings.same_host:
+            collector = Collector(on_restart=metrics.count_fetcher_restart)
+            stack.push_async_callback(collector.stop)
+            versions.keeper.mappers.append(collector.forget)
             silence_s = settings.push_idle_timeout_s
-            lender = start_lending(stack, pushes, settings.lending_socket, silence_s)
+            lender = start_lending(stack, pushes, settings.lending_socket, silence_s, collector)
         engine = await self._engine(stack)
         health_service = health.aio.HealthServicer()
         keeper = Keeper(

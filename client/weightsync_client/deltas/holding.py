@@ -109,6 +109,11 @@ class Taking:
         """Take bytes of one tensor as they are sent."""
         self._tensors[name].keep(offset, piece)
 
+    def copies(self, name: str) -> bool:
+        """Whether a tensor is copied on its device, whole, at its first bytes."""
+        tensor = self._tensors.get(name)
+        return tensor is not None and tensor.device is not None
+
     def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
         """Return the version that was committed; None if its bytes did not come by here."""
         # Whoever keeps the push, keeps us as well, and the next version may need the room.

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["MAX_MAPS", "Maps"]
 
@@ -33,7 +33,8 @@ class _Entry:
         self.users = 0
         self.dropped = False
 
-    def close(self) -> None:
+    def close(self, before: Callable[[memoryview], None]) -> None:
+        before(self.view)
         self.view.release()
         # A slice that a traceback still holds keeps the mapping; it goes with the last slice.
         with contextlib.suppress(BufferError):
@@ -47,10 +48,16 @@ class Maps:
 
     Args:
         limit: Mappings to keep.
+        before_unmapping: Called with what is about to be unmapped.
     """
 
-    def __init__(self, limit: int = MAX_MAPS) -> None:
+    def __init__(
+        self,
+        limit: int = MAX_MAPS,
+        before_unmapping: Callable[[memoryview], None] = lambda _: None,
+    ) -> None:
         self._limit = limit
+        self._before = before_unmapping
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
@@ -102,9 +109,9 @@ class Maps:
         with self._lock:
             entry.users -= 1
             if entry.dropped and not entry.users:
-                entry.close()
+                entry.close(self._before)
 
     def _drop(self, entry: _Entry) -> None:
         entry.dropped = True
         if not entry.users:
-            entry.close()
+            entry.close(self._before)

@@ -1,7 +1,7 @@
 """Processes that do all that is heavy: digests, durable writes, reads from stores.
 
-`FetcherPool` is imported on first use, because the child process is a module of this package and
-must start without asyncio and subprocess.
+Both are imported on first use, because the child process is a module of this package and must
+start without asyncio and subprocess.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weightsync_server.fetchers.collector import Collector
     from weightsync_server.fetchers.pool import FetcherPool
 
-__all__ = ["FetcherPool"]
+__all__ = ["Collector", "FetcherPool"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "Collector":
+        from weightsync_server.fetchers.collector import Collector
+
+        return Collector
     if name == "FetcherPool":
         from weightsync_server.fetchers.pool import FetcherPool
 

@@ -12,11 +12,17 @@ from weightsync.digest import DIGEST_BYTES
 from weightsync_server.changes import unpack_changes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
     from weightsync_server.changes import Change, DeltaTold
 
-__all__ = ["Asking"]
+__all__ = ["Asking", "Piece"]
+
+#: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
+#: segment and the size, in bytes.
+Piece = tuple[int, int, int, int]
 
 
 class Asking(ABC):
@@ -100,6 +106,26 @@ class Asking(ABC):
             await self._transfer("load", segment, size, fills=True, source=source_fd)
         else:
             await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
+
+    async def collect(
+        self, segment: Segment, device: str, handles: Sequence[str], pieces: Sequence[Piece]
+    ) -> None:
+        """Fill parts of a segment with memory that another process holds on a GPU.
+
+        Args:
+            segment: Takes the bytes; when this raises, the parts hold anything.
+            device: UUID of the GPU, hexadecimal.
+            handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
+            pieces: What goes where.
+
+        Raises:
+            WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
+                REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        facts: dict[str, Any] = {"device": device, "handles": [*handles], "pieces": [*pieces]}
+        # Never again: what a device failed at once, it fails at again.
+        place = segment, segment.capacity
+        await self._compute("collect", *place, fills=True, again=False, **facts)
 
     async def copy(self, source: Segment, size: int, segment: Segment) -> None:
         """Fill the first `size` bytes of a segment with those of another one.

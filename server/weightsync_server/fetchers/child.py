@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
@@ -22,6 +22,9 @@ from weightsync_server.children.maps import MAX_MAPS, Maps
 from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.fetchers import keeping, tasks
 
+if TYPE_CHECKING:
+    from weightsync_server.fetchers.collecting import Registered
+
 __all__ = ["main"]
 
 _OF_DELTAS = ("copy", "inspect", "patch")
@@ -30,7 +33,8 @@ _OF_DELTAS = ("copy", "inspect", "patch")
 class _Child:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._maps = Maps()
+        self._registered: Registered | None = None
+        self._maps = Maps(before_unmapping=self._let_go)
         self._send_lock = threading.Lock()
         self._stops: dict[int, threading.Event] = {}
 
@@ -61,13 +65,14 @@ class _Child:
 
     def _run(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> None:
         answer: dict[str, Any] = {"id": request["id"]}
-        blob = b""
+        blob, broken = b"", False
         try:
             blob = self._do(request, fds, stop)
         except tasks.Cancelled:
             answer |= {"reason": Reason.PUSH_ABORTED, "error": "cancelled"}
         except WeightSyncError as error:
             answer |= {"reason": error.reason, "error": error.message}
+            broken = isinstance(error, tasks.BrokenError)
         except MemoryError:
             answer |= {"reason": Reason.MEMORY_EXHAUSTED, "error": "a fetcher has no memory left"}
         except Exception as error:  # noqa: BLE001 - a fault of ours must not look like a stuck task
@@ -80,6 +85,8 @@ class _Child:
         except OSError:
             # Half an answer may be on its way. The server gives the task to another process at
             # once, where it would wait long for this one; or it is gone itself.
+            os._exit(1)
+        if broken:
             os._exit(1)
 
     def _do(self, request: dict[str, Any], fds: list[int], stop: threading.Event) -> bytes:
@@ -112,6 +119,9 @@ class _Child:
         op, view = request["op"], views[0]
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
+        if op == "collect":
+            self._collect(request, view, stop)
+            return b""
         shard = ShardEntry(*request["shard"]) if "shard" in request else None
         if shard is not None:
             return _on_shard(request, shard, view, stop)
@@ -148,6 +158,22 @@ class _Child:
         canonical = patching.canonical(layouts[1][0], views[1])
         patching.patch(views[0], request["index"], canonical, source, stop)
         return b""
+
+    def _collect(self, request: dict[str, Any], view: memoryview, stop: threading.Event) -> None:
+        # Not at the top: only one process in a server has a device.
+        from weightsync_server.fetchers import collecting
+
+        with self._send_lock:
+            self._registered = self._registered or collecting.Registered()
+        uuid, handles = (
+            bytes.fromhex(request["device"]),
+            [bytes.fromhex(handle) for handle in request["handles"]],
+        )
+        collecting.collect(view, uuid, handles, request["pieces"], self._registered, stop)
+
+    def _let_go(self, view: memoryview) -> None:
+        if self._registered is not None:
+            self._registered.drop(view)
 
     def _open(self, path: str, fds: list[int]) -> int:
         try:

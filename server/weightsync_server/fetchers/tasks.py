@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import ShardEntry
 
-__all__ = ["PIECE", "Cancelled", "digest", "load", "look", "persist"]
+__all__ = ["PIECE", "BrokenError", "Cancelled", "digest", "load", "look", "persist"]
 
 #: Bytes between two looks at whether the server still wants the result.
 PIECE = 16 << 20
@@ -28,6 +28,10 @@ PIECE = 16 << 20
 
 class Cancelled(Exception):  # noqa: N818 - no error: the server asked for it
     """The server no longer wants the result."""
+
+
+class BrokenError(WeightSyncError):
+    """What this process works with has failed: it must end, and another takes its place."""
 
 
 def look(stop: threading.Event) -> None:

@@ -25,6 +25,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import refused
+from weightsync_server.ingest.collecting import Collecting
 from weightsync_server.ingest.push import FATAL
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from weightsync.lending import Peer
     from weightsync.segments import Segment
+    from weightsync_server.ingest.collecting import Collects
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.pushes import Pushes
     from weightsync_server.ingest.upload import ShardUpload
@@ -58,9 +60,20 @@ def is_here(peer: str) -> bool:
 
 
 def start_lending(
-    stack: contextlib.AsyncExitStack, pushes: Pushes, socket: Path, silence_s: float
+    stack: contextlib.AsyncExitStack,
+    pushes: Pushes,
+    socket: Path,
+    silence_s: float,
+    collector: Collects,
 ) -> Lender | None:
     """Lend from now on, until the stack ends; None: this kernel cannot tell who may still write.
+
+    Args:
+        stack: Ends it.
+        pushes: All pushes.
+        socket: Path at which trainers connect.
+        silence_s: Seconds without a request after which a connection is ended.
+        collector: Copies what lies on GPUs.
 
     Raises:
         WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
@@ -68,7 +81,7 @@ def start_lending(
     if not writers_are_seen():
         logger.warning("no memory is lent to trainers: this kernel grants no leases on it")
         return None
-    lender = Lender(pushes, socket)
+    lender = Lender(pushes, socket, collector)
     stack.callback(LendingServer(socket, lender.desk, silence_s).close)
     return lender
 
@@ -86,10 +99,12 @@ class Lender:
     Args:
         pushes: All pushes.
         socket: Path at which trainers connect.
+        collector: Copies what lies on GPUs.
     """
 
-    def __init__(self, pushes: Pushes, socket: Path) -> None:
+    def __init__(self, pushes: Pushes, socket: Path, collector: Collects) -> None:
         self._pushes = pushes
+        self.collector = collector
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, _Offer] = {}
@@ -169,6 +184,7 @@ class LendingDesk:
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
+        self._collecting = Collecting(lender.collector, self)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
@@ -182,10 +198,18 @@ class LendingDesk:
         """Take a shard back, with the digests that the trainer computed."""
         self._do(self._written(shard, digests))
 
+    def collect(self, shard: int, where: dict[str, Any]) -> str:
+        """Begin to copy a shard of which nothing is here from a GPU; tells why that cannot be."""
+        return self._do(self._collect(shard, where))
+
+    def collected(self, shard: int) -> bytes:
+        """Return the digests of a shard that was copied."""
+        return self._do(self._digests(shard))
+
     def close(self) -> None:
         """Leave the push."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._leave)
+            asyncio.run_coroutine_threadsafe(self._leave(), self._loop)
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(self._refusing(work), self._loop).result()
@@ -205,15 +229,18 @@ class LendingDesk:
         push.join()
         self._push = push
 
+    async def _collect(self, shard: int, where: dict[str, Any]) -> str:
+        push, upload = self._upload(shard)
+        _check_nothing_here(upload)
+        return await self._collecting.begin(push, upload, where)
+
+    async def _digests(self, shard: int) -> bytes:
+        push, upload = self._upload(shard)
+        return await self._collecting.digests(push, upload)
+
     async def _lend(self, shard: int) -> Lent:
         push, upload = self._upload(shard)
-        if upload.received:
-            raise WeightSyncError(
-                Reason.OFFSET_MISMATCH,
-                f"{upload.received} bytes of shard {shard} are here already; send the rest as "
-                "chunks",
-                metadata={"shard": str(shard), "received_bytes": str(upload.received)},
-            )
+        _check_nothing_here(upload)
         await failpoints.reach("receive.lend")
         upload.own(self)
         segment = await push.ready(upload)
@@ -258,7 +285,19 @@ class LendingDesk:
             raise refused(f"memory of shard {shard} before the last part of its layout; send it")
         return push, upload
 
-    def _leave(self) -> None:
+    async def _leave(self) -> None:
         push, self._push = self._push, None
+        # Nobody else may send a shard that is still being copied.
+        await self._collecting.end()
         if push is not None and push.committed is None:
             push.leave(self)
+
+
+def _check_nothing_here(upload: ShardUpload) -> None:
+    if upload.received:
+        raise WeightSyncError(
+            Reason.OFFSET_MISMATCH,
+            f"{upload.received} bytes of shard {upload.index} are here already; send the rest as "
+            "chunks",
+            metadata={"shard": str(upload.index), "received_bytes": str(upload.received)},
+        )

@@ -245,7 +245,7 @@ class Push:
         await asyncio.gather(*starting, return_exceptions=True)
         tasks: list[asyncio.Task[Any]] = []
         for upload in self.shards.values():
-            for task in (upload.verification, upload.keeping, upload.restoring):
+            for task in upload.working:
                 if task is not None:
                     task.cancel()
                     tasks.append(task)

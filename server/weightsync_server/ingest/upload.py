@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 from weightsync.digest import DIGEST_BYTES
 from weightsync.errors import Reason, WeightSyncError
@@ -10,8 +11,6 @@ from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    import asyncio
-
     from weightsync.manifest import TensorEntry
     from weightsync.segments import Segment
 
@@ -32,12 +31,14 @@ class ShardUpload:
         kept: Those of them that survive a crash of the server.
         keeping: The task that makes more of them so.
         restoring: The task that reads back what survived a crash.
+        collecting: The task that copies it from the trainer's GPU.
         mark: Number of received bytes at which something must be done: the end of the header,
             then each number at which bytes are made durable, then the end of the shard.
         headed: The header is proved to tell the layout.
         header_digest: Digest of the header's bytes, once they were proved.
         verification: The task that digests and persists it.
         found: Digests that the fetchers computed.
+        digested: Set once they have.
         given: Digests that the trainer sent; None where it sent none.
     """
 
@@ -52,11 +53,13 @@ class ShardUpload:
         self.kept = 0
         self.keeping: asyncio.Task[None] | None = None
         self.restoring: asyncio.Task[Segment] | None = None
+        self.collecting: asyncio.Task[None] | None = None
         self.mark = 0
         self.headed = False
         self.header_digest = b""
         self.verification: asyncio.Task[None] | None = None
         self.found: list[bytes] | None = None
+        self.digested = asyncio.Event()
         self.given: list[bytes | None] = []
         self._parts: list[TensorEntry] = []
 
@@ -74,6 +77,11 @@ class ShardUpload:
             and not self.verification.cancelled()
             and self.verification.exception() is None
         )
+
+    @property
+    def working(self) -> tuple[asyncio.Task[Any] | None, ...]:
+        """Tasks that may be at work on its segment and can be called off."""
+        return self.verification, self.keeping, self.restoring, self.collecting
 
     def own(self, stream: object) -> None:
         """Let a stream send the shard.

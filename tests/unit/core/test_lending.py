@@ -14,13 +14,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.forking_trainer import MOMENTS
 from weightsync import lending
+from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Borrower, LendingServer, Lent, Peer
+from weightsync.lending import Borrower, LendingServer, Lent, Peer, Placed
 from weightsync.segments import Segment, unwritten, writers_are_seen
 
 SIZE = 4 << 20
@@ -95,6 +97,7 @@ class Desk:
         self.secret = secret
         self.peer = peer
         self.told: list[tuple[int, bytes]] = []
+        self.places: list[list[list[int]]] = []
         self.closed = False
 
     def redeem(self, secret: str) -> None:
@@ -108,6 +111,13 @@ class Desk:
 
     def written(self, shard: int, digests: bytes) -> None:
         self.told.append((shard, digests))
+
+    def collect(self, shard: int, where: dict[str, Any]) -> str:
+        self.places.append(where["places"])
+        return "there is no GPU" if shard else ""
+
+    def collected(self, shard: int) -> bytes:
+        return bytes([shard] * 16)
 
     def close(self) -> None:
         self.closed = True
@@ -158,6 +168,18 @@ def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> No
     (desk,) = office.desks
     assert desk.told == [(0, b"\1" * 16 + b"\2" * 16)]
     assert desk.peer == (os.getpid(), os.getuid())
+    borrower.close()
+    assert office.gone()
+
+
+def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
+    borrower = Borrower(office.server.path, office.secret)
+    where = Placed(b"\7" * 16, b"head", [b"\1" * HANDLE_BYTES], [(0, 4096), (0, 0)])
+    assert borrower.collect(0, where) == ""
+    assert borrower.collect(1, where) == "there is no GPU"
+    assert borrower.collected(0) == bytes(16)
+    (desk,) = office.desks
+    assert desk.places == [[[0, 4096], [0, 0]]] * 2
     borrower.close()
     assert office.gone()
 

@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Peer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.callers import caller
+from weightsync_server.fetchers import Collector
 from weightsync_server.ingest.lending import OFFER_S, Lender, is_here
 
 HERE = "unix:"
@@ -44,7 +45,7 @@ def test_only_peers_on_this_host_are_here(peer: str, here: bool) -> None:
 
 
 async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock")
+    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
     offer = await offered(lender, here)
     assert offer.socket == str(tmp_path / "t.sock")
     assert len(offer.secret) > 40
@@ -58,7 +59,7 @@ async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None
 async def test_an_offer_ends_with_time_with_the_next_and_with_its_push(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock")
+    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
     first = await offered(lender, here, idempotency_key="k")
     second = await offered(lender, here, idempotency_key="k")
     with pytest.raises(WeightSyncError, match="opens no push"):
@@ -77,7 +78,7 @@ async def test_an_offer_ends_with_time_with_the_next_and_with_its_push(
 
 
 async def test_nobody_else_gets_one(here: World, tmp_path: Path) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock")
+    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
     await here.push(simple(1), idempotency_key="done")
     assert not (await offered(lender, here, idempotency_key="done")).secret
     assert not (await offered(lender, here, "ipv4:10.0.3.7:1", idempotency_key="mine")).secret

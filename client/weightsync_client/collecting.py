@@ -1,0 +1,124 @@
+"""Shards on a GPU that the server on this host copies by itself, from where they lie.
+
+Nothing goes through this process: it tells where its tensors are and holds them still.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.device_memory import DeviceError, place_of
+from weightsync.digest import DIGEST_BYTES
+from weightsync.lending import Placed
+from weightsync_client.tensors import Scratch, settle
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from weightsync.lending import Borrower
+    from weightsync_client.shards import Keeper, Shard
+    from weightsync_client.tensors import SourceTensor
+
+__all__ = ["Collection"]
+
+#: A server takes no larger shard so.
+_MOST_TENSORS = 2048
+
+
+class Collection:
+    """The shards of one push that the server copies; `begin`, then `finish`.
+
+    Args:
+        tensors: What is pushed, by name.
+        keeper: Gets the bytes of every tensor; only those that it copies itself can go this way.
+    """
+
+    def __init__(self, tensors: Mapping[str, SourceTensor], keeper: Keeper | None) -> None:
+        self._tensors = tensors
+        self._keeper = keeper
+        self._begun: list[Shard] = []
+        #: Memory that must stay as it is.
+        self._held: list[torch.Tensor] = []
+
+    def begin(
+        self, borrower: Borrower, shards: Iterable[Shard], stop: threading.Event
+    ) -> list[Shard]:
+        """Have the server begin to copy what it can; return the shards that it does not.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        left: list[Shard] = []
+        declined = False
+        for shard in shards:
+            where = None if declined or stop.is_set() else self._placed(shard)
+            if where is None:
+                left.append(shard)
+            elif borrower.collect(shard.index, where):
+                declined = True
+                left.append(shard)
+            else:
+                self._begun.append(shard)
+        for shard in self._begun:
+            self._keep(shard)
+        return left
+
+    def finish(self, borrower: Borrower, then: Callable[[Shard, list[bytes]], None]) -> None:
+        """Return once every shard was copied.
+
+        Args:
+            borrower: The connection.
+            then: Called with each shard and the digests of its tensors.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        for shard in self._begun:
+            joined = borrower.collected(shard.index)
+            starts = range(0, len(joined), DIGEST_BYTES)
+            then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
+        self._held.clear()
+
+    def _placed(self, shard: Shard) -> Placed | None:
+        """Return where a shard lies; None: not on one GPU, or not where the server can reach it."""
+        tensors = [self._tensors.get(entry.name) for entry in shard.tensors]
+        filled = [tensor for tensor in tensors if tensor is not None and tensor.size]
+        devices = {tensor.device for tensor in filled}
+        device = next(iter(devices), None)
+        if len(devices) != 1 or device is None or device.type != "cuda" or None in tensors:
+            return None
+        if len(filled) > _MOST_TENSORS or not all(map(self._fits, filled)):
+            return None
+        flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
+        settle(device)
+        try:
+            places = [place_of(flat.data_ptr()) for flat in flats]
+        except DeviceError:
+            return None
+        self._held += flats
+        handles = list(dict.fromkeys(place.handle for place in places))
+        numbers = {handle: number for number, handle in enumerate(handles)}
+        told = [(numbers[place.handle], place.offset) for place in places]
+        return Placed(places[0].uuid, _header(shard), handles, told)
+
+    def _fits(self, tensor: SourceTensor) -> bool:
+        # What must be gathered first would take as much of the GPU again.
+        return tensor.in_place and (self._keeper is None or self._keeper.copies(tensor.name))
+
+    def _keep(self, shard: Shard) -> None:
+        if self._keeper is not None:
+            for entry in shard.tensors:
+                self._keeper.keep(entry.name, 0, memoryview(b""))
+
+
+def _header(shard: Shard) -> bytes:
+    reader = shard.open(Scratch())
+    try:
+        return b"".join(reader.read(0, shard.entry.data_start))
+    finally:
+        reader.close()

@@ -1,0 +1,239 @@
+"""Memory of NVIDIA GPUs across processes, by the CUDA driver: told by one, copied by another.
+
+The driver alone (libcuda.so.1), so that a server needs no PyTorch for it. Numbers and signatures
+are those of the CUDA driver API, chapters Device, Primary Context, Memory and Stream Management.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["HANDLE_BYTES", "Device", "DeviceError", "Place", "device_of", "place_of"]
+
+#: Bytes of a handle by which another process opens memory.
+HANDLE_BYTES = 64
+_UUID_BYTES = 16
+_OK = 0
+#: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+_REGISTERED = 712
+#: Any context of the process may use it; streams do not wait for the default one.
+_PORTABLE, _NON_BLOCKING, _LAZY_PEER_ACCESS = 1, 1, 1
+#: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_ORDINAL = 9
+
+_Pointer = ctypes.c_void_p
+_Size = ctypes.c_size_t
+_Memory = ctypes.c_uint64
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * _UUID_BYTES),)
+
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuDeviceGetCount": (_Pointer,),
+    "cuDeviceGet": (_Pointer, ctypes.c_int),
+    "cuDeviceGetUuid_v2": (_Pointer, ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (_Pointer, ctypes.c_int),
+    "cuCtxSetCurrent": (_Pointer,),
+    "cuPointerGetAttribute": (_Pointer, ctypes.c_int, _Memory),
+    "cuMemGetAddressRange_v2": (_Pointer, _Pointer, _Memory),
+    "cuIpcGetMemHandle": (_Pointer, _Memory),
+    "cuIpcOpenMemHandle_v2": (_Pointer, _Handle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_Memory,),
+    "cuMemHostRegister_v2": (_Pointer, _Size, ctypes.c_uint),
+    "cuMemHostUnregister": (_Pointer,),
+    "cuMemcpyDtoHAsync_v2": (_Pointer, _Memory, _Size, _Pointer),
+    "cuStreamCreate": (_Pointer, ctypes.c_uint),
+    "cuStreamSynchronize": (_Pointer,),
+    "cuStreamDestroy_v2": (_Pointer,),
+}
+
+
+class DeviceError(Exception):
+    """The driver refused, or there is none; its text is one clause."""
+
+
+class Place(NamedTuple):
+    """Where memory of this process lies, for another process on the host.
+
+    Attributes:
+        uuid: Of the device, 16 bytes.
+        handle: Opens the allocation, `HANDLE_BYTES` bytes.
+        offset: Of the memory within it, bytes.
+    """
+
+    uuid: bytes
+    handle: bytes
+    offset: int
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        msg = f"there is no CUDA driver ({error})"
+        raise DeviceError(msg) from None
+    return library
+
+
+def _call(name: str, *arguments: object) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code != _OK:
+        msg = f"{name} answered {code}"
+        raise DeviceError(msg)
+
+
+def _uuid(ordinal: int) -> bytes:
+    device, uuid = ctypes.c_int(), _Uuid()
+    _call("cuDeviceGet", ctypes.byref(device), ordinal)
+    _call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
+    return bytes(uuid.bytes)
+
+
+def place_of(address: int) -> Place:
+    """Return where device memory lies.
+
+    The calling thread must be at work on its device, as it is after any call of PyTorch's for it.
+
+    Args:
+        address: On the device, in this process.
+
+    Raises:
+        DeviceError: It cannot be shared, as what `expandable_segments` allocates cannot.
+    """
+    base, size, handle, ordinal = ctypes.c_uint64(), _Size(), _Handle(), ctypes.c_int()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
+    return Place(_uuid(ordinal.value), bytes(handle.bytes), address - base.value)
+
+
+@cache
+def device_of(uuid: bytes) -> Device:
+    """Return a device of this process, its context made; the first call takes a second.
+
+    Raises:
+        DeviceError: The process sees no such device, or the device has no room for a context.
+    """
+    _call("cuInit", 0)
+    count = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    for ordinal in range(count.value):
+        if _uuid(ordinal) == uuid:
+            return Device(ordinal)
+    msg = f"none of the {count.value} devices that the server sees is the trainer's"
+    raise DeviceError(msg)
+
+
+class Device:
+    """One device: what other processes hold there comes to memory of this one.
+
+    Every method may be called by any thread.
+
+    Args:
+        ordinal: Its number in this process.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        device = ctypes.c_int()
+        self._context = _Pointer()
+        _call("cuDeviceGet", ctypes.byref(device), ordinal)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._lock = threading.Lock()
+
+    def _enter(self) -> None:
+        _call("cuCtxSetCurrent", self._context)
+
+    def register(self, view: memoryview) -> None:
+        """Let the device write to mapped memory at full speed, until `unregister`."""
+        self._enter()
+        with contextlib.suppress(_AlreadyError):
+            _register(_address(view), view.nbytes)
+
+    def unregister(self, view: memoryview) -> None:
+        """Let go of it, before it is unmapped."""
+        self._enter()
+        _call("cuMemHostUnregister", _address(view))
+
+    @contextlib.contextmanager
+    def opened(self, handle: bytes) -> Iterator[tuple[int, int]]:
+        """Lend address and size of what another process has allocated."""
+        self._enter()
+        address, base, size = ctypes.c_uint64(), ctypes.c_uint64(), _Size()
+        raw = _Handle.from_buffer_copy(handle)
+        # Opening it twice counts; two threads at once do not.
+        with self._lock:
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
+        try:
+            _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+            yield address.value, size.value
+        finally:
+            # A device that has failed says so to everything; whoever copied was told.
+            with self._lock, contextlib.suppress(DeviceError):
+                _call("cuIpcCloseMemHandle", address)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Stream]:
+        """Lend a stream; when the block ends nothing is under way on it."""
+        self._enter()
+        made = _Pointer()
+        _call("cuStreamCreate", ctypes.byref(made), _NON_BLOCKING)
+        stream = Stream(made)
+        try:
+            yield stream
+        finally:
+            stream.wait()
+            _call("cuStreamDestroy_v2", made)
+
+
+class Stream:
+    """Copies that are done in order, beside whatever else the device does; for one thread.
+
+    Args:
+        stream: The driver's.
+    """
+
+    def __init__(self, stream: ctypes.c_void_p) -> None:
+        self._stream = stream
+
+    def copy(self, view: memoryview, source: int) -> None:
+        """Begin to fill a registered view from an address on the device."""
+        _call("cuMemcpyDtoHAsync_v2", _address(view), source, view.nbytes, self._stream)
+
+    def wait(self) -> None:
+        """Return when all copies are done; other threads run meanwhile."""
+        _call("cuStreamSynchronize", self._stream)
+
+
+class _AlreadyError(DeviceError):
+    """The memory is registered."""
+
+
+def _register(address: int, size: int) -> None:
+    code = _driver().cuMemHostRegister_v2(address, size, _PORTABLE)
+    if code == _REGISTERED:
+        raise _AlreadyError
+    if code != _OK:
+        msg = f"cuMemHostRegister answered {code}"
+        raise DeviceError(msg)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
