@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -126,7 +127,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Free space of the store's disk that pushes leave to journal and records.",
     )
-    fetchers: int = Field(2, ge=1, le=64, description="Processes that digest and write shards.")
+    fetchers: int = Field(
+        default_factory=lambda: min(16, max(2, len(os.sched_getaffinity(0)) // 2)),
+        ge=1,
+        le=64,
+        description="Processes that digest and write shards. Default: half of the cores, 2 to 16.",
+    )
     ingest: int = Field(
         0,
         ge=0,
