@@ -33,7 +33,7 @@ _LIMITS_S = 120.0
 _TRAINER_S = 120.0
 #: Layers of what the push part streams, at a tenth of the speed of what it hands over.
 _STREAM_LAYERS = 4
-_FETCHERS = 8
+_FETCHERS = 16
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Order:
     @property
     def fetchers(self) -> int:
         """Processes of the server."""
-        return min(_FETCHERS, max(2, (os.cpu_count() or 2) // 2))
+        return min(_FETCHERS, max(2, (os.cpu_count() or 2) * 3 // 4))
 
 
 Part = Callable[[Order, Results], Coroutine[Any, Any, None]]
