@@ -36,7 +36,7 @@ __all__ = [
 
 _GROUP = 64
 #: Changes between the one that is written and the one whose line is fetched.
-_AHEAD = 24
+_AHEAD = 96
 
 
 @inner

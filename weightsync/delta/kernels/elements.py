@@ -31,7 +31,7 @@ _GROUP = 64
 _BLOCK = 1 << 14
 _MASKS = _BLOCK // 8
 #: Elements between the one that is touched and the one whose line is fetched.
-_AHEAD = 24
+_AHEAD = 96
 
 
 @kernel

@@ -145,8 +145,11 @@ def count_ones(builder: ir.IRBuilder, mask: Value) -> Value:
 
 @_made
 def prefetch(builder: ir.IRBuilder, address: Value) -> Value:
-    """Have the line brought in for a write; any address is harmless."""
-    flags = [ir.Constant(ir.IntType(32), flag) for flag in (1, 3, 1)]
+    """Have the line brought into the second cache; any address is harmless.
+
+    Not into the first, nor for a write: far fewer lines can be on their way there at a time.
+    """
+    flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 2, 1)]
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *flags)
     return _ZERO
