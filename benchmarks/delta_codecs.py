@@ -31,14 +31,12 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _over(threads: int, call: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Call for every item, the largest first."""
-    if threads == 1:
-        for item in items:
-            call(item)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(call, items))
+def _over(
+    pool: ThreadPoolExecutor | None, call: Callable[[Any], object], items: Iterable[Any]
+) -> None:
+    """Call for every item in order, with the threads of a pool or in this one."""
+    for _ in pool.map(call, items) if pool else map(call, items):
+        pass
 
 
 class Ours:
@@ -87,11 +85,18 @@ class Ours:
             seconds[1] += time.perf_counter() - packed
         return seconds[0], seconds[1]
 
-    def pack_all(self, threads: int) -> float:
-        """Return the seconds of both together."""
-        return _timed(
-            lambda: _over(threads, lambda item: _zstd(*self._planes(item)), self._by_size)
-        )
+    def pack_all(self, pool: ThreadPoolExecutor | None) -> float:
+        """Return the seconds of both together, the largest tensor first."""
+        return _timed(lambda: _over(pool, lambda item: _zstd(*self._planes(item)), self._by_size))
+
+    def copy_all(self, pool: ThreadPoolExecutor | None) -> float:
+        """Return the seconds of copying all bytes, in halves if there is a pool."""
+        middle = len(self._target) // 2
+        halves = [slice(None, middle), slice(middle, None)] if pool else [slice(None)]
+        return _timed(lambda: _over(pool, self._copy, halves))
+
+    def _copy(self, part: slice) -> None:
+        np.copyto(self._target[part], self._model.new[part])
 
     @staticmethod
     def _planes(item: Item) -> tuple[Coding, list[Any]]:
@@ -105,7 +110,7 @@ class Ours:
         begun = time.perf_counter()
         changes = self._changes(shards)
         checked = time.perf_counter()
-        _over(1, self._apply, changes)
+        _over(None, self._apply, changes)
         patched = time.perf_counter()
         digests = [tensor_digest(self._places[change.name].data) for change in changes]
         digested = time.perf_counter()
@@ -119,11 +124,11 @@ class Ours:
             "all": digested - begun,
         }
 
-    def patch_all(self, shards: list[Any], threads: int) -> float:
+    def patch_all(self, shards: list[Any], pool: ThreadPoolExecutor | None) -> float:
         """Return the seconds of unpacking, patching and recording the undo."""
         np.copyto(self._target, self._model.base)
         changes = sorted(self._changes(shards), key=lambda change: -change.size)
-        seconds = _timed(lambda: _over(threads, self._apply, changes))
+        seconds = _timed(lambda: _over(pool, self._apply, changes))
         self.check()
         return seconds
 
