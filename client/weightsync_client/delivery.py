@@ -59,6 +59,8 @@ class Memory:
         self.snapshot = Snapshot()
         self.pace = Pace(address)
         self.warmth = Warmth()
+        #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
+        self.copied = False
 
     def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
         """Take a copy of what the server holds as a version, for the next delta.
@@ -195,6 +197,10 @@ class Delivery:
             self._settle_for(unfit)
             reason = unfit.reason
             _let_go(unfit)
+        if reason is Fallback.COPIED:
+            # The next one will be, too: a copy for a delta would only take memory.
+            self._memory.snapshot.held = None
+            return self._full(reason)
         return self._kept(reason)
 
     def _settle_for(self, unfit: Unfit) -> None:
@@ -214,6 +220,7 @@ class Delivery:
             Unfit: That cannot be done, or does not pay; nothing of the try is left.
         """
         snapshot, layout = self._memory.snapshot, self._source.layout
+        self._refuse_slower()
         base = snapshot.base_of(layout, self._run_id)
         shards = self._changes(base)
         try:
@@ -239,6 +246,11 @@ class Delivery:
             changed_fraction=shards.changed_fraction,
             dense_bytes=layout.size if layout else base.size,
         )
+
+    def _refuse_slower(self) -> None:
+        """Have everything sent where the server copies it faster than it could be compared."""
+        if self._wanted == "auto" and self._memory.copied:
+            raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
 
     def _changes(self, base: Held) -> DeltaShards:
         from weightsync_client.deltas.encoding import DeltaShards, default_threads
@@ -307,6 +319,7 @@ class Delivery:
 
     def _sent(self, push: Push, reason: Fallback | str) -> PushResult:
         result = push.run()
+        self._memory.copied = push.copied and not result.durable
         if result.way is Way.STREAM:
             self._memory.pace.note(result.sent_bytes, push.sending_s)
         return replace(result, fallback_reason=reason)

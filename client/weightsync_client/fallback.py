@@ -24,6 +24,8 @@ class Fallback(enum.StrEnum):
         LAYOUT_CHANGED: Names, dtypes or shapes differ from the last version's.
         TOO_DENSE: The delta would not have been much smaller.
         REFUSED: The server would not take the delta.
+        COPIED: The server copies everything from this host's GPUs itself and keeps it in memory
+            only, which takes less time than to find what changed.
     """
 
     FIRST = enum.auto()
@@ -33,6 +35,7 @@ class Fallback(enum.StrEnum):
     LAYOUT_CHANGED = enum.auto()
     TOO_DENSE = enum.auto()
     REFUSED = enum.auto()
+    COPIED = enum.auto()
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the push goes on in full

@@ -121,6 +121,11 @@ class Push:
             for tensor, digest in zip(tensors, digests, strict=True)
         }
 
+    @property
+    def copied(self) -> bool:
+        """The server has copied everything from GPUs itself."""
+        return self._same_host.copied
+
     # The whole of it.
 
     def run(self) -> PushResult:

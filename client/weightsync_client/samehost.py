@@ -98,6 +98,11 @@ class SameHost:
         """Tensors and digests of the shards that were handed over, by index."""
         return self._work.done
 
+    @property
+    def copied(self) -> bool:
+        """The server has copied all from GPUs itself."""
+        return not self.reason and self.done.keys() == self._work.copied != set()
+
     def run(self, reply: pb.BeginPushResponse) -> dict[int, pb.ShardProgress]:
         """Hand over what can be; return what the server holds of each shard, for the rest.
 

@@ -75,6 +75,8 @@ class HandOff:
         self._error: BaseException | None = None
         #: Tensors and digests of every shard that the server took, by index.
         self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
+        #: Those of them that it copied from a GPU itself.
+        self.copied: set[int] = set()
 
     def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
         """Write every shard but those that were `begun` otherwise.
@@ -114,6 +116,7 @@ class HandOff:
 
     def _note_collected(self, shard: Shard, digests: list[bytes]) -> None:
         self._note(shard, digests)
+        self.copied.add(shard.index)
         self._on_bytes(shard.entry.size)
 
     def _write_all(self, errands: Errands, count: int) -> None:

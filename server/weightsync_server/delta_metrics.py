@@ -16,7 +16,8 @@ __all__ = ["CODINGS", "FALLBACKS", "DeltaMetrics"]
 CODINGS = ("unchanged", "gap16", "gap8", "bitmap", "dense")
 #: Why a trainer pushed in full, as the proto lists it; the last one is the rest.
 FALLBACKS = (
-    "first", "no_room", "new_run", "base_mismatch", "layout_changed", "too_dense", "other",
+    "first", "no_room", "new_run", "base_mismatch", "layout_changed", "too_dense", "copied",
+    "other",
 )  # fmt: skip
 
 

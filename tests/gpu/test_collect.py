@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
 from weightsync.lending import Borrower, Placed  # noqa: E402
-from weightsync_client import Client, PushKind  # noqa: E402
+from weightsync_client import Client, Fallback, PushKind  # noqa: E402
 from weightsync_client.collecting import Collection  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -115,10 +115,28 @@ def test_a_copy_is_kept_for_the_next_delta(address: str, collected: list[int]) -
     with Client(address) as client:
         first = client.push(state)
         state["big.1"][5] += 1
-        second = client.push(state)
+        second = client.push(state, delta="require")
         assert (first.kind, second.kind) == (PushKind.FULL, PushKind.DELTA)
         check(client, second.version, state)
     assert collected == [0]
+
+
+def test_what_is_copied_faster_than_compared_is_copied(address: str, collected: list[int]) -> None:
+    state = tensors(10)
+    with Client(address) as client:
+        for reason in (Fallback.FIRST, Fallback.COPIED, Fallback.COPIED):
+            state["big.1"][5] += 1
+            result = client.push(state)
+            assert (result.kind, result.fallback_reason) == (PushKind.FULL, reason)
+            check(client, result.version, state)
+        # It lies elsewhere: written, and kept for the delta after it.
+        state = {name: tensor.cpu() for name, tensor in state.items()}
+        for kind in (PushKind.FULL, PushKind.FULL, PushKind.DELTA):
+            state["big.1"][5] += 1
+            result = client.push(state)
+            assert result.kind is kind
+            check(client, result.version, state)
+    assert collected == [0] * 3
 
 
 @pytest.mark.parametrize(

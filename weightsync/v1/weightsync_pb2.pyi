@@ -496,8 +496,8 @@ class BeginPushRequest(_message.Message):
     """Number of shards; 0: not known until commit."""
     fallback_reason: _builtins.str
     """For a full push by a trainer that would have sent a delta: why it did not, for the counter of
-    fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense. Others count as
-    other; empty: not counted. At most 64 bytes.
+    fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense, copied. Others
+    count as other; empty: not counted. At most 64 bytes.
     """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -24,7 +24,16 @@ from tests.unit.server.versions.world import simple
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Borrower, Lent
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import AbortedError, AsyncClient, Client, InvalidError, Streamed, Way
+from weightsync_client import (
+    AbortedError,
+    AsyncClient,
+    Client,
+    Fallback,
+    InvalidError,
+    Streamed,
+    Way,
+)
+from weightsync_client.samehost import SameHost
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -122,6 +131,16 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
     assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {
         ("push", f"pid:{os.getpid()}")
     }
+
+
+def test_what_the_server_copies_from_a_gpu_is_no_delta_while_it_keeps_it_in_memory(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There is no GPU here; tests/gpu has the same with one.
+    monkeypatch.setattr(SameHost, "copied", property(lambda self: not self.reason))
+    results = [client.push(weights(70)) for _ in range(3)]
+    later = "" if results[0].durable else Fallback.COPIED
+    assert [result.fallback_reason for result in results] == [Fallback.FIRST, later, later]
 
 
 def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_deltas_are_counted(metrics: Metrics) -> None:
 
     for coding in ("unchanged", "gap16", "gap8", "bitmap", "dense"):
         assert value("tensors_total", coding=coding) == 0
-    for reason in ("first", "no_room", "new_run", "base_mismatch", "layout_changed", "too_dense"):
+    for reason in ("first", "no_room", "new_run", "base_mismatch", "layout_changed", "copied"):
         assert value("fallbacks_total", reason=reason) == 0
     for name in ("bytes_total", "dense_bytes_total", "folds_total", "changed_fraction"):
         assert value(name) == 0
