@@ -30,6 +30,7 @@ XOR and zstd level 1. Every round trip is compared with the new bytes.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -53,7 +54,7 @@ def _memcpy(model: Model, target: Any) -> float:
 
 def _two_threads(ours: Ours, shards: list[Any]) -> dict[str, float]:
     """Return how much faster two threads are than one, copying beside encoding and decoding."""
-    works = {
+    works: dict[str, Callable[[ThreadPoolExecutor | None], float]] = {
         "memcpy": ours.copy_all,
         "encode": ours.pack_all,
         "decode": lambda pool: ours.patch_all(shards, pool),
