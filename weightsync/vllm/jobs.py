@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 NAMES = 10
 
 
+def _nobody(count: int) -> None:
+    del count
+
+
 @dataclass
 class Job:
     """The one background thread.
@@ -30,12 +34,14 @@ class Job:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays.
         stages: Whether it makes a version ready.
+        tell: Called with n when it will not read the first n shards of its version any more.
         over: All is done but the telling: who is told may ask for the next one at once.
     """
 
     apply_id: str
     gives_way: bool = False
     stages: bool = False
+    tell: Callable[[int], None] = _nobody
     over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None

@@ -307,7 +307,8 @@ class Rank:
         try:
             page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
             known = {"apply_id": job.apply_id, "ticket": args.get("ticket")}
-            page.write({**known, "phase": "running"})
+            job.tell = lambda read: page.write({**known, "phase": "running", "read": read})
+            job.tell(0)
         except Exception:
             logger.exception("weightsync: no status page for apply %s", job.apply_id)
             return
@@ -346,7 +347,7 @@ class Rank:
         stop = job.cancelled.is_set
         ready = prepare(job.apply_id, staged, plan, views, self._live)
         sent = self._sent
-        self._make_ready(ready, args, stop)
+        self._make_ready(ready, job, args)
         proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
         self._prepared[job.apply_id] = ready
         work = ready.work(self._holding.proved)
@@ -354,15 +355,14 @@ class Rank:
         told = {"h2d_bytes": self._sent - sent, **self._told()}
         return {"phase": "ready", **size, **told, **proved}
 
-    def _make_ready(
-        self, ready: Prepared, args: Mapping[str, Any], stop: Callable[[], bool]
-    ) -> None:
+    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> None:
+        stop = job.cancelled.is_set
         base = self._base(str(args.get("base", "")), ready.plan)
         if self._beside is not None:
             # Without a base the engine stands, and is proved by what the server received: a copy
             # beside it would shorten no pause. What is live already needs none either.
             staging = bool(args.get("base")) and not args.get("compare_live")
-            self._beside.make_ready(ready, base, self._aside, stop, staging=staging)
+            self._beside.make_ready(ready, base, self._aside, stop, job.tell, staging=staging)
             return
         if base:
             ready.find_patch(base, self._aside, stop)

@@ -123,6 +123,10 @@ class Sources:
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
+    def shard(self, item: Slice) -> int:
+        """Return the index of the shard that a copy reads."""
+        return self._entries[item.tensor].shard
+
     def slice(self, item: Slice) -> torch.Tensor:
         """Return the source of one copy."""
         return view_of(self.tensor(item.tensor), item.source)

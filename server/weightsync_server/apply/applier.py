@@ -20,6 +20,7 @@ from weightsync_server.apply.options import duration, pause_spec
 from weightsync_server.apply.rejecting import reject
 from weightsync_server.apply.switch import Attempt, Switch
 from weightsync_server.faults import refusing
+from weightsync_server.versions import digesting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from weightsync_server.apply.session import Prepared, Session
     from weightsync_server.metrics import Metrics
     from weightsync_server.settings import Settings
-    from weightsync_server.versions import ModelVersions, VersionRecord
+    from weightsync_server.versions import ModelVersions, SlotLease, VersionRecord
 
 __all__ = ["Applier"]
 
@@ -118,8 +119,11 @@ class Applier:
                 found = dataclasses.replace(live, reports=tuple(seen))
             else:
                 record = self._versions.get(request.version)
-                found = await self._prepare(session, record, compare_live=True)
-                found.lease.release()
+                timeout_s = self._settings.prepare_timeout_s
+                with await self._versions.stage(record.version, timeout_s) as lease:
+                    found = await session.prepare(
+                        record, lease, compare_live=True, timeout_s=timeout_s
+                    )
                 await session.hold(live)
             answer = reports.proof(found)
             if found.record is live.record:
@@ -231,40 +235,35 @@ class Applier:
     ) -> Prepared:
         with refusing("the apply"):
             await failpoints.reach("apply.begin")
-        # In this order: the ranks' own targets then come from bytes that are proved afterwards.
-        target = await self._prepare(
-            session, record, compare_live=False, timeout_s=timeout_s, durable=durable
-        )
+        seconds = timeout_s or self._settings.prepare_timeout_s
+        lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
-            await self._versions.verify_staged(target.lease)
+            target = await self._proved(session, live, record, lease, seconds)
         except BaseException:
-            await self._drop(session, live, target)
+            lease.release()
             raise
         self._metrics.observe_phase("prepare", target.seconds)
         return target
 
-    async def _prepare(
+    async def _proved(
         self,
         session: Session,
+        live: Prepared,
         record: VersionRecord,
-        *,
-        compare_live: bool,
-        timeout_s: float | None = None,
-        durable: bool = True,
+        lease: SlotLease,
+        timeout_s: float,
     ) -> Prepared:
-        seconds = timeout_s or self._settings.prepare_timeout_s
-        lease = await self._versions.stage(record.version, seconds, durable=durable)
-        try:
-            return await session.prepare(
-                record,
-                lease,
-                compare_live=compare_live,
-                timeout_s=seconds,
-                patch=not compare_live,
+        # Each shard is digested after every rank has read it: so what they read is proved.
+        async with digesting(self._versions, lease) as digests:
+            target = await session.prepare(
+                record, lease, compare_live=False, timeout_s=timeout_s, patch=True, digests=digests
             )
-        except BaseException:
-            lease.release()
-            raise
+            try:
+                await self._versions.verify_staged(lease, digests)
+            except BaseException:
+                await session.hold(live)
+                raise
+        return target
 
     async def _drop(self, session: Session, live: Prepared, target: Prepared) -> None:
         target.lease.release()

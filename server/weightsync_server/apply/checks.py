@@ -18,8 +18,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsync_server.apply.ranks import Report
     from weightsync_server.apply.session import Prepared, Session
+    from weightsync_server.apply.told import Report
     from weightsync_server.metrics import Metrics
     from weightsync_server.versions import ModelVersions
 

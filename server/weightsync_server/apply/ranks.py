@@ -11,21 +11,28 @@ import asyncio
 import logging
 import os
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.pages import PAGE_BYTES, PageReader
 from weightsync_server.apply.refusals import refusal
+from weightsync_server.apply.told import (
+    RankState,
+    read_commit,
+    read_names,
+    read_report,
+    shards_read,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from weightsync.engine import Engine, SwitchOrder
     from weightsync.handover import SegmentServer
+    from weightsync_server.apply.told import RankCommit, Report
 
-__all__ = ["QUICK_S", "DeviceUse", "RankCommit", "RankState", "Ranks", "Report"]
+__all__ = ["QUICK_S", "Ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,88 +47,6 @@ _STUCK = (
     "; vLLM may be stopped or overloaded: look at its log, and call again when GetStatus tells "
     "SERVING"
 )
-
-
-@dataclass(frozen=True)
-class DeviceUse:
-    """What a rank has on its device, in bytes.
-
-    Attributes:
-        room: What it may take to stage versions.
-        used: What it has taken.
-        sent: What was sent there for one version.
-    """
-
-    room: int = 0
-    used: int = 0
-    sent: int = 0
-
-
-#: Of a rank whose parameters lie in the host's memory.
-NO_DEVICE = DeviceUse()
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank wrote on its page at the end of a prepare or verify.
-
-    Attributes:
-        rank: `dp/pp/tp`.
-        phase: `ready`, `failed` or `needs_capture`.
-        error: One sentence when it failed.
-        refused: Whether the model cannot take these tensors, now or ever.
-        names: Those at fault, at most 10.
-        count: How many are at fault.
-        bytes: Bytes that a commit would write.
-        patched: Whether those are only what changes.
-        proved: Whether the live parameters hold the version; None: not compared.
-        mismatched: Names of tensors that differ, at most 10.
-        seconds: How long it took.
-        device: What it told about its device.
-    """
-
-    rank: str
-    phase: str
-    error: str
-    refused: bool
-    names: tuple[str, ...]
-    count: int
-    bytes: int
-    patched: bool
-    proved: bool | None
-    mismatched: tuple[str, ...]
-    seconds: float
-    device: DeviceUse = NO_DEVICE
-
-
-@dataclass(frozen=True)
-class RankCommit:
-    """What a rank answered to a commit; `content_digest` is empty unless proved.
-
-    It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
-    of a switch between two steps. It has `compared_all` when all that is live was compared with
-    what the server received.
-    """
-
-    rank: str
-    content_digest: str
-    written_bytes: int
-    patched: bool
-    commit_s: float
-    verify_s: float
-    error: str
-    switch_s: float = 0.0
-    compared_all: bool = True
-    device: DeviceUse = NO_DEVICE
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown."""
-
-    rank: str
-    content_digest: str
-    dirty: bool
 
 
 class Ranks:
@@ -183,6 +108,7 @@ class Ranks:
         compare_live: bool,
         timeout_s: float,
         base: str = "",
+        on_read: Callable[[int], None] | None = None,
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
 
@@ -192,6 +118,7 @@ class Ranks:
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             base: Apply id of what is live: where little differs from it, only that is prepared.
+            on_read: Called with n, time and again, when no rank reads the first n shards any more.
         """
         args = {
             "apply_id": apply_id,
@@ -200,7 +127,7 @@ class Ranks:
             "compare_live": compare_live,
             "base": base,
         }
-        return await self._report("weightsync_prepare", args, timeout_s)
+        return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
     async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
         """Compare live parameters with a prepared version while generation runs."""
@@ -220,14 +147,14 @@ class Ranks:
         """Write and prove the parameters; the engine must be paused."""
         args = {"apply_id": apply_id, "version": version}
         replies = await self._call("weightsync_commit", args, timeout_s)
-        return [_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
+        return [read_commit(rank, apply_id, r) for rank, r in zip(self.names, replies, strict=True)]
 
     async def switch(self, order: SwitchOrder, timeout_s: float) -> tuple[list[RankCommit], str]:
         """Change the version between two steps; tells what the engine goes on with, "": nothing."""
         outcome = await self._asked(lambda: self._engine.switch(order), "a switch", timeout_s)
         replies = self._paired(outcome.replies, "a switch")
         ranks = zip(self.names, replies, strict=True)
-        return [_commit(rank, order.apply_id, reply) for rank, reply in ranks], outcome.serves
+        return [read_commit(rank, order.apply_id, reply) for rank, reply in ranks], outcome.serves
 
     async def release(self, keep: Iterable[str], timeout_s: float) -> None:
         """Let every rank drop what it prepared, but for the named applies; all stays mapped.
@@ -267,10 +194,16 @@ class Ranks:
             mapped.update(map(str, reply["mapped"]))
         return frozenset(mapped)
 
-    async def _report(self, method: str, args: dict[str, Any], timeout_s: float) -> list[Report]:
+    async def _report(
+        self,
+        method: str,
+        args: dict[str, Any],
+        timeout_s: float,
+        on_read: Callable[[int], None] | None = None,
+    ) -> list[Report]:
         deadline = clock.monotonic() + timeout_s
         ticket = await self._start(method, args, timeout_s)
-        return await self.reports(method, ticket, deadline - clock.monotonic())
+        return await self.reports(method, ticket, deadline - clock.monotonic(), on_read)
 
     async def _start(self, method: str, args: dict[str, Any], timeout_s: float) -> str:
         # A ticket tells this answer from the one that lay on the page before.
@@ -280,13 +213,20 @@ class Ranks:
             _check(rank, reply)
         return ticket
 
-    async def reports(self, what: str, ticket: str, timeout_s: float) -> list[Report]:
+    async def reports(
+        self,
+        what: str,
+        ticket: str,
+        timeout_s: float,
+        on_read: Callable[[int], None] | None = None,
+    ) -> list[Report]:
         """Return what every rank writes on its page about the work of a ticket.
 
         Args:
             what: The work, for people.
             ticket: From its start.
             timeout_s: Longest wait, seconds.
+            on_read: See `prepare`.
         """
         deadline = clock.monotonic() + timeout_s
         reports: list[Report | None] = [None] * len(self.names)
@@ -298,8 +238,11 @@ class Ranks:
                     "prepare_timeout or look at vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
-            for index, page in enumerate(self._pages):
-                reports[index] = reports[index] or _report(self.names[index], ticket, page.read())
+            pages = [page.read() for page in self._pages]
+            for index, page in enumerate(pages):
+                reports[index] = reports[index] or read_report(self.names[index], ticket, page)
+            if on_read is not None:
+                on_read(min(shards_read(ticket, page) for page in pages))
         return [report for report in reports if report is not None]
 
     async def _call(
@@ -346,13 +289,9 @@ def _check(rank: str, reply: dict[str, Any]) -> None:
             rank,
             str(reply.get("error", "")),
             lasting=bool(reply.get("refused")),
-            names=_names(reply),
+            names=read_names(reply),
             count=int(reply.get("names_total", 0)),
         )
-
-
-def _names(told: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(map(str, told.get("names", ())))
 
 
 def _own(rank: str, reply: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,50 +304,3 @@ def _swallow(task: asyncio.Task[Any]) -> None:
     # The answer to a call that was given up: the ranks are asked again before anything else.
     if not task.cancelled():
         task.exception()
-
-
-def _report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
-    if page is None or page.get("ticket") != ticket or page.get("phase") == "running":
-        return None
-    return Report(
-        rank=rank,
-        phase=str(page.get("phase")),
-        error=str(page.get("error", "")),
-        refused=bool(page.get("refused")),
-        names=_names(page),
-        count=int(page.get("names_total", 0)),
-        bytes=int(page.get("bytes", 0)),
-        patched=bool(page.get("patched")),
-        proved=page.get("proved"),
-        mismatched=tuple(page.get("mismatched", ())),
-        seconds=float(page.get("seconds", 0.0)),
-        device=_device(page),
-    )
-
-
-def _device(told: dict[str, Any]) -> DeviceUse:
-    room, used, sent = (
-        int(told.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
-    )
-    return DeviceUse(room, used, sent)
-
-
-def _commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
-    error = str(reply.get("error", ""))
-    if reply.get("apply_id") != apply_id:
-        # A reply to another call must never pass for an acknowledgement (vllm#49972).
-        error = error or f"answered for apply {reply.get('apply_id')!r}"
-    if not reply.get("ok") and not error:
-        error = "refused without a reason"
-    return RankCommit(
-        rank=rank,
-        content_digest="" if error else str(reply.get("content_digest", "")),
-        written_bytes=int(reply.get("written_bytes", 0)),
-        patched=bool(reply.get("patched")),
-        commit_s=float(reply.get("commit_s", 0.0)),
-        verify_s=float(reply.get("verify_s", 0.0)),
-        error=error,
-        switch_s=float(reply.get("switch_s", 0.0)),
-        compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
-        device=_device(reply),
-    )

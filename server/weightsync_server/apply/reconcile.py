@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from weightsync_server.apply.doubts import Doubts
     from weightsync_server.apply.journal import Journal
-    from weightsync_server.apply.ranks import RankState
     from weightsync_server.apply.session import Pause, Prepared, Session
     from weightsync_server.apply.switch import Switch
+    from weightsync_server.apply.told import RankState
     from weightsync_server.versions import ModelVersions, VersionRecord
 
 __all__ = ["Reconciler"]

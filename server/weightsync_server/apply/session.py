@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.handover import SegmentServer
-    from weightsync_server.apply.ranks import Report
-    from weightsync_server.versions import SlotLease, VersionRecord
+    from weightsync_server.apply.told import Report
+    from weightsync_server.versions import ShardDigests, SlotLease, VersionRecord
 
 __all__ = ["Pause", "Prepared", "Session"]
 
@@ -118,6 +118,7 @@ class Session:
         compare_live: bool,
         timeout_s: float,
         patch: bool = False,
+        digests: ShardDigests | None = None,
     ) -> Prepared:
         """Have every rank prepare a version; captures its load plan first where it is new.
 
@@ -127,6 +128,7 @@ class Session:
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             patch: Whether the ranks may prepare to write only what differs from what is live.
+            digests: Begun for each shard as soon as no rank reads it any more; None: not here.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
@@ -140,6 +142,7 @@ class Session:
                 compare_live=compare_live,
                 timeout_s=timeout_s,
                 base=self.live.apply_id if patch and self.live else "",
+                digests=digests,
             )
         except BaseException as error:
             if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
@@ -157,15 +160,20 @@ class Session:
         compare_live: bool,
         timeout_s: float,
         base: str,
+        digests: ShardDigests | None,
     ) -> Prepared:
         start = time.perf_counter()
         for attempt in range(2):
+            if digests is not None:
+                # What was digested before the ranks read it proves nothing of what they read.
+                await digests.cancel()
             reports = await self.ranks.prepare(
                 apply_id,
                 lease.staged_id,
                 compare_live=compare_live,
                 timeout_s=timeout_s,
                 base=base,
+                on_read=digests.begin if digests is not None else None,
             )
             if attempt or not any(report.phase == "needs_capture" for report in reports):
                 break

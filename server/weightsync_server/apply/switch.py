@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync_server.apply.answers import Reply
     from weightsync_server.apply.journal import Answer, Journal
-    from weightsync_server.apply.ranks import RankCommit
     from weightsync_server.apply.session import Pause, Prepared, Session
+    from weightsync_server.apply.told import RankCommit
     from weightsync_server.metrics import Metrics
 
 __all__ = ["Attempt", "Switch", "Switched"]

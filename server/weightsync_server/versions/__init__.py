@@ -7,6 +7,7 @@ from weightsync_server.versions.deltas import ChainLimits, DeltaCounts, find_bas
 from weightsync_server.versions.feed import Change
 from weightsync_server.versions.leases import SlotLease
 from weightsync_server.versions.ports import Fetchers, Meters, NoMeters
+from weightsync_server.versions.proving import ShardDigests, digesting
 from weightsync_server.versions.records import VersionRecord
 from weightsync_server.versions.registry import ModelVersions
 from weightsync_server.versions.retention import Retention
@@ -24,8 +25,10 @@ __all__ = [
     "Retention",
     "Scrubber",
     "SegmentBudget",
+    "ShardDigests",
     "Slot",
     "SlotLease",
     "VersionRecord",
+    "digesting",
     "find_base",
 ]

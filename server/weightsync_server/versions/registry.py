@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from weightsync_server.versions.layouts import KnownLayout
     from weightsync_server.versions.leases import SlotLease
     from weightsync_server.versions.ports import Fetchers
+    from weightsync_server.versions.proving import ShardDigests
 
 __all__ = ["ModelVersions"]
 
@@ -308,13 +309,17 @@ class ModelVersions(Catalog):
         record = self.get(version)
         return await self._stager.stage(record, timeout_s, for_engine=for_engine, durable=durable)
 
-    async def verify_staged(self, lease: SlotLease) -> None:
+    async def verify_staged(self, lease: SlotLease, digests: ShardDigests | None = None) -> None:
         """Prove again that the segments hold the version.
+
+        Args:
+            lease: On the version.
+            digests: Of its segments, as far as they were begun; None: begin now.
 
         Raises:
             WeightSyncError: DATA_CORRUPT, naming the tensor; the next `stage` reads the store.
         """
-        await self._stager.verify(lease)
+        await self._stager.verify(lease, digests)
 
     def let_go(self, ids: Iterable[str]) -> None:
         """Take note that no process of the engine maps these segments any more."""

@@ -12,7 +12,8 @@ from weightsync.staged import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import refusing
 from weightsync_server.versions.leases import SlotLease
-from weightsync_server.versions.reading import all_done, compare
+from weightsync_server.versions.proving import ShardDigests
+from weightsync_server.versions.reading import compare
 
 if TYPE_CHECKING:
     from weightsync.manifest import Manifest
@@ -88,16 +89,16 @@ class Stager:
         else:
             self._versions.pool.release(record)
 
-    async def verify(self, lease: SlotLease) -> None:
-        """Digest the segments again; see `ModelVersions.verify_staged`."""
+    async def verify(self, lease: SlotLease, digests: ShardDigests | None) -> None:
+        """Look at digests of the segments; see `ModelVersions.verify_staged`."""
         with refusing("verifying a staged version"):
             await failpoints.reach("stage.verify")
-        record, fetchers = lease.record, self._versions.fetchers
+        record = lease.record
         self._refuse_failed(record)
         manifest = await self._versions.manifest(record)
-        shards = zip(lease.segments, manifest.layout.shards, strict=True)
+        digests = digests or ShardDigests(lease, manifest, self._versions.fetchers)
         try:
-            found = await all_done([fetchers.digest(segment, shard) for segment, shard in shards])
+            found = await digests.all()
             compare(manifest, found, "in shared memory")
         except WeightSyncError as error:
             if error.reason not in _DAMAGE:

@@ -11,6 +11,7 @@ import torch
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
+from weightsync.vllm.cuda.reading import Reading
 from weightsync.vllm.cuda.room import Room
 from weightsync.vllm.cuda.runtime import Registrar, Runtime
 from weightsync.vllm.cuda.scatter import Scatters
@@ -97,6 +98,7 @@ class Device:
         base: Prepared | None,
         crew: Crew,
         stop: Callable[[], bool],
+        tell: Callable[[int], None],
         *,
         staging: bool,
     ) -> None:
@@ -109,6 +111,7 @@ class Device:
             base: What the live parameters are proved to hold; None: not known.
             crew: Finds on the host what changes, without room on the device.
             stop: Asked before every piece; True raises `StoppedError`.
+            tell: Called with n when nothing here will read the first n shards any more.
             staging: Whether it is sent now; else there is only the memory for others.
         """
         self._let_go()
@@ -125,7 +128,9 @@ class Device:
                 ready.patch = self._found_on_host(ready, base, crew, stop)
             return
         pace = Pace(self.device)
-        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop)
+        # What comes after reads device memory only.
+        reading = Reading(ready.shards, len(ready.segments), tell)
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading)
         staged = Staged(ready.targets, blocks.all, memory, self._mask)
         staged.make_views()
         ready.whole = staged

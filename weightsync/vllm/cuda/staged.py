@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Block, Blocks
+    from weightsync.vllm.cuda.reading import Reading
     from weightsync.vllm.cuda.room import Room
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
@@ -117,14 +118,18 @@ def send_blocks(
     uploader: Uploader,
     pace: Pace,
     stop: Callable[[], bool],
+    reading: Reading,
 ) -> None:
     """Send the slices of every block to staging memory; returns when all are there.
+
+    `reading` is told all the while how far their sources were read.
 
     Raises:
         StoppedError: `stop` returned True.
     """
     try:
-        for block in blocks.all:
+        for block in reading.in_order(blocks.all):
+            reading.before(block, pace)
             row = block.staged(memory).reshape(-1)
             for part in block.parts:
                 source = sources[part.index]
@@ -133,3 +138,4 @@ def send_blocks(
     finally:
         # Nothing may still be under way when its source is unmapped.
         pace.drain()
+    reading.end()

@@ -13,6 +13,7 @@ from weightsync.vllm.crew import Crew
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, find
+from weightsync.vllm.cuda.reading import Reading
 from weightsync.vllm.cuda.scatter import Scatter
 from weightsync.vllm.cuda.staged import Staged, send_blocks
 from weightsync.vllm.cuda.upload import Pace
@@ -67,7 +68,8 @@ def _warm_up(of: torch.dtype, to: torch.dtype, uploader: Uploader, mask: torch.T
     targets.views()
     memory = torch.zeros(blocks.size, dtype=torch.uint8, device=device)
     pace = Pace(device)
-    send_blocks(blocks, sources, memory, uploader, pace, bool)
+    reading = Reading([0, 0], 1, lambda _: None)
+    send_blocks(blocks, sources, memory, uploader, pace, bool, reading)
     staged = Staged(targets, blocks.all, memory, mask)
     _patch(staged, pace, crew)
     for work in (staged, Direct(targets, slices, sources, range(2), uploader, mask)):

@@ -93,6 +93,42 @@ async def test_each_rank_reports_on_its_own_page(
         page.close()
 
 
+async def test_shards_are_told_when_no_rank_reads_them_any_more(
+    ranks: Ranks, workers: Workers, server: SegmentServer
+) -> None:
+    told: list[int] = []
+    task = asyncio.ensure_future(
+        ranks.prepare("id", "d", compare_live=False, timeout_s=10, on_read=told.append)
+    )
+    ticket = await _asked(workers)
+    first, second = await asyncio.to_thread(_pages, workers, server)
+    running = {"ticket": ticket, "phase": "running"}
+
+    async def most() -> int:
+        told.clear()
+        await asyncio.sleep(0.05)
+        return max(told)
+
+    assert await most() == 0
+    first.write({**running, "read": 5})
+    assert await most() == 0
+    second.write({"ticket": "of before", "phase": "ready"})
+    assert await most() == 0, "it told of another call"
+    second.write({**running, "read": 3})
+    assert await most() == 3
+    first.write({"ticket": ticket, "phase": "ready"})
+    assert await most() == 3
+    second.write(running)
+    assert await most() == 0, "it may read everything"
+    second.write({**running, "read": 4})
+    assert await most() == 4
+    second.write({"ticket": ticket, "phase": "needs_capture", "read": 4})
+    assert [report.phase for report in await task] == ["ready", "needs_capture"]
+    assert told[-1] == 0
+    for page in (first, second):
+        page.close()
+
+
 async def test_ranks_that_never_report(ranks: Ranks, workers: Workers) -> None:
     with pytest.raises(WeightSyncError, match="did not finish") as caught:
         await ranks.verify("id", 0.05)

@@ -1,0 +1,170 @@
+"""What ranks tell, in replies and on their status pages, as the server reads it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "DeviceUse",
+    "RankCommit",
+    "RankState",
+    "Report",
+    "read_commit",
+    "read_names",
+    "read_report",
+    "shards_read",
+]
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What a rank has on its device, in bytes.
+
+    Attributes:
+        room: What it may take to stage versions.
+        used: What it has taken.
+        sent: What was sent there for one version.
+    """
+
+    room: int = 0
+    used: int = 0
+    sent: int = 0
+
+
+#: Of a rank whose parameters lie in the host's memory.
+NO_DEVICE = DeviceUse()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank wrote on its page at the end of a prepare or verify.
+
+    Attributes:
+        rank: `dp/pp/tp`.
+        phase: `ready`, `failed` or `needs_capture`.
+        error: One sentence when it failed.
+        refused: Whether the model cannot take these tensors, now or ever.
+        names: Those at fault, at most 10.
+        count: How many are at fault.
+        bytes: Bytes that a commit would write.
+        patched: Whether those are only what changes.
+        proved: Whether the live parameters hold the version; None: not compared.
+        mismatched: Names of tensors that differ, at most 10.
+        seconds: How long it took.
+        device: What it told about its device.
+    """
+
+    rank: str
+    phase: str
+    error: str
+    refused: bool
+    names: tuple[str, ...]
+    count: int
+    bytes: int
+    patched: bool
+    proved: bool | None
+    mismatched: tuple[str, ...]
+    seconds: float
+    device: DeviceUse = NO_DEVICE
+
+
+@dataclass(frozen=True)
+class RankCommit:
+    """What a rank answered to a commit; `content_digest` is empty unless proved.
+
+    It is `patched` when only what changes was written, and compared. `switch_s` is the whole time
+    of a switch between two steps. It has `compared_all` when all that is live was compared with
+    what the server received.
+    """
+
+    rank: str
+    content_digest: str
+    written_bytes: int
+    patched: bool
+    commit_s: float
+    verify_s: float
+    error: str
+    switch_s: float = 0.0
+    compared_all: bool = True
+    device: DeviceUse = NO_DEVICE
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown."""
+
+    rank: str
+    content_digest: str
+    dirty: bool
+
+
+def read_names(told: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of those at fault."""
+    return tuple(map(str, told.get("names", ())))
+
+
+def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
+    """Return what a rank tells at the end of the work of a ticket; None: it tells no end."""
+    if page is None or page.get("ticket") != ticket or page.get("phase") == "running":
+        return None
+    return Report(
+        rank=rank,
+        phase=str(page.get("phase")),
+        error=str(page.get("error", "")),
+        refused=bool(page.get("refused")),
+        names=read_names(page),
+        count=int(page.get("names_total", 0)),
+        bytes=int(page.get("bytes", 0)),
+        patched=bool(page.get("patched")),
+        proved=page.get("proved"),
+        mismatched=tuple(page.get("mismatched", ())),
+        seconds=float(page.get("seconds", 0.0)),
+        device=_device(page),
+    )
+
+
+def shards_read(ticket: str, page: dict[str, Any] | None) -> int:
+    """Return of how many of the first shards a rank will read nothing any more.
+
+    One that is ready has read all that it prepares from. Who tells no number may read everything.
+    """
+    if page is None or page.get("ticket") != ticket:
+        return 0
+    if page.get("phase") == "ready":
+        return sys.maxsize
+    read = page.get("read", 0)
+    return read if page.get("phase") == "running" and isinstance(read, int) else 0
+
+
+def _device(told: dict[str, Any]) -> DeviceUse:
+    room, used, sent = (
+        int(told.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
+    )
+    return DeviceUse(room, used, sent)
+
+
+def read_commit(rank: str, apply_id: str, reply: dict[str, Any]) -> RankCommit:
+    """Return what a rank answered to the commit of an apply; any other answer is an error."""
+    error = str(reply.get("error", ""))
+    if reply.get("apply_id") != apply_id:
+        # A reply to another call must never pass for an acknowledgement (vllm#49972).
+        error = error or f"answered for apply {reply.get('apply_id')!r}"
+    if not reply.get("ok") and not error:
+        error = "refused without a reason"
+    return RankCommit(
+        rank=rank,
+        content_digest="" if error else str(reply.get("content_digest", "")),
+        written_bytes=int(reply.get("written_bytes", 0)),
+        patched=bool(reply.get("patched")),
+        commit_s=float(reply.get("commit_s", 0.0)),
+        verify_s=float(reply.get("verify_s", 0.0)),
+        error=error,
+        switch_s=float(reply.get("switch_s", 0.0)),
+        compared_all=bool(reply.get("compared_all", not reply.get("patched"))),
+        device=_device(reply),
+    )

@@ -1,0 +1,71 @@
+"""Digests of a version in shared memory, begun shard by shard while its readers read on.
+
+What readers made of the bytes is proved by digests that were begun after the last of them had read
+them: a digest of before may have seen other bytes than they did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+from weightsync_server.versions.reading import all_done
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync.manifest import Manifest
+    from weightsync_server.versions.leases import SlotLease
+    from weightsync_server.versions.ports import Fetchers
+    from weightsync_server.versions.registry import ModelVersions
+
+__all__ = ["ShardDigests", "digesting"]
+
+
+class ShardDigests:
+    """Digests each shard of a leased version once, from the first one on.
+
+    The lease outlives it: call `cancel` before it is released.
+
+    Args:
+        lease: Where the shards lie.
+        manifest: Of the version.
+        fetchers: Compute them.
+    """
+
+    def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: Fetchers) -> None:
+        self._shards = list(zip(lease.segments, manifest.layout.shards, strict=True))
+        self._fetchers = fetchers
+        self._begun: list[asyncio.Task[list[bytes]]] = []
+
+    def begin(self, count: int) -> None:
+        """Begin with those of the first `count` shards that are not begun yet."""
+        for segment, shard in self._shards[len(self._begun) : max(0, count)]:
+            self._begun.append(asyncio.create_task(self._fetchers.digest(segment, shard)))
+
+    async def all(self) -> list[list[bytes]]:
+        """Return the digests of all tensors, shard by shard.
+
+        Raises:
+            WeightSyncError: What a fetcher says; all of them have come to an end then.
+        """
+        self.begin(len(self._shards))
+        return await all_done(self._begun)
+
+    async def cancel(self) -> None:
+        """Forget what was begun; afterwards no fetcher is at a segment for it."""
+        begun, self._begun = self._begun, []
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def digesting(versions: ModelVersions, lease: SlotLease) -> AsyncIterator[ShardDigests]:
+    """Give digests for `verify_staged`; nobody is at them when the body has ended."""
+    digests = ShardDigests(lease, await versions.manifest(lease.record), versions.fetchers)
+    try:
+        yield digests
+    finally:
+        await digests.cancel()
