@@ -16,6 +16,7 @@ from weightsync.delta.kernels.intrinsics import (
     load16,
     load64,
     prefetch,
+    spread_gaps,
     spread_signs,
     store8,
     store16,
@@ -23,6 +24,7 @@ from weightsync.delta.kernels.intrinsics import (
     store64,
 )
 from weightsync.delta.kernels.jit import inner, kernel
+from weightsync.delta.kernels.processor import PACKS, vectors
 
 __all__ = [
     "add_changes",
@@ -35,6 +37,9 @@ __all__ = [
 ]
 
 _GROUP = 64
+#: Entries of one vector.
+_LANES = 16
+_PACKS = vectors() == PACKS
 #: Changes between the one that is written and the one whose line is fetched.
 _AHEAD = 96
 
@@ -45,6 +50,22 @@ def _put(index: Any, at: Any, size: Any, value: Any) -> Any:
         store32(index + 4 * at, value)
     else:
         store64(index + 8 * at, value)
+
+
+@inner
+def _spread(low: Any, entries: Any, index: Any, changed: Any) -> Any:
+    """Write what whole vectors of entries mark, for as long as there is room for all of a vector.
+
+    The last entry is left over. Returns how many entries were read and positions written, and where
+    the last entry lies.
+    """
+    at, filled, position = 0, 0, -1
+    while at + _LANES < entries and filled + _LANES <= changed:
+        told = spread_gaps(low + at, position, index + 4 * filled)
+        position += told >> 8
+        filled += told & 255
+        at += _LANES
+    return at, filled, position
 
 
 @kernel
@@ -62,9 +83,11 @@ def read_gaps(
         size: Bytes of a position, 4 or 8.
         changed: Positions that must be marked.
     """
-    position, filled, marks = -1, 0, 0
+    begin, filled, position, marks = 0, 0, -1, 0
+    if _PACKS and size == 4 and not high:
+        begin, filled, position = _spread(low, entries, index, changed)
     skip = 65535 if high else 255
-    for at in range(entries):
+    for at in range(begin, entries):
         # A skip writes too, and what it wrote is overwritten, so that there is no guess: behind
         # the last mark there may be none.
         if filled == changed:

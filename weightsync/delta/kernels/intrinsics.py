@@ -38,6 +38,7 @@ __all__ = [
     "shuffle_changes",
     "shuffle_magnitudes",
     "shuffle_places",
+    "spread_gaps",
     "spread_signs",
     "store8",
     "store16",
@@ -62,6 +63,7 @@ def _made(emit: Callable[..., Value]) -> Any:
     typed: dict[int, Callable[..., Any]] = {
         1: lambda _typing, _1: (kind, generate),
         2: lambda _typing, _1, _2: (kind, generate),
+        3: lambda _typing, _1, _2, _3: (kind, generate),
         4: lambda _typing, _1, _2, _3, _4: (kind, generate),
         5: lambda _typing, _1, _2, _3, _4, _5: (kind, generate),
     }
@@ -235,6 +237,33 @@ def pack_changes(
     counted = builder.add(spread, ir.Constant(kind, list(range(32))))
     _store(builder, places, _compressed(builder, counted, differs))
     return _mask(builder, differs)
+
+
+@_made
+def spread_gaps(builder: ir.IRBuilder, entries: Value, before: Value, out: Value) -> Value:
+    """Write the 32-bit positions that 16 entries of GAP8 mark behind the position `before`.
+
+    Writes 64 bytes, whatever is marked. The entries are read once. Returns how many are marked, and
+    times 256 how far the last entry lies behind `before`.
+    """
+    bytes_, kind = _load(builder, entries, _vector(8, 16)), _vector(32, 16)
+    marks = builder.icmp_unsigned("!=", bytes_, _splat(bytes_.type, 255))
+    sums = builder.add(builder.zext(bytes_, kind), builder.zext(marks, kind))
+    for step in (1, 2, 4, 8):
+        # Lanes 16 and up are zeros, which come in from below.
+        lanes = [16] * step + list(range(16 - step))
+        order = ir.Constant(kind, lanes)
+        moved = builder.shuffle_vector(sums, _splat(kind, 0), order)
+        sums = builder.add(sums, moved)
+    first = builder.insert_element(
+        ir.Constant(kind, ir.Undefined), builder.trunc(before, ir.IntType(32)), _ZERO
+    )
+    spread = builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), _splat(kind, 0))
+    _store(builder, out, _compressed(builder, builder.add(sums, spread), marks))
+    far = builder.zext(builder.extract_element(sums, ir.Constant(_I64, 15)), _I64)
+    mask = builder.zext(builder.bitcast(marks, ir.IntType(16)), _I64)
+    marked = _call(builder, "llvm.ctpop.i64", _I64, mask)
+    return builder.or_(builder.shl(far, ir.Constant(_I64, 8)), marked)
 
 
 @_made
