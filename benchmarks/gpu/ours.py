@@ -152,6 +152,8 @@ class Ours:
         pushed = await self.trainer.do("push", address=self.address)
         self.version = pushed["version"]
         self.site.results.facts[f"push_kind{suffix}"] = pushed["kind"]
+        self.site.results.facts[f"push_way{suffix}"] = pushed["way"]
+        self.site.results.facts[f"push_fallback{suffix}"] = pushed["fallback_reason"]
         figures, first_token = await self._applied(suffix, back=False)
         figures[_key("push", suffix)] = pushed["seconds"]
         figures[_key("update_end_to_end", suffix)] = first_token - called

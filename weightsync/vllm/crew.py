@@ -110,6 +110,20 @@ class Crew:
             if error is not None:
                 raise error
 
+    def begin(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin something beside the caller, if there is a thread for it.
+
+        Returns what the caller must call to have it done, and to get what it raised.
+        """
+        if not self._helpers:
+            return work
+
+        def run() -> None:
+            with torch.inference_mode():
+                work()
+
+        return self._threads().submit(run).result
+
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:

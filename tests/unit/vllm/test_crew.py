@@ -67,3 +67,24 @@ def test_ranks_share_the_cores_and_a_gpu_needs_one_thread(monkeypatch: pytest.Mo
     assert crew_size(torch.device("cpu"), 4) == 3
     assert crew_size(torch.device("cpu"), 16) == 1
     assert crew_size(torch.device("cuda", 0), 1) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_begun_beside_the_caller_is_done_when_it_is_asked_for(size: int) -> None:
+    threads: list[tuple[int, bool]] = []
+
+    def work() -> None:
+        threads.append((threading.get_ident(), torch.is_inference_mode_enabled()))
+
+    with torch.inference_mode():
+        Crew(size).begin(work)()
+    ((thread, inference),) = threads
+    assert inference
+    assert (thread == threading.get_ident()) is (size == 1)
+
+
+def test_what_is_begun_beside_the_caller_fails_where_it_is_asked_for() -> None:
+    for size in (1, 2):
+        done = Crew(size).begin(list[None]().pop)
+        with pytest.raises(IndexError):
+            done()
