@@ -6,17 +6,19 @@ The trainer tells where its tensors lie. What arrives is believed as little as w
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightsync import failpoints
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ingest.checks import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
+    from weightsync.manifest import TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.fetchers.asking import Piece
     from weightsync_server.ingest.push import Push
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Collecting", "Collects"]
 
+logger = logging.getLogger(__name__)
+
 _DEVICE = re.compile(r"[0-9a-f]{32}")
 _HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
-#: With more, what a fetcher is told would be too long a message.
+#: What is told of so many is read in a moment, for which the event loop does nothing else.
 _MOST_TENSORS = 2048
 
 
@@ -50,42 +54,55 @@ class Collecting:
     def __init__(self, collector: Collects, owner: object) -> None:
         self._collector = collector
         self._owner = owner
-        self._reached = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: Devices from which a shard was copied.
+        self._reached: set[str] = set()
+        #: What was begun, by shard.
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def begin(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> str:
         """Begin to copy a shard; return why its memory cannot be reached from here, else "".
 
         Raises:
-            WeightSyncError: REQUEST_INVALID; or why the push has failed.
+            WeightSyncError: REQUEST_INVALID, and nothing has changed; SHARD_BUSY; or why the push
+                has failed, or the first copy from a device.
         """
-        header, pieces = _header(upload, where), _pieces(upload, where)
-        if len(pieces) > _MOST_TENSORS:
-            return f"a shard of {len(pieces)} tensors; at most {_MOST_TENSORS}"
-        await failpoints.reach("receive.collect")
+        filled = [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
+        if len(filled) > _MOST_TENSORS:
+            return f"a shard of {len(filled)} tensors; at most {_MOST_TENSORS}"
+        header, pieces = _header(upload, where), _pieces(upload, filled, where)
+        device, handles = where["device"], where["handles"]
         upload.own(self._owner)
         segment = await push.ready(upload)
         if not push.first_byte_at:
             push.first_byte_at = asyncio.get_running_loop().time()
         segment.view[: len(header)] = header
-        order = self._collector.collect(segment, where["device"], where["handles"], pieces)
-        task = asyncio.create_task(_collected(push, upload, segment, order))
-        upload.collecting = task
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return "" if self._reached else await self._reach(upload, task)
+        copy = partial(self._collector.collect, segment, device, handles, pieces)
+        task = asyncio.create_task(_collected(push, upload, segment, copy))
+        # Retrieved: the trainer may never ask.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        upload.collecting = self._tasks[upload.index] = task
+        return "" if device in self._reached else await self._reach(push, upload, device)
 
-    async def _reach(self, upload: ShardUpload, task: asyncio.Task[None]) -> str:
-        """Wait for the first one: what it meets, the others would."""
+    async def _reach(self, push: Push, upload: ShardUpload, device: str) -> str:
+        """Wait for the first one from a device: what it meets, the others would."""
         try:
-            await asyncio.shield(task)
+            await self._ended(push, upload)
         except WeightSyncError as error:
             if error.reason is not Reason.NOT_SUPPORTED:
                 raise
             upload.collecting = upload.owner = None
+            del self._tasks[upload.index]
+            logger.info("a trainer writes its tensors itself: %s", error.message)
             return error.message
-        self._reached = True
+        self._reached.add(device)
         return ""
+
+    async def _ended(self, push: Push, upload: ShardUpload) -> None:
+        """Return once a shard was copied; raise why it was not, and first of all why the push."""
+        task = self._tasks[upload.index]
+        await asyncio.wait([task])
+        push.check_open()
+        task.result()
 
     async def digests(self, push: Push, upload: ShardUpload) -> bytes:
         """Return the joined digests of a shard once it was copied and digested.
@@ -93,9 +110,9 @@ class Collecting:
         Raises:
             WeightSyncError: REQUEST_INVALID where `begin` was not asked for; why it failed.
         """
-        if upload.collecting is None:
+        if upload.index not in self._tasks:
             raise refused(f"shard {upload.index} is not being copied; ask for that first")
-        await asyncio.shield(upload.collecting)
+        await self._ended(push, upload)
         digested = asyncio.create_task(upload.digested.wait())
         waited = {digested} if upload.verification is None else {digested, upload.verification}
         try:
@@ -109,19 +126,16 @@ class Collecting:
 
     async def end(self) -> None:
         """Call off what is under way, and return once nothing is written any more."""
-        for task in self._tasks:
+        tasks = self._tasks.values()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            # Retrieved: the trainer may never ask.
-            task.exception()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _collected(push: Push, upload: ShardUpload, segment: Segment, order: Any) -> None:
-    await order
+async def _collected(
+    push: Push, upload: ShardUpload, segment: Segment, copy: Callable[[], Awaitable[None]]
+) -> None:
+    await copy()
     push.check_open()
     upload.received = upload.entry.size
     push.meters.add_received(upload.received)
@@ -141,9 +155,10 @@ def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _pieces(upload: ShardUpload, where: dict[str, Any]) -> list[Piece]:
+def _pieces(
+    upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]
+) -> list[Piece]:
     device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
-    filled = [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
     told = (
         isinstance(device, str)
         and _DEVICE.fullmatch(device)
@@ -167,7 +182,7 @@ def _pieces(upload: ShardUpload, where: dict[str, Any]) -> list[Piece]:
 
 
 def _is_place(place: object, handles: int) -> bool:
-    match place:
-        case [int(number), int(offset)]:
-            return 0 <= number < handles and 0 <= offset < 1 << 63
-    return False
+    # Not isinstance: true and false are no numbers here.
+    if not isinstance(place, list) or [type(value) for value in place] != [int, int]:
+        return False
+    return bool(0 <= place[0] < handles and 0 <= place[1] < 1 << 63)

@@ -46,6 +46,7 @@ __all__ = ["OFFER_S", "Lender", "is_here", "start_lending"]
 T = TypeVar("T")
 
 logger = logging.getLogger("weightsync.audit")
+_log = logging.getLogger(__name__)
 
 #: Seconds for which an offer is good.
 OFFER_S = 30.0
@@ -219,6 +220,8 @@ class LendingDesk:
             return await work
         except Exception as error:
             told = refusal(error, "lending memory to a trainer")
+            if told is not error:
+                _log.exception("lending memory to a trainer")
             if self._push is not None and told.reason in FATAL:
                 self._push.fail(told)
                 await self._push.closed()
@@ -231,6 +234,7 @@ class LendingDesk:
 
     async def _collect(self, shard: int, where: dict[str, Any]) -> str:
         push, upload = self._upload(shard)
+        await failpoints.reach("receive.collect")
         _check_nothing_here(upload)
         return await self._collecting.begin(push, upload, where)
 
@@ -240,8 +244,8 @@ class LendingDesk:
 
     async def _lend(self, shard: int) -> Lent:
         push, upload = self._upload(shard)
-        _check_nothing_here(upload)
         await failpoints.reach("receive.lend")
+        _check_nothing_here(upload)
         upload.own(self)
         segment = await push.ready(upload)
         if not push.first_byte_at:

@@ -97,6 +97,14 @@ class ShardUpload:
                 metadata={"shard": str(self.index), "received_bytes": str(self.received)},
                 retry_after_s=0.2,
             )
+        if self.collecting is not None and not self.collecting.done():
+            raise WeightSyncError(
+                Reason.SHARD_BUSY,
+                f"shard {self.index} is being copied from a trainer's GPU; wait until it was, or "
+                "until that connection has ended",
+                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
+                retry_after_s=0.2,
+            )
         if self.segment is not None and not self.segment.taken_back():
             raise WeightSyncError(
                 Reason.SHARD_BUSY,
