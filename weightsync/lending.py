@@ -218,23 +218,32 @@ def _secret(request: dict[str, Any]) -> str:
 
 
 def _asked(desk: Desk, request: dict[str, Any]) -> Lent | dict[str, Any] | None:
-    if request["op"] == "alive":
+    op, shard = request.get("op"), request.get("shard")
+    if op == "alive":
         return None
-    shard = request["shard"]
-    if not isinstance(shard, int):
-        msg = "the index of a shard is an integer"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
-    if request["op"] == "lend":
+    if type(shard) is not int:
+        raise _refused("the index of a shard is an integer")
+    if op == "lend":
         return desk.lend(shard)
-    if request["op"] == "written":
-        desk.written(shard, bytes.fromhex(request["digests"]))
+    if op == "written":
+        desk.written(shard, _digests(request))
         return None
-    if request["op"] == "collect":
+    if op == "collect":
         return {"declined": desk.collect(shard, request)}
-    if request["op"] == "collected":
+    if op == "collected":
         return {"digests": desk.collected(shard).hex()}
-    msg = f"unknown op {request['op']!r}"
-    raise ValueError(msg)
+    raise _refused(f"this server knows no request {str(op)[:40]!r}; see weightsync.lending")
+
+
+def _digests(request: dict[str, Any]) -> bytes:
+    try:
+        return bytes.fromhex(request["digests"])
+    except (KeyError, TypeError, ValueError):
+        raise _refused("the digests of a shard are hexadecimal") from None
+
+
+def _refused(message: str) -> WeightSyncError:
+    return WeightSyncError(Reason.REQUEST_INVALID, message)
 
 
 class Borrower:

@@ -209,6 +209,38 @@ def test_what_is_no_request_ends_its_connection_only(office: Office, first: byte
     assert office.gone()
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {},
+        {"op": "lend"},
+        {"op": "collect", "shard": "0"},
+        {"op": "collect", "shard": True},
+        {"op": "collected", "shard": None},
+        {"op": "collected", "shard": 0.0},
+        {"op": "collected", "shard": [0]},
+        {"op": "written", "shard": 0},
+        {"op": "written", "shard": 0, "digests": 7},
+        {"op": "written", "shard": 0, "digests": "no"},
+        {"op": "take", "shard": 0},
+        {"op": ["lend"], "shard": 0},
+    ],
+)
+def test_a_request_that_makes_no_sense_is_answered_with_a_sentence(
+    office: Office, request_: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    borrower = Borrower(office.server.path, office.secret)
+    with pytest.raises(WeightSyncError) as told:
+        borrower._ask(request_)
+    assert told.value.reason is Reason.REQUEST_INVALID
+    assert len(told.value.message) > 20
+    borrower.close()
+    assert office.gone()
+    (desk,) = office.desks
+    assert not (desk.told or desk.places)
+    assert not caplog.text
+
+
 def test_the_silent_are_dropped(
     tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
