@@ -156,8 +156,8 @@ def check_decoders(rounds: int) -> dict[str, int]:
     legal = dict.fromkeys(("gap8", "gap16", "bitmap", "sm"), 0)
     for marked in range(1, 70):
         # Whole vectors, and some entries more: all marks, and a skip before the last of them.
-        for plane in (bytes(marked), bytes(marked - 1) + b"\xff\0"):
-            legal["gap8"] += _both("decode_gaps", [plane], 1 << 20, out=marked, dtype="<i4")
+        for gaps in (bytes(marked), bytes(marked - 1) + b"\xff\0"):
+            legal["gap8"] += _both("decode_gaps", [gaps], 1 << 20, out=marked, dtype="<i4")
     assert legal["gap8"] == 2 * 69
     for _ in range(rounds):
         changed = int(rng.integers(1, 150))
