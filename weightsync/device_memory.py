@@ -125,13 +125,22 @@ def place_of(address: int) -> Place:
     return Place(_uuid(ordinal.value), bytes(handle.bytes), address - base.value)
 
 
-@cache
+#: Of two threads that ask for a device at once, only one makes it.
+_making = threading.Lock()
+
+
 def device_of(uuid: bytes) -> Device:
     """Return a device of this process, its context made; the first call takes a second.
 
     Raises:
         DeviceError: The process sees no such device, or the device has no room for a context.
     """
+    with _making:
+        return _device(uuid)
+
+
+@cache
+def _device(uuid: bytes) -> Device:
     _call("cuInit", 0)
     count = ctypes.c_int()
     _call("cuDeviceGetCount", ctypes.byref(count))

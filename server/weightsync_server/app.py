@@ -134,7 +134,7 @@ class App:
         lender = None
         if settings.same_host:
             collector = Collector(on_restart=metrics.count_fetcher_restart)
-            stack.push_async_callback(collector.stop)
+            stack.push_async_callback(collector.close)
             versions.keeper.mappers.append(collector.forget)
             silence_s = settings.push_idle_timeout_s
             lender = start_lending(stack, pushes, settings.lending_socket, silence_s, collector)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import astuple
@@ -12,7 +15,7 @@ from weightsync.digest import DIGEST_BYTES
 from weightsync_server.changes import unpack_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
@@ -122,10 +125,11 @@ class Asking(ABC):
             WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
                 REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
-        facts: dict[str, Any] = {"device": device, "handles": [*handles], "pieces": [*pieces]}
-        # Never again: what a device failed at once, it fails at again.
-        place = segment, segment.capacity
-        await self._compute("collect", *place, fills=True, again=False, **facts)
+        facts = {"device": device, "handles": [*handles], "pieces": [*pieces]}
+        with _noted(facts) as fd:
+            # Never again: what a device failed at once, it fails at again.
+            how: dict[str, Any] = {"fills": True, "again": False, "source_fd": fd}
+            await self._compute("collect", segment, segment.capacity, **how)
 
     async def copy(self, source: Segment, size: int, segment: Segment) -> None:
         """Fill the first `size` bytes of a segment with those of another one.
@@ -177,6 +181,18 @@ class Asking(ABC):
         """
         facts = {"delta": astuple(shard), "index": index, **_place(source, layout)}
         await self._compute("patch", segment, segment.capacity, fills=True, again=False, **facts)
+
+
+@contextlib.contextmanager
+def _noted(facts: dict[str, Any]) -> Iterator[int]:
+    """Lend a file of what is too much for a message, which must fit into a socket's buffer."""
+    fd = os.memfd_create("weightsync-task", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(json.dumps(facts).encode())
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _place(source: Segment | str, *before: Segment) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class _Child:
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
         if op == "collect":
-            self._collect(request, view, stop)
+            self._collect(view, fds[0], stop)
             return b""
         shard = ShardEntry(*request["shard"]) if "shard" in request else None
         if shard is not None:
@@ -159,17 +159,13 @@ class _Child:
         patching.patch(views[0], request["index"], canonical, source, stop)
         return b""
 
-    def _collect(self, request: dict[str, Any], view: memoryview, stop: threading.Event) -> None:
+    def _collect(self, view: memoryview, fd: int, stop: threading.Event) -> None:
         # Not at the top: only one process in a server has a device.
         from weightsync_server.fetchers import collecting
 
         with self._send_lock:
             self._registered = self._registered or collecting.Registered()
-        uuid, handles = (
-            bytes.fromhex(request["device"]),
-            [bytes.fromhex(handle) for handle in request["handles"]],
-        )
-        collecting.collect(view, uuid, handles, request["pieces"], self._registered, stop)
+        collecting.collect(view, collecting.read_order(fd), self._registered, stop)
 
     def _let_go(self, view: memoryview) -> None:
         if self._registered is not None:

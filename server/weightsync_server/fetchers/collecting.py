@@ -7,7 +7,9 @@ that a trainer writes to itself that cannot be, because a mapping is a writer.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import json
+import os
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.device_memory import DeviceError, device_of
 from weightsync.errors import Reason, WeightSyncError
@@ -19,13 +21,34 @@ if TYPE_CHECKING:
 
     from weightsync.device_memory import Device, Stream
 
-__all__ = ["Piece", "Registered", "collect"]
+__all__ = ["Order", "Piece", "Registered", "collect", "read_order"]
 
 #: Bytes between two looks at whether the server still wants the result.
 _STEP = 64 << 20
 
 #: Number of the handle, offset in what it opens, offset in the segment, size; in bytes.
 Piece = tuple[int, int, int, int]
+
+
+class Order(NamedTuple):
+    """What is to be copied.
+
+    Attributes:
+        uuid: Of the device.
+        handles: Open the allocations.
+        pieces: What goes where.
+    """
+
+    uuid: bytes
+    handles: Sequence[bytes]
+    pieces: Sequence[Piece]
+
+
+def read_order(fd: int) -> Order:
+    """Return what `weightsync_server.fetchers.asking.Asking.collect` has noted in a file."""
+    told = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    handles = [bytes.fromhex(handle) for handle in told["handles"]]
+    return Order(bytes.fromhex(told["device"]), handles, told["pieces"])
 
 
 class Registered:
@@ -52,21 +75,12 @@ class Registered:
                 device.unregister(view)
 
 
-def collect(
-    view: memoryview,
-    uuid: bytes,
-    handles: Sequence[bytes],
-    pieces: Sequence[Piece],
-    registered: Registered,
-    stop: threading.Event,
-) -> None:
+def collect(view: memoryview, order: Order, registered: Registered, stop: threading.Event) -> None:
     """Fill parts of a segment from allocations of another process on a GPU.
 
     Args:
         view: The whole mapping of the segment.
-        uuid: Of the device.
-        handles: Open the allocations.
-        pieces: What goes where.
+        order: What goes where.
         registered: Keeps the mapping known to the device.
         stop: Set when the server no longer wants it.
 
@@ -78,17 +92,17 @@ def collect(
     """
     with contextlib.ExitStack() as opened:
         try:
-            device = device_of(uuid)
+            device = device_of(order.uuid)
             registered.add(device, view)
-            places = [opened.enter_context(device.opened(handle)) for handle in handles]
+            places = [opened.enter_context(device.opened(handle)) for handle in order.handles]
         except DeviceError as error:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"
             ) from error
-        _check(pieces, [size for _, size in places], view.nbytes)
+        _check(order.pieces, [size for _, size in places], view.nbytes)
         try:
             with device.stream() as stream:
-                for number, offset, at, size in pieces:
+                for number, offset, at, size in order.pieces:
                     _copy(stream, view[at : at + size], places[number][0] + offset, stop)
         except DeviceError as error:
             raise BrokenError(

@@ -139,6 +139,8 @@ class FetcherPool(Crew, Asking):
         task.running = False
         if task.cancelled.is_set():
             task.result.cancel()
+        elif not self._running:
+            task.fail(_shutting_down())
         elif task.attempts >= _MAX_ATTEMPTS or not task.again:
             what = f"{task.document['op']} of {task.document['size']} bytes"
             task.fail(
