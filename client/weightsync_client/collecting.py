@@ -29,7 +29,7 @@ _MOST_TENSORS = 2048
 
 
 class Collection:
-    """The shards of one push that the server copies; `begin`, then `finish`.
+    """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
 
     Args:
         tensors: What is pushed, by name.
@@ -82,6 +82,9 @@ class Collection:
             joined = borrower.collected(shard.index)
             starts = range(0, len(joined), DIGEST_BYTES)
             then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
+
+    def let_go(self) -> None:
+        """Hold no memory any more: all was copied, or the connection has ended."""
         self._held.clear()
 
     def _placed(self, shard: Shard) -> Placed | None:

@@ -85,6 +85,7 @@ class HandOff:
             OSError: The server cannot be reached so, or not any more; `done` tells what it has.
             WeightSyncError: It refused.
         """
+        collection = self._collection()
         self._borrower = Borrower(offer.socket, offer.secret)
         try:
             # The largest first, so that nobody begins one when the others have ended.
@@ -92,7 +93,6 @@ class HandOff:
                 (shard for shard in self._source.shards if shard.index not in begun),
                 key=lambda shard: -shard.entry.size,
             )
-            collection = self._collection()
             waiting = collection.begin(self._borrower, waiting, self._stop)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
@@ -107,6 +107,7 @@ class HandOff:
                 collection.finish(self._borrower, self._note_collected)
         finally:
             self._borrower.close()
+            collection.let_go()
         if self._error is not None:
             raise self._error
 
