@@ -55,7 +55,7 @@ PUSH = {
     "fetcher.kept": 0,
 }
 #: In a push that is written on the same host.
-LEND = ("receive.lend", "receive.written")
+LEND = ("receive.collect", "receive.lend", "receive.written")
 #: In a push of a delta.
 DELTA = ("fetcher.inspect", "fetcher.copy", "delta.patch", "delta.patched")
 #: In the background, so that nobody is told.

@@ -43,7 +43,9 @@ _LIES = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
 _SWITCHES = ("worker.vote", "worker.opinion", "worker.restore", "bridge.switch", "bridge.switched")
 #: Met only with ingest processes, which a soak has none of.
 _INGEST = ("ingest.claim", "ingest.chunk", "ingest.copied", "ingest.wrote")
-_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST)
+#: Met only with tensors on a GPU, which a soak's trainers have none of.
+_COLLECTING = ("receive.collect",)
+_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST, *_COLLECTING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -135,11 +135,12 @@ class ErringSite:
         return answer
 
     def hand_over(self, version: int) -> pb.CommitPushResponse:
-        """Push a version as a trainer that writes it into the server's memory."""
+        """Push a version as a trainer that writes it, as the server cannot copy it from a GPU."""
         seed = version % 251
         shards = [one_shard(SIZE, seed)]
         trainer = Trainer(self.stub, key=f"push-{version}", version=version, shards=shards)
         try:
+            assert trainer.borrower.collect(0, trainer.placed(0))
             trainer.hand(0)
             answer = trainer.commit()
         finally:

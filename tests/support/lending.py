@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.unit.server.versions.world import content, simple
-from weightsync.lending import Borrower
+from weightsync.device_memory import HANDLE_BYTES
+from weightsync.lending import Borrower, Placed
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -84,6 +85,13 @@ class Trainer:
         self.write(lent, shard.data if data is None else data)
         self.borrower.give_back(lent)
         self.borrower.written(index, shard.digests if digests is None else digests)
+
+    def placed(self, index: int) -> Placed:
+        """Return where a shard would lie on a GPU that no server has."""
+        shard = self.shards[index]
+        start = len(shard.data) - max(entry.end for entry in shard.entries)
+        places = [(0, entry.begin) for entry in shard.entries]
+        return Placed(b"\7" * 16, shard.data[:start], [b"\1" * HANDLE_BYTES], places)
 
     def commit(self) -> pb.CommitPushResponse:
         """Commit."""

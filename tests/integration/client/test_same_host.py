@@ -22,7 +22,7 @@ from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Borrower, Lent
+from weightsync.lending import Borrower, Lent, Placed
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,
@@ -33,7 +33,10 @@ from weightsync_client import (
     Streamed,
     Way,
 )
+from weightsync_client.collecting import Collection
 from weightsync_client.samehost import SameHost
+from weightsync_client.shards import Shard
+from weightsync_client.tensors import Scratch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -216,7 +219,103 @@ def test_a_push_that_is_cancelled_on_the_way_leaves_nothing(client: Client) -> N
     assert same(client, again.version, weights(6))
 
 
+def test_what_the_server_cannot_copy_from_a_gpu_is_written_on_the_same_connection(
+    server: WeightSyncServer, client: Client
+) -> None:
+    # There is no GPU here, as its own process finds out; the second time it is asked at once.
+    trainer = Trainer(server.stub, seed=80)
+    for index in (0, 1):
+        declined = trainer.borrower.collect(index, trainer.placed(index))
+        assert "GPU memory cannot be opened here: there is no CUDA driver" in declined
+        trainer.hand(index)
+    version = trainer.commit().version
+    assert client.get_version(version).trainer_verified
+    files = b"".join(shard.data for shard in trainer.shards)
+    assert all(bytes(tensor.data) in files for tensor in client.tensors(version))
+
+
+def test_tensors_on_a_gpu_that_the_server_cannot_reach_are_written(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def somewhere(_: Collection, shard: Shard) -> Placed:
+        reader = shard.open(Scratch())
+        header = b"".join(reader.read(0, shard.entry.data_start))
+        reader.close()
+        filled = [tensor for tensor in shard.tensors if tensor.end > tensor.begin]
+        places = [(number, 0) for number in range(len(filled))]
+        return Placed(bytes(16), header, [bytes([number] * 64) for number, _ in places], places)
+
+    def collect(borrower: Borrower, shard: int, where: Placed) -> str:
+        asked.append(ask(borrower, shard, where))
+        return asked[-1]
+
+    ask = Borrower.collect
+    monkeypatch.setattr(Collection, "_placed", somewhere)
+    monkeypatch.setattr(Borrower, "collect", collect)
+    result = client.push(weights(81), delta="never", shard_bytes=2_000_000)
+    assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+    assert client.get_version(result.version).trainer_verified
+    assert same(client, result.version, weights(81))
+    (declined,) = asked
+    assert "there is no CUDA driver" in declined
+
+
 # Trainers that err.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"op": "collect"},
+        {"op": "collect", "shard": "0"},
+        {"op": "collect", "shard": 9},
+        {"op": "collect", "shard": 0},
+        {"op": "collect", "shard": 0, "device": 7},
+        {"op": "collect", "shard": 0, "header": "00" * (1 << 20)},
+        {"op": "collect", "shard": 0, "handles": ["00" * 64] * 100_000},
+        {"op": "collect", "shard": 0, "places": [[0, 0]] * 1_000_000},
+        {"op": "collect", "shard": 0, "places": [[0, -1], [0, 0]]},
+        {"op": "collected", "shard": 0},
+        {"op": "collected", "shard": 9},
+    ],
+)
+def test_a_request_to_copy_that_makes_no_sense_is_refused_in_a_sentence(
+    server: WeightSyncServer, wrong: dict[str, Any]
+) -> None:
+    key = os.urandom(8).hex()
+    trainer = Trainer(server.stub, seed=82, key=key)
+    where = trainer.placed(0)
+    told = {
+        "device": where.device.hex(),
+        "header": where.header.hex(),
+        "handles": [handle.hex() for handle in where.handles],
+        "places": where.places,
+    }
+    with pytest.raises(WeightSyncError) as refused:
+        trainer.borrower._ask({**told, "header": "00", **wrong})
+    assert refused.value.reason is Reason.REQUEST_INVALID
+    assert len(refused.value.message) > 20
+    # Nothing has changed: the push goes on, and the next connection gets the shard.
+    again = Trainer(server.stub, seed=82, key=key)
+    again.hand(0)
+    again.hand(1)
+    assert again.commit().content_digest == again.content
+    assert "dropped a trainer" not in server.log
+
+
+def test_what_is_no_document_ends_its_connection_only(server: WeightSyncServer) -> None:
+    key = os.urandom(8).hex()
+    trainer = Trainer(server.stub, seed=83, key=key)
+    for garbage in (b"\xff\xff\xff\x7f", b"\2\0\0\0[]", b"\4\0\0\0{\xff}}"):
+        trainer.borrower._socket.sendall(garbage)
+        with pytest.raises(OSError, match=r"ended|Broken|reset"):
+            trainer.borrower.alive()
+        trainer = Trainer(server.stub, seed=83, key=key)
+    trainer.hand(0)
+    trainer.hand(1)
+    assert trainer.commit().content_digest == trainer.content
 
 
 @pytest.mark.parametrize(
