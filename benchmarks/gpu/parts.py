@@ -59,7 +59,7 @@ class Order:
     @property
     def fetchers(self) -> int:
         """Processes of the server."""
-        return min(_FETCHERS, max(2, (os.cpu_count() or 2) * 3 // 4))
+        return min(_FETCHERS, max(2, (os.cpu_count() or 2) // 2))
 
 
 Part = Callable[[Order, Results], Coroutine[Any, Any, None]]
