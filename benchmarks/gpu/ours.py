@@ -16,7 +16,7 @@ h2d_bytes_per_rank        sent to the device, before the pause and in it, by the
 
 live_check_s              from then until all that is live was compared, beside generation
 
-Every version is applied once after its push, then the one before it and it again in turns.
+Three versions are pushed and applied, then the last and the one before it are applied in turns.
 
 With suffix _registered: without room on the device, straight from registered host memory.
 
@@ -44,6 +44,8 @@ __all__ = ["Ours", "serving"]
 
 _READY_S = 150.0
 _SHARE = 0.01
+#: Of the server, by default; pushes of each kind that are measured.
+_SLOTS, _PUSHES = 2, 3
 _CHECK_S = 60.0
 _FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120")
 
@@ -119,8 +121,9 @@ class Ours:
         """Apply versions of which every value differs."""
         suffix = "" if self.cache == "keep" else "_exact"
         with self.site.results.attempt(f"our apply{suffix}"):
-            # The first one makes segments and warms up.
-            await self._pushed(suffix, None)
+            # The first ones make segments and warm up.
+            for _ in range(_SLOTS):
+                await self._pushed(suffix, None)
             await self._measured(suffix, None)
 
     async def delta(self) -> None:
@@ -135,7 +138,8 @@ class Ours:
             await self._there_and_back("_registered", self.rounds - 1)
 
     async def _measured(self, suffix: str, share: float | None) -> None:
-        self.site.results.add(**await self._pushed(suffix, share))
+        for _ in self.site.results.rounds(_PUSHES, f"push and apply{suffix}"):
+            self.site.results.add(**await self._pushed(suffix, share))
         await self._there_and_back(suffix, self.rounds - 1)
         (used, *_) = await self.site.ask("bench_memory")
         self.site.results.facts[f"device_bytes_used{suffix}"] = used
