@@ -16,6 +16,7 @@ from weightsync.delta.coding import Coding, Values
 from weightsync.delta.encode import choose_coding
 from weightsync.delta.kernels import chosen
 from weightsync.delta.packing import pack
+from weightsync.delta.spreading import spread
 from weightsync.digest import tensor_digest
 
 __all__ = ["Ours", "Pairs", "Xor"]
@@ -34,9 +35,12 @@ def _timed(call: Callable[[], object]) -> float:
 def _over(
     pool: ThreadPoolExecutor | None, call: Callable[[Any], object], items: Iterable[Any]
 ) -> None:
-    """Call for every item in order, with the threads of a pool or in this one."""
-    for _ in pool.map(call, items) if pool else map(call, items):
-        pass
+    """Call for every item, the first ones first, with two threads of a pool or in this one."""
+    if pool:
+        spread(pool, 2, call, items)
+        return
+    for item in items:
+        call(item)
 
 
 class Ours:

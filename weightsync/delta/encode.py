@@ -24,12 +24,14 @@ from weightsync.delta.packing import pack
 from weightsync.delta.records import Manifest, Record, write_manifest
 from weightsync.delta.shard import header_of
 from weightsync.delta.sparse import Changes, coded_changes
+from weightsync.delta.spreading import spread
 from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -210,6 +212,7 @@ class Encoder:
     def __init__(self, *, zstd: bool, threads: int = 1, absolute: bool = False) -> None:
         self._zstd = zstd
         self._absolute = absolute
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, "delta") if threads > 1 else None
 
     def __enter__(self) -> Self:
@@ -256,11 +259,15 @@ class Encoder:
         for item in given:
             item.check() if isinstance(item, Changes) else _check(item)
         order = sorted(given, key=lambda item: -item.size)
-        tensors = self._pool.map(self._encode, order) if self._pool else map(self._encode, order)
-        done = {tensor.stats.name: tensor for tensor in tensors}
+        done = {tensor.stats.name: tensor for tensor in self._encode_all(order)}
         changed = [done[name] for name in sorted(done) if done[name].record]
         blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
+
+    def _encode_all(self, items: Sequence[Item | Changes]) -> Iterable[_Tensor]:
+        if self._pool is None:
+            return map(self._encode, items)
+        return spread(self._pool, self._threads, self._encode, items)
 
     def _compared(self, item: Item | Changes) -> tuple[Coding, Coded]:
         width = element_width(item.dtype)
