@@ -8,7 +8,7 @@ import torch
 
 from weightsync.vllm.cuda.blocks import wide
 
-__all__ = ["Comparison", "limit_of", "positions_of", "unequal"]
+__all__ = ["Comparison", "limit_of", "unequal"]
 
 _WIDE = torch.int64
 
@@ -18,18 +18,6 @@ def unequal(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torc
     if left.dim() == 1 and left.numel() <= mask.numel():
         return torch.ne(left, right, out=mask[: left.numel()])
     return left.ne(right)
-
-
-def positions_of(marks: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the positions of so many truths, where PyTorch can without asking the device.
-
-    If there are others by now, some are left out or come twice; none lies outside.
-    """
-    try:
-        return torch.nonzero_static(marks, size=count, fill_value=0).reshape(-1)
-    except NotImplementedError:
-        places = marks.nonzero().reshape(-1)[:count]
-        return places if len(places) == count else places.new_zeros(count)
 
 
 def limit_of(mask: torch.Tensor) -> int:

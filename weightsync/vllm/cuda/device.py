@@ -10,7 +10,7 @@ import torch
 
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.direct import Direct
-from weightsync.vllm.cuda.patch import LAUNCHES, DevicePatch, fill_found, fill_sent, find
+from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
 from weightsync.vllm.cuda.reading import Reading
 from weightsync.vllm.cuda.room import Room
 from weightsync.vllm.cuda.runtime import Registrar, Runtime
@@ -158,7 +158,7 @@ class Device:
     def _found_here(
         self, staged: Staged, base: Prepared, stop: Callable[[], bool]
     ) -> DevicePatch | None:
-        pace = Pace(self.device, LAUNCHES)
+        pace = Pace(self.device)
         found = find(staged, pace, stop)
         if found is None:
             return None
@@ -166,7 +166,9 @@ class Device:
         made = self._scatters.make(params, found.counts)
         if made is None:
             return None
-        fill_found(found, made, staged, pace, stop)
+        fill_found(found, made, staged, stop)
+        pace.step()
+        pace.drain()
         rest = Staged(staged.targets, found.dense, staged.memory, self._mask)
         rest.make_views()
         return DevicePatch(base.content_digest, staged.targets, list(made.values()), rest)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.cuda.compare import positions_of, unequal
+from weightsync.vllm.cuda.compare import unequal
 from weightsync.vllm.words import StoppedError, memory_of, words_of
 from weightsync.vllm.writing import begin_patch, write_each
 
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
 
-__all__ = ["LAUNCHES", "DevicePatch", "fill_found", "fill_sent", "find"]
-
-#: Pieces that may be queued while they are compared: each takes a device less than 0.1 ms, and who
-#: waits for it, its turn with the interpreter.
-LAUNCHES = 8
+__all__ = ["DevicePatch", "fill_found", "fill_sent", "find"]
 
 #: A piece is copied whole when more than one in so many of its elements changed.
 _DENSE = 8
@@ -181,37 +177,13 @@ def _unequal(staged: Staged, piece: Block) -> torch.Tensor:
 
 
 def fill_found(
-    found: Found,
-    made: Mapping[int, Scatter],
-    staged: Staged,
-    pace: Pace,
-    stop: Callable[[], bool],
+    found: Found, made: Mapping[int, Scatter], staged: Staged, stop: Callable[[], bool]
 ) -> None:
-    """Fill in the elements that `find` has counted; returns when all are there.
+    """Fill in the elements that `find` has counted.
 
     Raises:
         StoppedError: `stop` returned True.
-        RuntimeError: There are others by now.
     """
-    seen: list[torch.Tensor] = []
-    try:
-        _fill_each(found, made, staged, seen, pace, stop)
-    finally:
-        pace.drain()
-    if seen and torch.stack(seen).tolist() != [count for _, count in found.sparse]:
-        msg = "the parameters were written while they were compared; prepare again"
-        raise RuntimeError(msg)
-
-
-def _fill_each(
-    found: Found,
-    made: Mapping[int, Scatter],
-    staged: Staged,
-    seen: list[torch.Tensor],
-    pace: Pace,
-    stop: Callable[[], bool],
-) -> None:
-    """Queue it all; `seen` gets how many elements differ now in each piece."""
     filled: Counter[int] = Counter()
     for piece, count in found.sparse:
         if stop():
@@ -219,14 +191,15 @@ def _fill_each(
         width = piece.dtype.itemsize
         scatter, begin = made[width], filled[width]
         filled[width] = end = begin + count
-        marks = _unequal(staged, piece)
-        seen.append(marks.sum())
-        places = positions_of(marks, count)
+        # Waits for the device, which knows how many there are.
+        places = _unequal(staged, piece).nonzero().reshape(-1)
+        if places.numel() != count:
+            msg = "the parameters were written while they were compared; prepare again"
+            raise RuntimeError(msg)
         words = words_of(piece.staged(staged.memory))
         torch.index_select(words, 0, places, out=scatter.values[begin:end])
         first = scatter.place(piece.live(staged.targets))
         torch.add(places, first, out=scatter.positions[begin:end])
-        pace.step()
 
 
 def fill_sent(

@@ -24,19 +24,17 @@ _OUTSTANDING = 3
 
 
 class Pace:
-    """Keeps only so many pieces of work queued on a stream. Who waits sleeps, without the GIL.
+    """Keeps at most three pieces of work queued on a stream. Who waits sleeps, without the GIL.
 
     Args:
         device: Where the work is done; on a CPU it is done at once.
-        most: How many; by default three, for copies of `CHUNK` bytes.
     """
 
-    def __init__(self, device: torch.device, most: int = _OUTSTANDING) -> None:
+    def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._free: deque[torch.cuda.Event] = deque()
-        for _ in range(most if cuda else 0):
+        for _ in range(_OUTSTANDING if cuda else 0):
             self._free.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]  # torch's own gap
-        self._most = most
         self._cuda = cuda
         self._queued: deque[torch.cuda.Event] = deque()
 
@@ -47,7 +45,7 @@ class Pace:
         event = self._free.popleft()
         event.record()
         self._queued.append(event)
-        if len(self._queued) >= self._most:
+        if len(self._queued) >= _OUTSTANDING:
             self._wait()
 
     def drain(self) -> None:

@@ -89,7 +89,7 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
         made[width] = Scatter(
             row, positions, row.new_zeros(count), whole.view(row.dtype)[:count], whole
         )
-    fill_found(found, made, staged, pace, bool)
+    fill_found(found, made, staged, bool)
     for scatter in made.values():
         # Both parameters are not in one row here.
         scatter.positions.zero_()
