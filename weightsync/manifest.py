@@ -95,6 +95,14 @@ class Layout:
         return sum(shard.size for shard in self.shards)
 
     @cached_property
+    def largest_first(self) -> tuple[int, ...]:
+        """Indices of the shards by size: the order in which ranks read and the server digests.
+
+        A large one that came last would keep everybody waiting for the one who digests it.
+        """
+        return tuple(sorted(range(len(self.shards)), key=lambda at: -self.shards[at].size))
+
+    @cached_property
     def by_name(self) -> tuple[int, ...]:
         """Indices of the tensors in the order of their names' UTF-8, which is that of `str`."""
         names = [tensor.name for tensor in self.tensors]

@@ -10,7 +10,7 @@ prepare_s, apply_s        before the pause; the whole call
 update_end_to_end_s       the trainer's call, push included, to the first token of the new weights
 
 commit_prestaged_s        commit_s where the version lay in device memory before the pause
-staging_slowdown          median token gap while the ranks prepare over that without anything;
+staging_slowdown          median token gap from the call to the pause over that without anything;
 staging_max_gap_s         the longest one then
 h2d_bytes_per_rank        sent to the device, before the pause and in it, by the rank that sent most
 
@@ -177,7 +177,8 @@ class Ours:
         report = await asyncio.to_thread(self._rolled_back if back else self._forwards)
         applied = time.perf_counter()
         seen = await self.site.settled(begin)
-        figures = self._figures(suffix, report, seen) | {_key("apply", suffix): applied - begin}
+        figures = self._figures(suffix, report, seen, begin)
+        figures[_key("apply", suffix)] = applied - begin
         await self._compared(suffix, report.version)
         self._calm_s = await self.site.calm()
         return figures, seen["first_token"]
@@ -205,7 +206,7 @@ class Ours:
             raise RuntimeError(msg)
 
     def _figures(
-        self, suffix: str, report: ApplyReport, seen: dict[str, float]
+        self, suffix: str, report: ApplyReport, seen: dict[str, float], called: float
     ) -> dict[str, float]:
         facts = self.site.results.facts
         facts[f"strategy{suffix}"] = str(report.strategy)
@@ -225,11 +226,11 @@ class Ours:
         if not suffix and all(map(_prestaged, report.ranks)):
             figures["commit_prestaged"] = figures["commit"]
         named = {_key(name, suffix): value for name, value in figures.items()}
-        return named | self._beside_staging(suffix, report, seen["paused_at"])
+        return named | self._beside_staging(suffix, called, seen["paused_at"])
 
-    def _beside_staging(self, suffix: str, report: ApplyReport, paused: float) -> dict[str, float]:
-        """Return what the ranks' preparation did to the requests."""
-        gaps = self.site.load.gaps(paused - report.phases.prepare_s, paused)
+    def _beside_staging(self, suffix: str, called: float, paused: float) -> dict[str, float]:
+        """Return what all that comes before the pause did to the requests."""
+        gaps = self.site.load.gaps(called, paused)
         if not self._calm_s or not gaps:
             return {}
         slowdown = statistics.median(gaps) / self._calm_s

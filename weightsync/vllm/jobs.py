@@ -34,7 +34,8 @@ class Job:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays.
         stages: Whether it makes a version ready.
-        tell: Called with n when it will not read the first n shards of its version any more.
+        tell: Called with n when it will not read the first n shards of its version any more, in the
+            order of `Layout.largest_first`.
         over: All is done but the telling: who is told may ask for the next one at once.
     """
 

@@ -71,7 +71,7 @@ class Prepared:
         digests: Digest of each tensor by its name.
         plan: The copies.
         sources: A view of shared memory per slice.
-        shards: Index of the shard per slice.
+        turns: Place of the slice's shard in the order in which shards are read.
         expected: Digest that each slice must have once it is live; None: not computed yet.
         targets: The live destinations.
         patch: What changes since the version that was live at the prepare, if that is little.
@@ -86,7 +86,7 @@ class Prepared:
     digests: Mapping[str, bytes]
     plan: LoadPlan
     sources: list[torch.Tensor]
-    shards: list[int]
+    turns: list[int]
     expected: list[bytes | None]
     targets: Targets
     patch: Patch | DevicePatch | None = None
@@ -259,7 +259,7 @@ def prepare(
         digests=dict(zip(names, manifest.digests, strict=True)),
         plan=plan,
         sources=[reader.slice(item) for item in plan.slices],
-        shards=[reader.shard(item) for item in plan.slices],
+        turns=[reader.turn(item) for item in plan.slices],
         expected=[None] * len(plan.slices),
         targets=Targets(live, plan.slices),
     )

@@ -16,7 +16,7 @@ from weightsync.delta.elements import warm_up
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
 from weightsync.vllm.capture import capture_plan
-from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
+from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside, taking_turns
 from weightsync.vllm.jobs import NAMES, Job, caught
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
@@ -312,7 +312,8 @@ class Rank:
         except Exception:
             logger.exception("weightsync: no status page for apply %s", job.apply_id)
             return
-        report = caught(lambda: work(job, args))
+        with taking_turns():
+            report = caught(lambda: work(job, args))
         report |= {**known, "seconds": time.perf_counter() - begin}
         if job.cancelled.is_set() and not job.gives_way:
             self._prepared.pop(job.apply_id, None)

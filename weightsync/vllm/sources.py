@@ -109,6 +109,7 @@ class Sources:
         self._layout = layout
         self._shards = [_as_tensor(view) for view in views]
         self._entries = {entry.name: entry for entry in layout.tensors}
+        self._turns = {shard: turn for turn, shard in enumerate(layout.largest_first)}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor without a copy, or with one where it lies at an odd address."""
@@ -123,9 +124,9 @@ class Sources:
             raw = raw.clone()
         return raw.view(dtype).view(entry.shape)
 
-    def shard(self, item: Slice) -> int:
-        """Return the index of the shard that a copy reads."""
-        return self._entries[item.tensor].shard
+    def turn(self, item: Slice) -> int:
+        """Return when the shard that a copy reads has its turn: its place in `largest_first`."""
+        return self._turns[self._entries[item.tensor].shard]
 
     def slice(self, item: Slice) -> torch.Tensor:
         """Return the source of one copy."""

@@ -118,7 +118,8 @@ class Ranks:
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             base: Apply id of what is live: where little differs from it, only that is prepared.
-            on_read: Called with n, time and again, when no rank reads the first n shards any more.
+            on_read: Called with n, time and again, when no rank reads the first n shards any more,
+                in the order of `Layout.largest_first`.
         """
         args = {
             "apply_id": apply_id,

@@ -24,7 +24,7 @@ __all__ = ["ShardDigests", "digesting"]
 
 
 class ShardDigests:
-    """Digests each shard of a leased version once, from the first one on.
+    """Digests each shard of a leased version once, in the order of `Layout.largest_first`.
 
     The lease outlives it: call `cancel` before it is released.
 
@@ -36,12 +36,14 @@ class ShardDigests:
 
     def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: Fetchers) -> None:
         self._shards = list(zip(lease.segments, manifest.layout.shards, strict=True))
+        self._order = manifest.layout.largest_first
         self._fetchers = fetchers
         self._begun: list[asyncio.Task[list[bytes]]] = []
 
     def begin(self, count: int) -> None:
         """Begin with those of the first `count` shards that are not begun yet."""
-        for segment, shard in self._shards[len(self._begun) : max(0, count)]:
+        for index in self._order[len(self._begun) : max(0, count)]:
+            segment, shard = self._shards[index]
             self._begun.append(asyncio.create_task(self._fetchers.digest(segment, shard)))
 
     async def all(self) -> list[list[bytes]]:
@@ -51,7 +53,8 @@ class ShardDigests:
             WeightSyncError: What a fetcher says; all of them have come to an end then.
         """
         self.begin(len(self._shards))
-        return await all_done(self._begun)
+        found = dict(zip(self._order, await all_done(self._begun), strict=True))
+        return [found[index] for index in range(len(self._shards))]
 
     async def cancel(self) -> None:
         """Forget what was begun; afterwards no fetcher is at a segment for it."""

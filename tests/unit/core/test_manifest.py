@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weightsync.digest import content_digest, lines_digest, tensor_digest
 from weightsync.layout import build_header, check_version
-from weightsync.manifest import Manifest, ShardEntry
+from weightsync.manifest import Layout, Manifest, ShardEntry
 
 
 def _manifest() -> Manifest:
@@ -53,6 +53,11 @@ def test_tensors_are_grouped_by_shard_in_the_order_of_their_bytes() -> None:
     assert [tensor.shard for tensor in second] == [1]
     assert _manifest().layout.size == sum(s.size for s in _manifest().layout.shards)
     assert _manifest().layout.shards[0].data_start == 8 + _manifest().layout.shards[0].header_size
+
+
+def test_the_largest_shard_has_the_first_turn_and_equal_ones_keep_their_order() -> None:
+    shards = tuple(ShardEntry(str(size), size, 2) for size in (30, 70, 50, 70))
+    assert Layout(shards, ()).largest_first == (1, 3, 2, 0)
 
 
 @pytest.mark.parametrize("field", ["name", "size", "header_size"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 
@@ -10,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weightsync.vllm.crew import Crew, crew_size  # noqa: E402 - torch may be missing
+from weightsync.vllm.crew import Crew, crew_size, taking_turns  # noqa: E402 - torch may be missing
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -69,22 +71,9 @@ def test_ranks_share_the_cores_and_a_gpu_needs_one_thread(monkeypatch: pytest.Mo
     assert crew_size(torch.device("cuda", 0), 1) == 1
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_is_begun_beside_the_caller_is_done_when_it_is_asked_for(size: int) -> None:
-    threads: list[tuple[int, bool]] = []
-
-    def work() -> None:
-        threads.append((threading.get_ident(), torch.is_inference_mode_enabled()))
-
-    with torch.inference_mode():
-        Crew(size).begin(work)()
-    ((thread, inference),) = threads
-    assert inference
-    assert (thread == threading.get_ident()) is (size == 1)
-
-
-def test_what_is_begun_beside_the_caller_fails_where_it_is_asked_for() -> None:
-    for size in (1, 2):
-        done = Crew(size).begin(list[None]().pop)
-        with pytest.raises(IndexError):
-            done()
+def test_threads_take_short_turns_for_a_while() -> None:
+    before = sys.getswitchinterval()
+    with contextlib.suppress(KeyError), taking_turns():
+        assert sys.getswitchinterval() == pytest.approx(0.0002)
+        raise KeyError
+    assert sys.getswitchinterval() == before

@@ -109,7 +109,7 @@ class Device:
         Args:
             ready: The version.
             base: What the live parameters are proved to hold; None: not known.
-            crew: Makes views beside, and without room on the device finds what changes.
+            crew: Finds on the host what changes, without room on the device.
             stop: Asked before every piece; True raises `StoppedError`.
             tell: Called with n when nothing here will read the first n shards any more.
             staging: Whether it is sent now; else there is only the memory for others.
@@ -129,14 +129,10 @@ class Device:
             return
         pace = Pace(self.device)
         # What comes after reads device memory only.
-        reading = Reading(ready.shards, len(ready.segments), tell)
+        reading = Reading(ready.turns, len(ready.segments), tell)
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading)
         staged = Staged(ready.targets, blocks.all, memory, self._mask)
-        # Hundreds of views, while the bytes are on their way.
-        views = crew.begin(staged.make_views)
-        try:
-            send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading)
-        finally:
-            views()
+        staged.make_views()
         ready.whole = staged
         if base is not None:
             try:

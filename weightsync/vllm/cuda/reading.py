@@ -23,15 +23,15 @@ _STEP = 256 << 20
 
 @dataclass
 class Reading:
-    """Tells of how many of the first shards nothing is read any more.
+    """Tells of how many shards, in the order of `Layout.largest_first`, nothing is read any more.
 
     Attributes:
-        shards: Of each source, the index of its shard.
+        turns: Of each source, the place of its shard in that order.
         count: How many shards there are.
         tell: Called with that number, which only rises.
     """
 
-    shards: Sequence[int]
+    turns: Sequence[int]
     count: int
     tell: Callable[[int], None]
     _told: int = 0
@@ -56,4 +56,4 @@ class Reading:
         self.tell(self.count)
 
     def _first(self, block: Block) -> int:
-        return min(self.shards[part.index] for part in block.parts)
+        return min(self.turns[part.index] for part in block.parts)
