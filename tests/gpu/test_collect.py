@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,3 +162,38 @@ def test_memory_that_was_not_told_of_is_not_read(
         result = client.push({"t": tensor}, delta="never")
         assert result.way == way
         check(client, result.version, {"t": tensor})
+
+
+_TRAINER = """
+import sys, torch
+from weightsync_client import Client
+state = {str(n): torch.ones(1 << 30, device="cuda", dtype=torch.uint8) for n in range(4)}
+torch.cuda.synchronize()
+with Client(sys.argv[1]) as client:
+    print("go", flush=True)
+    client.push(state, delta="never", version=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("after", [0.05, 0.3, 0.6])
+def test_a_trainer_that_dies_while_it_is_copied_from_spoils_nobody_else(
+    address: str, after: float
+) -> None:
+    state = tensors(12)
+    with Client(address) as client:
+        version = max(version.version for version in client.versions()) + 10
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, address, str(version)], stdout=subprocess.PIPE
+        )
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"go\n"
+        time.sleep(after)
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+        for push in [p for p in client.status().models[0].pushes if p.version == version]:
+            client.abort(push.push_id)
+        for _ in range(3):
+            result = client.push(state, delta="never")
+            check(client, result.version, state)
+        assert result.way == "same_host"
