@@ -88,7 +88,8 @@ class Targets:
         self._live = live
         self._slices = slices
         self._params = sorted({item.param for item in slices})
-        self._geometry = {name: live.geometry(name) for name in self._params}
+        #: Of each parameter, what must not change.
+        self.geometry = {name: live.geometry(name) for name in self._params}
         self._addresses: tuple[int, ...] = ()
         self._views: list[torch.Tensor] = []
 
@@ -108,7 +109,7 @@ class Targets:
         addresses = tuple(tensor.data_ptr() for tensor in now.values())
         if addresses != self._addresses or not self._views:
             for name in self._params:
-                if self._live.geometry(name) != self._geometry[name]:
+                if self._live.geometry(name) != self.geometry[name]:
                     msg = (
                         f"parameter {name} was replaced since its load plan was made; restart vLLM"
                     )

@@ -10,10 +10,8 @@ from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
 from weightsync.vllm.changes import find_differences
-from weightsync.vllm.live import Targets
 from weightsync.vllm.patch import Copy, Patch, split
 from weightsync.vllm.plan import LoadPlan, check_against_base
-from weightsync.vllm.sources import Sources
 from weightsync.vllm.words import tensor_digest_of
 from weightsync.vllm.writing import write_each
 
@@ -25,7 +23,8 @@ if TYPE_CHECKING:
     from weightsync.vllm.changes import Differences
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.patch import DevicePatch
-    from weightsync.vllm.live import LiveParameters
+    from weightsync.vllm.live import Targets
+    from weightsync.vllm.views import Read
     from weightsync.vllm.writing import Work
 
 __all__ = [
@@ -238,28 +237,19 @@ def find_plan(staged: StagedVersion, plans: Plans) -> LoadPlan:
 
 
 def prepare(
-    apply_id: str,
-    staged: StagedVersion,
-    plan: LoadPlan,
-    views: list[memoryview],
-    live: LiveParameters,
+    apply_id: str, staged: StagedVersion, plan: LoadPlan, read: Read, targets: Targets
 ) -> Prepared:
-    """Find where every slice comes from and goes to. Reads no bytes.
-
-    Raises:
-        ParameterChangedError: The live parameters are no longer those of the plan.
-    """
+    """Return a version with what a commit of it needs. Reads no bytes."""
     manifest = staged.manifest
     names = (tensor.name for tensor in manifest.layout.tensors)
-    reader = Sources(manifest.layout, views)
     return Prepared(
         apply_id,
         manifest.content_digest,
         staged.segments,
         digests=dict(zip(names, manifest.digests, strict=True)),
         plan=plan,
-        sources=[reader.slice(item) for item in plan.slices],
-        turns=[reader.turn(item) for item in plan.slices],
+        sources=read.sources,
+        turns=read.turns,
         expected=[None] * len(plan.slices),
-        targets=Targets(live, plan.slices),
+        targets=targets,
     )

@@ -23,6 +23,7 @@ from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage
 from weightsync.vllm.prepared import Plans, Prepared, find_plan, prepare, read_document
 from weightsync.vllm.sources import Mappings
+from weightsync.vllm.views import Views
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,6 +82,7 @@ class Rank:
         self._name = name
         self._segment_socket = segment_socket
         self._live = LiveParameters(model)
+        self._views = Views(self._live)
         self._crew = Crew(crew_size(device, ranks))
         # What runs beside generation: some threads, and on a GPU a stream of their own.
         self._aside = Crew(aside_size(device, ranks), self._stand_aside)
@@ -278,7 +280,9 @@ class Rank:
         # A prepare that begins meanwhile maps none of these, for they do not exist any more.
         with self._memory:
             kept = list(self._prepared.values())
-            self._mappings.unmap(gone.difference(*(ready.segments for ready in kept)))
+            gone = gone.difference(*(ready.segments for ready in kept))
+            self._views.forget(gone)
+            self._mappings.unmap(gone)
 
     # The background job.
 
@@ -344,9 +348,10 @@ class Rank:
         plan = find_plan(staged, self._plans)
         failpoints.hit("worker.map")
         with self._memory:
-            views = self._mappings.map(self._socket(args), staged.segments)
+            segments = self._mappings.map(self._socket(args), staged.segments)
+            read = self._views.read(staged, plan, segments)
         stop = job.cancelled.is_set
-        ready = prepare(job.apply_id, staged, plan, views, self._live)
+        ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._sent
         self._make_ready(ready, job, args)
         proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}

@@ -97,6 +97,9 @@ class Sources:
         layout: Where each tensor lies.
         views: The bytes of each shard's segment.
 
+    Attributes:
+        copied: A tensor lay at an odd address, so that what was returned is a copy.
+
     Raises:
         ValueError: A segment is smaller than its shard.
     """
@@ -106,6 +109,7 @@ class Sources:
             if view.nbytes < shard.size:
                 msg = f"the segment of shard {shard.name} has {view.nbytes} bytes, not {shard.size}"
                 raise ValueError(msg)
+        self.copied = False
         self._layout = layout
         self._shards = [_as_tensor(view) for view in views]
         self._entries = {entry.name: entry for entry in layout.tensors}
@@ -121,7 +125,7 @@ class Sources:
         if raw.numel() == 0:
             return torch.empty(entry.shape, dtype=dtype)
         if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()
+            raw, self.copied = raw.clone(), True
         return raw.view(dtype).view(entry.shape)
 
     def turn(self, item: Slice) -> int:

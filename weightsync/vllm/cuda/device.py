@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.vllm.crew import Crew
+    from weightsync.vllm.cuda.blocks import Blocks
+    from weightsync.vllm.live import Targets
     from weightsync.vllm.plan import LoadPlan
     from weightsync.vllm.prepared import Prepared
     from weightsync.vllm.settings import Amount
@@ -58,6 +60,9 @@ class Device:
         scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
+        # Of the plan that was used last; its views are of what is kept, whatever lies there.
+        self._laid: tuple[Targets, Blocks] | None = None
+        self._staged: Staged | None = None
         # Whose version lies in what is kept; it writes from host memory when another one comes.
         self._holder: weakref.ref[Prepared] | None = None
 
@@ -77,6 +82,7 @@ class Device:
             size: Bytes.
         """
         self._let_go()
+        self._staged = None
         self._arena.drop()
         self._scatters.drop()
         self._room.limit = size
@@ -118,7 +124,7 @@ class Device:
         self._holder = weakref.ref(ready)
         ready.expect_known()
         ready.whole = self._direct(ready, range(len(ready.sources)))
-        blocks = lay_out(ready.plan.slices, _dtypes(ready))
+        blocks = self._blocks(ready)
         memory = self._arena.reserve(blocks.size)
         if not staging:
             return
@@ -131,7 +137,9 @@ class Device:
         # What comes after reads device memory only.
         reading = Reading(ready.turns, len(ready.segments), tell)
         send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading)
-        staged = Staged(ready.targets, blocks.all, memory, self._mask)
+        staged = self._staged
+        if staged is None or staged.memory is not memory:
+            staged = self._staged = Staged(ready.targets, blocks.all, memory, self._mask)
         staged.make_views()
         ready.whole = staged
         if base is not None:
@@ -139,6 +147,13 @@ class Device:
                 ready.patch = self._found_here(staged, base, stop)
             except torch.OutOfMemoryError:
                 logger.warning("weightsync: no memory to find what changes; all is copied")
+
+    def _blocks(self, ready: Prepared) -> Blocks:
+        """Return the blocks of a version; they, and their views, are those of the one before it."""
+        if self._laid is None or self._laid[0] is not ready.targets:
+            self._staged = None
+            self._laid = ready.targets, lay_out(ready.plan.slices, _dtypes(ready))
+        return self._laid[1]
 
     def _let_go(self) -> None:
         holder = self._holder() if self._holder is not None else None

@@ -1,0 +1,87 @@
+"""Views are made again exactly where they would be others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
+from tests.unit.vllm.test_rank import Worker
+from weightsync.vllm.live import LiveParameters
+from weightsync.vllm.views import Views
+
+if TYPE_CHECKING:
+    from tests.support.staging import Staging, Version
+    from weightsync.vllm.plan import LoadPlan
+    from weightsync.vllm.rank import Rank
+
+
+@pytest.fixture
+def worker(staging: Staging) -> Worker:
+    found = Worker(load_for_real(ToyModel(), toy_tensors(1)), staging)
+    found.adopt(staging.stage_files([save(toy_tensors(1))]))
+    return found
+
+
+def rank_of(worker: Worker) -> Rank:
+    rank: Rank = worker._weightsync_rank  # type: ignore[attr-defined]
+    return rank
+
+
+def plan_of(worker: Worker) -> LoadPlan:
+    plan = rank_of(worker)._plans.base
+    assert plan is not None
+    return plan
+
+
+def sources(views: Views, version: Version, plan: LoadPlan) -> list[torch.Tensor]:
+    segments = [segment.view for segment in version.segments]
+    return views.read(version.staged, plan, segments).sources
+
+
+def test_what_lies_in_the_same_segments_is_viewed_once_and_read_anew(
+    worker: Worker, staging: Staging
+) -> None:
+    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    version, other = (staging.stage_files([save(toy_tensors(seed))]) for seed in (2, 3))
+    first = sources(views, version, plan)
+    assert sources(views, other, plan) is not first
+    assert sources(views, version, plan) is first
+    entry = version.staged.manifest.layout.shards[0]
+    segment, raw = version.segments[0], save(toy_tensors(4))
+    segment.view[: entry.size] = raw
+    for item, source in zip(plan.slices, first, strict=True):
+        part = item.source
+        wanted = toy_tensors(4)[item.tensor].as_strided(part.shape, part.stride, part.offset)
+        assert torch.equal(source, wanted)
+
+
+def test_a_copy_of_what_lies_at_an_odd_address_is_made_every_time(
+    worker: Worker, staging: Staging
+) -> None:
+    raw = save(toy_tensors(2))
+    size = int.from_bytes(raw[:8], "little")
+    odd = (size + 1).to_bytes(8, "little") + raw[8 : 8 + size] + b" " + raw[8 + size :]
+    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    version = staging.stage_files([odd])
+    assert sources(views, version, plan) is not sources(views, version, plan)
+
+
+def test_segments_are_unmapped_although_they_were_viewed(worker: Worker, staging: Staging) -> None:
+    version = staging.stage_files([save(toy_tensors(2))])
+    worker.job("prepare", "two", version, base="base")
+    kept = worker.call("state")["segments"]
+    mapped = worker.call("release", keep=["base"], segments=[])["mapped"]
+    assert len(mapped) == kept - 1
+
+
+def test_a_parameter_that_was_replaced_has_other_targets(worker: Worker) -> None:
+    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    first = views.targets(plan)
+    assert views.targets(plan) is first
+    held = worker.model.head
+    worker.model.head = torch.nn.Parameter(held.detach().double(), requires_grad=False)
+    assert views.targets(plan) is not first
