@@ -134,17 +134,20 @@ def test_not_all_is_looked_at_when_a_sample_shows_that_nearly_all_changed(
     count = patch._count
 
     def counted(staged: Any, pieces: Any, *rest: Any) -> list[int]:
-        looks.append(len(pieces))
+        looks.append(sum(piece.place.numel for piece in pieces))
         return count(staged, pieces, *rest)
 
     monkeypatch.setattr(patch, "_count", counted)
     monkeypatch.setattr(patch, "_SAMPLE", 2)
     monkeypatch.setattr(patch, "_ENOUGH", 2)
+    monkeypatch.setattr(patch, "_GLANCE", 3)
     monkeypatch.setattr(patch, "_WORTH", 2)
     worker = make()
     looks.clear()
     assert worker.job("prepare", "all", stage(toy_tensors(2)), base="base")["patched"] is False
     (sample,) = looks
+    # Of every second of six pieces no more than three elements.
+    assert sample <= 9
     assert worker.job("prepare", "some", stage(_nudged("q")), base="base")["patched"] is True
     assert looks[1] == sample
     assert looks[2] > sample

@@ -31,8 +31,10 @@ _DENSE = 8
 #: There is a patch when less than one in so many elements changes: writing one somewhere takes as
 #: long as copying a few dozen in a row.
 _WORTH = 32
-#: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them.
-_SAMPLE, _ENOUGH = 16, 8
+#: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them,
+#: by so many elements of each: while a device compares whole pieces, a step takes several times as
+#: long, because each of its many launches waits for one of ours.
+_SAMPLE, _ENOUGH, _GLANCE = 16, 8, 1 << 19
 _NAMES = 10
 
 
@@ -127,7 +129,8 @@ def find(staged: Staged, pace: Pace, stop: Callable[[], bool]) -> Found | None:
     """
     size = staged.mask.numel()
     pieces = [p for block in staged.blocks for p in block.pieces(size * block.dtype.itemsize)]
-    if _all_dense(staged, pieces[::_SAMPLE], pace, stop):
+    sample = [next(p.pieces(_GLANCE * p.dtype.itemsize)) for p in pieces[::_SAMPLE]]
+    if _all_dense(staged, sample, pace, stop):
         return None
     sparse, dense = [], []
     for piece, count in zip(pieces, _count(staged, pieces, pace, stop), strict=True):
