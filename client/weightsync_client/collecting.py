@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.borrowing import Placed
 from weightsync.device_memory import DeviceError, place_of
 from weightsync.digest import DIGEST_BYTES
-from weightsync.lending import Placed
 from weightsync_client.tensors import Scratch, settle
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.lending import Borrower
+    from weightsync.borrowing import Borrower
     from weightsync_client.shards import Keeper, Shard
     from weightsync_client.tensors import SourceTensor
 

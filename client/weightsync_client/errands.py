@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from weightsync.lending import Borrower, Lent
+    from weightsync.borrowing import Borrower
+    from weightsync.lending import Lent
     from weightsync_client.shards import Shard
 
 __all__ = ["Errands"]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from weightsync.borrowing import Borrower, map_lent
 from weightsync.errors import WeightSyncError
-from weightsync.lending import Borrower, Lent, map_lent
+from weightsync.lending import Lent
 from weightsync.segments import reserved_size
 from weightsync_client.collecting import Collection
 from weightsync_client.errands import Errands

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
-from weightsync.lending import Borrower, Placed  # noqa: E402
+from weightsync.borrowing import Borrower, Placed  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
 from weightsync_client.collecting import Collection  # noqa: E402
 

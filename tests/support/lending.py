@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.unit.server.versions.world import content, simple
+from weightsync.borrowing import Borrower, Placed
 from weightsync.device_memory import HANDLE_BYTES
-from weightsync.lending import Borrower, Placed
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

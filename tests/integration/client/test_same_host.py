@@ -21,8 +21,9 @@ import pytest
 from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
+from weightsync.borrowing import Borrower, Placed
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Borrower, Lent, Placed
+from weightsync.lending import Lent
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from weightsync.borrowing import Placed
 from weightsync.device_memory import HANDLE_BYTES, DeviceError, Place
-from weightsync.lending import LendingServer, Lent, Placed
+from weightsync.lending import LendingServer, Lent
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import collecting, writing
 from weightsync_client.collecting import Collection

@@ -20,9 +20,10 @@ import pytest
 
 from tests.support.forking_trainer import MOMENTS
 from weightsync import lending
+from weightsync.borrowing import Borrower, Placed
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Borrower, LendingServer, Lent, Peer, Placed
+from weightsync.lending import LendingServer, Lent, Peer
 from weightsync.segments import Segment, unwritten, writers_are_seen
 
 SIZE = 4 << 20
