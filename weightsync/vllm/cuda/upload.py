@@ -89,14 +89,10 @@ class Uploader:
         Raises:
             StoppedError: `stop` returned True.
         """
-        send = self.send
-        if target.dtype == source.dtype:
-            # Once for all pieces: with each call of torch another thread gets the interpreter.
-            target, source, send = words_of(target), words_of(source), self._copy
         for to, of in self.pieces(target, source):
             if stop():
                 raise StoppedError
-            send(to, of)
+            self.send(to, of)
             pace.step()
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
