@@ -192,7 +192,8 @@ class Device:
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, _LAZY_PEER_ACCESS)
         try:
             _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-            yield address.value, size.value
+            # From the address on, wherever in its allocation that is.
+            yield address.value, base.value + size.value - address.value
         finally:
             # A device that has failed says so to everything; whoever copied was told.
             with self._lock, contextlib.suppress(DeviceError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.borrowing import Placed
-from weightsync.device_memory import DeviceError, place_of
+from weightsync.device_memory import place_of
 from weightsync.digest import DIGEST_BYTES
 from weightsync_client.tensors import Scratch, settle
 
@@ -97,11 +97,11 @@ class Collection:
             return None
         if len(filled) > _MOST_TENSORS or not all(map(self._fits, filled)):
             return None
-        flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
-        settle(device)
         try:
+            flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
+            settle(device)
             places = [place_of(flat.data_ptr()) for flat in flats]
-        except DeviceError:
+        except Exception:  # noqa: BLE001 - who writes it meets that again, and names the tensor
             return None
         self._held += flats
         handles = list(dict.fromkeys(place.handle for place in places))

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,12 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+
+
+def _on_gpus(tensors: Sequence[SourceTensor]) -> bool:
+    """Whether there are tensors, and all lie on GPUs as the server can copy them."""
+    filled = [tensor for tensor in tensors if tensor.size]
+    return bool(filled) and all(t.in_place and t.device is not None for t in filled)
 
 
 def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
@@ -249,7 +255,8 @@ class Delivery:
 
     def _refuse_slower(self) -> None:
         """Have everything sent where the server copies it faster than it could be compared."""
-        if self._wanted == "auto" and self._memory.copied:
+        again = self._options.get("same_host", "auto") == "auto" and self._memory.copied
+        if self._wanted == "auto" and again and _on_gpus(self._source.tensors):
             raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
 
     def _changes(self, base: Held) -> DeltaShards:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["spread"]
 
@@ -50,8 +50,14 @@ def spread(
             raise
 
     count = len(todo)
-    futures = [pool.submit(work) for _ in range(min(threads, count))]
-    wait(futures)
+    futures: list[Future[None]] = []
+    try:
+        futures += (pool.submit(work) for _ in range(min(threads, count)))
+        wait(futures)
+    finally:
+        # Where the caller is interrupted, nobody begins with another one.
+        todo.clear()
+        wait(futures)
     for future in futures:
         future.result()
     return [found[at] for at in range(count)]

@@ -306,7 +306,7 @@ class Applier:
     ) -> None:
         error.metadata["apply_id"] = attempt.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
-            self._keeper.show(attempt.base, whole=True)
+            self._keeper.show(attempt.base, whole=switch.compared_all)
             await reject(self._versions, attempt.target.record.version, error.message)
             await switch.restored(attempt, error.message)
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):

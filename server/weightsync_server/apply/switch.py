@@ -123,6 +123,10 @@ class Switch:
         journal: Where INTENT and DONE go.
         metrics: Where the phases go.
         commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
+
+    Attributes:
+        compared_all: Whether every rank compared all of a version that was put back with what this
+            server received, and not with memory in which it lay since.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Switch:
         self._journal = journal
         self._metrics = metrics
         self._timeout_s = commit_timeout_s
+        self.compared_all = True
 
     async def run(self, attempt: Attempt) -> Switched:
         """Return when the engine generates on the target, proved on every rank; `done` must follow.
@@ -236,6 +241,7 @@ class Switch:
         result.ranks, serves = await self._tried(lambda: self._switched(order))
         failures = _failures(result.ranks, target.digest)
         if failures and serves == base.digest:
+            self.compared_all = result.compared_all
             raise _restored(base, failures)
         if failures or serves != target.digest:
             await self._fence(failures or ["the ranks did not tell one version"])
@@ -324,9 +330,11 @@ class Switch:
     async def _restore(self, base: Prepared, pause: Pause, failures: list[str]) -> Never:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
         await failpoints.reach("apply.restore")
-        again = await self._commit(base, Switched())
+        result = Switched()
+        again = await self._commit(base, result)
         if again:
             await self._fence(failures + again)
+        self.compared_all = result.compared_all
         await failpoints.reach("apply.restored")
         await self._resume(pause, base)
         raise _restored(base, failures)

@@ -33,7 +33,8 @@ class Direct:
         uploader: Sends them.
         mask: Scratch for comparisons.
         patched: Always False: it depends on nothing that is live.
-        compared_all: Always True: what is live is compared with what the server received.
+        compared_all: Always False: what is live is compared with what was sent, which may have
+            changed since the server digested it.
     """
 
     targets: Targets
@@ -43,7 +44,7 @@ class Direct:
     uploader: Uploader
     mask: torch.Tensor
     patched: bool = False
-    compared_all: bool = True
+    compared_all: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -292,6 +292,19 @@ async def test_a_version_that_is_restored_was_compared_as_a_whole(slow: Plant) -
     assert _info(slow, 2).live_check == pb.LIVE_CHECK_PASSED
 
 
+async def test_a_version_that_is_put_back_from_where_it_lay_is_compared_again(slow: Plant) -> None:
+    await _push_part(slow, 2)
+    await slow.apply(2)
+    await _push_part(slow, 3)
+    lies: list[dict[str, object]] = [{"content_digest": "0" * 32}, {"compared_all": False}]
+    slow.engine.after["commit"] = lambda replies: [replies[0] | lies.pop(0)]
+    with pytest.raises(WeightSyncError):
+        await slow.apply(3)
+    assert slow.engine.live == _part(2)
+    await until(lambda: slow.keeper.checks.running)
+    assert _info(slow, 2).live_check == pb.LIVE_CHECK_PENDING
+
+
 async def test_a_verification_by_hand_settles_what_is_owed(slow: Plant) -> None:
     await _push_part(slow, 2)
     await slow.apply(2)
