@@ -45,10 +45,13 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Desk", "LendingServer", "Lent", "Peer"]
+__all__ = ["MOST_PLACES", "Desk", "LendingServer", "Lent", "Peer"]
 
 logger = logging.getLogger(__name__)
 
+#: Tensors of a shard that is copied from a GPU: what is told of so many is read in a moment, for
+#: which the server does nothing else.
+MOST_PLACES = 2048
 #: Connections at once; more are closed unheard.
 MOST = 32
 #: Seconds in which a connection must redeem its secret.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync.borrowing import Placed
 from weightsync.device_memory import place_of
 from weightsync.digest import DIGEST_BYTES
+from weightsync.lending import MOST_PLACES
 from weightsync_client.tensors import Scratch, settle
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from weightsync_client.tensors import SourceTensor
 
 __all__ = ["Collection"]
-
-#: A server takes no larger shard so.
-_MOST_TENSORS = 2048
 
 
 class Collection:
@@ -95,7 +93,7 @@ class Collection:
         device = next(iter(devices), None)
         if len(devices) != 1 or device is None or device.type != "cuda" or None in tensors:
             return None
-        if len(filled) > _MOST_TENSORS or not all(map(self._fits, filled)):
+        if len(filled) > MOST_PLACES or not all(map(self._fits, filled)):
             return None
         try:
             flats = [tensor.flat() for tensor in filled if tensor.flat is not None]

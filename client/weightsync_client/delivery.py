@@ -106,7 +106,7 @@ def _let_go(error: BaseException | None) -> None:
 def _on_gpus(tensors: Sequence[SourceTensor]) -> bool:
     """Whether there are tensors, and all lie on GPUs as the server can copy them."""
     filled = [tensor for tensor in tensors if tensor.size]
-    return bool(filled) and all(t.in_place and t.device is not None for t in filled)
+    return bool(filled) and all(t.in_place and t.device and t.device.type == "cuda" for t in filled)
 
 
 def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:

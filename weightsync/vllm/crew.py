@@ -70,8 +70,8 @@ def stand_aside() -> None:
 def taking_turns() -> Iterator[None]:
     """Have threads of this process wait for the interpreter no longer than they must.
 
-    Who makes hundreds of views in Python keeps it for 5 ms at a time, and the thread that generates
-    needs it several times in a step: steps of 5 ms took 25.
+    Who computes in Python keeps it for 5 ms at a time, as long as a step takes on a GPU, and the
+    thread that generates needs it several times in a step.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_TURN_S)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.lending import MOST_PLACES
 from weightsync_server.ingest.checks import refused
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 _DEVICE = re.compile(r"[0-9a-f]{32}")
 _HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
-#: What is told of so many is read in a moment, for which the event loop does nothing else.
-_MOST_TENSORS = 2048
 
 
 class Collects(Protocol):
@@ -67,8 +66,8 @@ class Collecting:
                 has failed, or the first copy from a device.
         """
         filled = [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
-        if len(filled) > _MOST_TENSORS:
-            return f"a shard of {len(filled)} tensors; at most {_MOST_TENSORS}"
+        if len(filled) > MOST_PLACES:
+            return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
         header, pieces = _header(upload, where), _pieces(upload, filled, where)
         device, handles = where["device"], where["handles"]
         upload.own(self._owner)

@@ -145,7 +145,7 @@ def test_what_cannot_be_copied_is_left_and_the_rest_is_not(group: list[SourceTen
 
 
 def test_a_shard_of_too_many_tensors_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "_MOST_TENSORS", 2)
+    monkeypatch.setattr(collecting, "MOST_PLACES", 2)
     server = Server()
     two = [on(GPU, "a"), on(GPU, "none", 0), on(GPU, "b")]
     _, left = begin(server, two, [on(GPU, name) for name in "cde"])

@@ -32,8 +32,7 @@ _DENSE = 8
 #: long as copying a few dozen in a row.
 _WORTH = 32
 #: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them,
-#: by so many elements of each: while a device compares whole pieces, a step takes several times as
-#: long, because each of its many launches waits for one of ours.
+#: by so many elements of each: each launch of a step may have to wait for one of ours.
 _SAMPLE, _ENOUGH, _GLANCE = 16, 8, 1 << 19
 _NAMES = 10
 

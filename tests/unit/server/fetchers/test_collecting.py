@@ -87,15 +87,22 @@ async def test_many_shards_of_many_tensors_at_once_are_understood(
     assert (collector.pids, descriptors()) == (pids, before)
 
 
-async def test_a_copy_is_not_tried_again_when_the_process_is_lost(
+async def asked_of_a_stopped_one(
     collector: Collector, segment: Segment
-) -> None:
+) -> tuple[int, asyncio.Task[WeightSyncError]]:
     await outcome(collector, segment)
     (pid,) = collector.pids
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: state(pid) == "T")
     asked = asyncio.create_task(outcome(collector, segment))
     await asyncio.sleep(0.1)
+    return pid, asked
+
+
+async def test_a_copy_is_not_tried_again_when_the_process_is_lost(
+    collector: Collector, segment: Segment
+) -> None:
+    pid, asked = await asked_of_a_stopped_one(collector, segment)
     os.kill(pid, signal.SIGKILL)
     assert (await asked).reason is Reason.FETCHER_FAILED
     # The next one is for the process that takes its place.
@@ -145,12 +152,7 @@ async def test_one_that_was_closed_is_not_started_again(
 async def test_who_waits_when_it_is_closed_is_told_so(
     collector: Collector, segment: Segment
 ) -> None:
-    await outcome(collector, segment)
-    (pid,) = collector.pids
-    os.kill(pid, signal.SIGSTOP)
-    await until(lambda: state(pid) == "T")
-    asked = asyncio.create_task(outcome(collector, segment))
-    await asyncio.sleep(0.1)
+    _, asked = await asked_of_a_stopped_one(collector, segment)
     await collector.close()
     assert (await asked).reason is Reason.SHUTTING_DOWN
 

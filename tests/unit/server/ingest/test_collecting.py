@@ -220,7 +220,7 @@ async def test_what_cannot_be_reached_is_lent_on_the_same_connection(site: Site)
 async def test_a_shard_of_very_many_tensors_is_declined_unread(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync_server.ingest.collecting._MOST_TENSORS", 1)
+    monkeypatch.setattr("weightsync_server.ingest.collecting.MOST_PLACES", 1)
     desk = await site.connect()
     assert "2 tensors" in await asyncio.to_thread(desk.collect, 0, {})
     assert not site.copier.begun
