@@ -6,12 +6,17 @@ commit_s, verify_s        of the slowest rank, a version of which every value di
 pause_total_s             from the request to pause until the engine runs, as the server tells it
 pause_seen_s              the same as vLLM's process sees it; max_gap_s the longest token gap while
                           the version is prepared and applied
-prepare_s, apply_s        before the pause; the whole call
+prepare_s, apply_s        before the pause, of a version that lies in host memory; the whole call
+prepare_pushed_s          the same of one that was just pushed: the ranks staged it as it came
 update_end_to_end_s       the trainer's call, push included, to the first token of the new weights
 
 commit_prestaged_s        commit_s where the version lay in device memory before the pause
-staging_slowdown          median token gap from the call to the pause over that without anything;
+staging_slowdown          median token gap while a version that lies in host memory is staged, from
+                          the call of the apply to the pause, over that without anything;
 staging_max_gap_s         the longest one then
+push_slowdown, push_max_gap_s
+                          the same from the call of a push to the pause of its apply: the trainer is
+                          on the same GPU, and the ranks stage what has come
 h2d_bytes_per_rank        sent to the device, before the pause and in it, by the rank that sent most
 
 live_check_s              from then until all that is live was compared, beside generation
@@ -158,7 +163,7 @@ class Ours:
         self.site.results.facts[f"push_kind{suffix}"] = pushed["kind"]
         self.site.results.facts[f"push_way{suffix}"] = pushed["way"]
         self.site.results.facts[f"push_fallback{suffix}"] = pushed["fallback_reason"]
-        figures, first_token = await self._applied(suffix, back=False)
+        figures, first_token = await self._applied(suffix, pushed=called)
         figures[_key("push", suffix)] = pushed["seconds"]
         figures[_key("update_end_to_end", suffix)] = first_token - called
         return figures
@@ -171,13 +176,25 @@ class Ours:
                 figures, _ = await self._applied(suffix, back=back)
                 self.site.results.add(**figures)
 
-    async def _applied(self, suffix: str, *, back: bool) -> tuple[dict[str, float], float]:
-        """Return figures of one apply, and when the first token of the new weights came."""
+    async def _applied(
+        self, suffix: str, *, back: bool = False, pushed: float | None = None
+    ) -> tuple[dict[str, float], float]:
+        """Return figures of one apply, and when the first token of the new weights came.
+
+        Args:
+            suffix: Of the figures' names.
+            back: Whether it is a rollback.
+            pushed: When the push of the version was called; None: it lay in host memory.
+        """
         begin = time.perf_counter()
         report = await asyncio.to_thread(self._rolled_back if back else self._forwards)
         applied = time.perf_counter()
         seen = await self.site.settled(begin)
-        figures = self._figures(suffix, report, seen, begin)
+        figures = self._figures(suffix, report, seen)
+        what, since = ("staging", begin) if pushed is None else ("push", pushed)
+        prepare = "prepare" if pushed is None else "prepare_pushed"
+        figures[_key(prepare, suffix)] = report.phases.prepare_s
+        figures |= self._beside(what, suffix, since, seen["paused_at"])
         figures[_key("apply", suffix)] = applied - begin
         await self._compared(suffix, report.version)
         self._calm_s = await self.site.calm()
@@ -206,7 +223,7 @@ class Ours:
             raise RuntimeError(msg)
 
     def _figures(
-        self, suffix: str, report: ApplyReport, seen: dict[str, float], called: float
+        self, suffix: str, report: ApplyReport, seen: dict[str, float]
     ) -> dict[str, float]:
         facts = self.site.results.facts
         facts[f"strategy{suffix}"] = str(report.strategy)
@@ -218,25 +235,23 @@ class Ours:
             "verify": max(rank.verify_s for rank in report.ranks),
             "pause_total": report.phases.paused_total_s,
             "pause_seen": seen["paused_s"],
-            "prepare": report.phases.prepare_s,
             "stop": report.phases.pause_s,
             "resume": report.phases.resume_s,
             "max_gap": seen["gap_s"],
         }
         if not suffix and all(map(_prestaged, report.ranks)):
             figures["commit_prestaged"] = figures["commit"]
-        named = {_key(name, suffix): value for name, value in figures.items()}
-        return named | self._beside_staging(suffix, called, seen["paused_at"])
+        return {_key(name, suffix): value for name, value in figures.items()}
 
-    def _beside_staging(self, suffix: str, called: float, paused: float) -> dict[str, float]:
+    def _beside(self, what: str, suffix: str, called: float, paused: float) -> dict[str, float]:
         """Return what all that comes before the pause did to the requests."""
         gaps = self.site.load.gaps(called, paused)
         if not self._calm_s or not gaps:
             return {}
         slowdown = statistics.median(gaps) / self._calm_s
         return {
-            f"staging_slowdown{suffix}": slowdown,
-            f"staging_max_gap{suffix}_s": max(gaps),
+            f"{what}_slowdown{suffix}": slowdown,
+            f"{what}_max_gap{suffix}_s": max(gaps),
         }
 
     async def prove(self) -> None:

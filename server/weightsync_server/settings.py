@@ -189,6 +189,11 @@ class Settings(BaseSettings):
         500, ge=1, description="Calls per second of one caller; twice as many may come at once."
     )
     max_connections: int = Field(512, ge=1, description="Connections at once to each address.")
+    read_ahead: bool = Field(
+        True,
+        description="Have GPUs read the shards of a version as they come in, so that its apply has "
+        "little left to do; false: each version is read when it is applied.",
+    )
     prepare_timeout_s: float = Field(300, gt=0, description="Longest prepare of an apply, seconds.")
     commit_timeout_s: float = Field(
         60, gt=0, description="Longest commit of an apply, seconds; then the engine is fenced."

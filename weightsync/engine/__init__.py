@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BETWEEN_STEPS",
     "PROTOCOL_VERSION",
+    "READ_AHEAD",
     "Engine",
     "EngineHealth",
     "EngineInfo",
@@ -27,6 +28,9 @@ PROTOCOL_VERSION = 1
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"
+
+#: The capability of engines whose ranks read a version while it still comes in.
+READ_AHEAD = "read_ahead"
 
 
 class EngineState(enum.StrEnum):

@@ -15,6 +15,7 @@ from weightsync import failpoints
 from weightsync.delta.elements import warm_up
 from weightsync.handover import SegmentClient
 from weightsync.pages import PageWriter
+from weightsync.vllm.arrivals import open_arrivals, turns
 from weightsync.vllm.capture import capture_plan
 from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside, taking_turns
 from weightsync.vllm.jobs import NAMES, Job, caught
@@ -140,6 +141,14 @@ class Rank:
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start making a version ready; the outcome comes on the status page."""
         self._start(args, self._prepare)
+        return {}
+
+    def ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Start reading a version that still comes in; the next job ends it.
+
+        A prepare that names its `apply_id` as `ahead` reads the rest.
+        """
+        self._start(args, self._read_ahead)
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,7 +302,7 @@ class Rank:
         if before.running() and not before.cancelled.is_set():
             msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
             raise RefusedCallError(msg)
-        stages = work == self._prepare
+        stages = work in (self._prepare, self._read_ahead)
         job = Job(str(args["apply_id"]), bool(args.get("gives_way")), stages=stages)
         job.thread = threading.Thread(
             target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
@@ -349,11 +358,11 @@ class Rank:
         failpoints.hit("worker.map")
         with self._memory:
             segments = self._mappings.map(self._socket(args), staged.segments)
-            read = self._views.read(staged, plan, segments)
+            read = self._views.read(staged.manifest.layout, staged.segments, plan, segments)
         stop = job.cancelled.is_set
         ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._sent
-        self._make_ready(ready, job, args)
+        sent -= self._make_ready(ready, job, args)
         proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
         self._prepared[job.apply_id] = ready
         work = ready.work(self._holding.proved)
@@ -361,19 +370,45 @@ class Rank:
         told = {"h2d_bytes": self._sent - sent, **self._told()}
         return {"phase": "ready", **size, **told, **proved}
 
-    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> None:
+    def _read_ahead(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.ahead")
+        socket = self._socket(args)
+        with open_arrivals(socket, str(args["document"])) as reader:
+            plan = self._plans.by_signature.get(reader.layout.signature)
+            if plan is None or self._beside is None:
+                # It is prepared as a whole, once it is complete.
+                return {"phase": "ready"}
+            with self._memory:
+                segments = self._mappings.map(socket, reader.segments)
+                read = self._views.read(reader.layout, reader.segments, plan, segments)
+            self._beside.read_ahead(
+                job.apply_id,
+                reader.segments,
+                plan,
+                self._views.targets(plan),
+                read,
+                turns(reader, job),
+                job.cancelled.is_set,
+            )
+        return {"phase": "ready"}
+
+    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> int:
+        """Return how many bytes had been sent to the device already."""
         stop = job.cancelled.is_set
         base = self._base(str(args.get("base", "")), ready.plan)
         if self._beside is not None:
             # Without a base the engine stands, and is proved by what the server received: a copy
             # beside it would shorten no pause. What is live already needs none either.
             staging = bool(args.get("base")) and not args.get("compare_live")
-            self._beside.make_ready(ready, base, self._aside, stop, job.tell, staging=staging)
-            return
+            ahead = str(args.get("ahead", ""))
+            return self._beside.make_ready(
+                ready, base, self._aside, stop, job.tell, staging=staging, ahead=ahead
+            )
         if base:
             ready.find_patch(base, self._aside, stop)
         if ready.patch is None:
             ready.expect_all(self._aside, stop)
+        return 0
 
     def _base(self, apply_id: str, plan: LoadPlan) -> Prepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.staged import StagedVersion
+    from weightsync.manifest import Layout
     from weightsync.vllm.live import LiveParameters
     from weightsync.vllm.plan import LoadPlan
 
@@ -32,10 +32,12 @@ class Read(NamedTuple):
     Attributes:
         sources: A view of shared memory per slice.
         turns: Place of the slice's shard in the order in which shards are read.
+        copied: A tensor lay at an odd address, so that its view is of a copy.
     """
 
     sources: list[torch.Tensor]
     turns: list[int]
+    copied: bool = False
 
 
 class Views:
@@ -63,19 +65,25 @@ class Views:
         self._targets[plan.signature] = now
         return now
 
-    def read(self, staged: StagedVersion, plan: LoadPlan, segments: Sequence[memoryview]) -> Read:
-        """Return what a plan reads of a staged version. Reads no bytes.
+    def read(
+        self,
+        layout: Layout,
+        ids: tuple[str, ...],
+        plan: LoadPlan,
+        segments: Sequence[memoryview],
+    ) -> Read:
+        """Return what a plan reads of a version. Reads no bytes.
 
         Args:
-            staged: The version.
+            layout: Of the version.
+            ids: Names of its segments.
             plan: Of its layout.
             segments: The bytes of each shard's segment.
 
         Raises:
             ValueError: A segment is smaller than its shard.
         """
-        layout = staged.manifest.layout
-        key = staged.segments, layout.digest, plan.signature
+        key = ids, layout.digest, plan.signature
         if key in self._read:
             self._read.move_to_end(key)
             return self._read[key]
@@ -83,6 +91,7 @@ class Views:
         made = Read(
             [sources.slice(item) for item in plan.slices],
             [sources.turn(item) for item in plan.slices],
+            sources.copied,
         )
         if not sources.copied:
             self._read[key] = made

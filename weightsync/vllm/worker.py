@@ -31,7 +31,17 @@ logger = logging.getLogger(__name__)
 #: Names of the methods on vLLM's workers.
 METHODS = frozenset(
     f"weightsync_{word}"
-    for word in ("hello", "capture", "prepare", "commit", "switch", "verify", "state", "release")
+    for word in (
+        "hello",
+        "capture",
+        "ahead",
+        "prepare",
+        "commit",
+        "switch",
+        "verify",
+        "state",
+        "release",
+    )
 )
 _ATTRIBUTE = "_weightsync_rank"
 

@@ -256,7 +256,13 @@ class Applier:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with digesting(self._versions, lease) as digests:
             target = await session.prepare(
-                record, lease, compare_live=False, timeout_s=timeout_s, patch=True, digests=digests
+                record,
+                lease,
+                compare_live=False,
+                timeout_s=timeout_s,
+                patch=True,
+                ahead=self._keeper.ahead.name_of(record),
+                digests=digests,
             )
             try:
                 await self._versions.verify_staged(lease, digests)

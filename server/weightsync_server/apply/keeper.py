@@ -11,6 +11,7 @@ from weightsync.engine import EngineInfo, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
+from weightsync_server.apply.ahead import Ahead
 from weightsync_server.apply.checks import LiveChecks
 from weightsync_server.apply.doubts import Doubts
 from weightsync_server.apply.reconcile import Reconciler
@@ -52,6 +53,7 @@ class Keeper:
 
     Attributes:
         checks: Compares the live parameters as a whole.
+        ahead: Has the ranks read what comes in.
     """
 
     def __init__(
@@ -73,6 +75,10 @@ class Keeper:
         self._on_change = on_change
         self.checks = LiveChecks(versions, metrics, self.suspect)
         self.doubts = Doubts()
+        self._wake = asyncio.Event()
+        self.ahead = Ahead(self._wake.set)
+        if settings.read_ahead:
+            versions.arrivals.listener = self.ahead.note
         self._lock = asyncio.Lock()
         self._session: Session | None = None
         self._info: EngineInfo | None = None
@@ -81,7 +87,6 @@ class Keeper:
         self._refused = ""
         self._fenced = False
         self._write_at = 0.0
-        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -233,10 +238,13 @@ class Keeper:
             return
         if not sleeping:
             await self.checks.begin(self._session)
+            if not self.checks.running:
+                await self.ahead.begin(self._session)
         # Retired segments count in the budget until every rank has unmapped them.
         retired = self._versions.keeper.retired
         if (retired or not self._session.tidy) and not self.checks.running:
-            mapped = await self._session.unmap(self._versions.keeper.exposed - retired)
+            existing = self._versions.keeper.exposed - retired
+            mapped = await self._session.unmap(existing, self.ahead.name)
             if mapped is not None:
                 self._versions.let_go(retired - mapped)
 
@@ -303,6 +311,7 @@ class Keeper:
 
     def _forget(self) -> None:
         self.checks.forget()
+        self.ahead.forget()
         if self._session is not None:
             self._session.close()
         self._session = self._info = None

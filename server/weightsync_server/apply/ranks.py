@@ -108,6 +108,7 @@ class Ranks:
         compare_live: bool,
         timeout_s: float,
         base: str = "",
+        ahead: str = "",
         on_read: Callable[[int], None] | None = None,
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
@@ -118,6 +119,7 @@ class Ranks:
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             base: Apply id of what is live: where little differs from it, only that is prepared.
+            ahead: What the version was called when it was read while it came in.
             on_read: Called with n, time and again, when no rank reads the first n shards any more,
                 in the order of `Layout.largest_first`.
         """
@@ -127,6 +129,7 @@ class Ranks:
             "page": self._page,
             "compare_live": compare_live,
             "base": base,
+            "ahead": ahead,
         }
         return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
@@ -143,6 +146,21 @@ class Ranks:
         """
         args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
+
+    async def start_ahead(self, apply_id: str, document: str) -> None:
+        """Let every rank read shards of a version as they come; what they are asked next ends it.
+
+        Args:
+            apply_id: What `prepare` names to have the rest read.
+            document: Segment that tells what has come.
+        """
+        args = {
+            "apply_id": apply_id,
+            "document": document,
+            "page": self._page,
+            "gives_way": True,
+        }
+        await self._start("weightsync_ahead", args, QUICK_S)
 
     async def commit(self, apply_id: str, version: int, timeout_s: float) -> list[RankCommit]:
         """Write and prove the parameters; the engine must be paused."""

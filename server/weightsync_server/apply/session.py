@@ -118,6 +118,7 @@ class Session:
         compare_live: bool,
         timeout_s: float,
         patch: bool = False,
+        ahead: str = "",
         digests: ShardDigests | None = None,
     ) -> Prepared:
         """Have every rank prepare a version; captures its load plan first where it is new.
@@ -128,6 +129,7 @@ class Session:
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             patch: Whether the ranks may prepare to write only what differs from what is live.
+            ahead: What the ranks call what they have read of it already; "": nothing.
             digests: Begun for each shard as soon as no rank reads it any more; None: not here.
 
         Raises:
@@ -142,6 +144,7 @@ class Session:
                 compare_live=compare_live,
                 timeout_s=timeout_s,
                 base=self.live.apply_id if patch and self.live else "",
+                ahead=ahead,
                 digests=digests,
             )
         except BaseException as error:
@@ -160,6 +163,7 @@ class Session:
         compare_live: bool,
         timeout_s: float,
         base: str,
+        ahead: str,
         digests: ShardDigests | None,
     ) -> Prepared:
         start = time.perf_counter()
@@ -173,6 +177,7 @@ class Session:
                 compare_live=compare_live,
                 timeout_s=timeout_s,
                 base=base,
+                ahead=ahead,
                 on_read=digests.begin if digests is not None else None,
             )
             if attempt or not any(report.phase == "needs_capture" for report in reports):
@@ -252,9 +257,14 @@ class Session:
         self.live = prepared
         await self.let_go()
 
-    async def unmap(self, existing: frozenset[str]) -> frozenset[str] | None:
-        """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does."""
-        keep = [self.live.apply_id] if self.live else []
+    async def unmap(self, existing: frozenset[str], ahead: str = "") -> frozenset[str] | None:
+        """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does.
+
+        Args:
+            existing: Segments that still exist.
+            ahead: What the ranks may be reading ahead, and go on with.
+        """
+        keep = [ahead, self.live.apply_id] if self.live else [ahead]
         mapped = await self.ranks.unmap(keep, existing, QUICK_S)
         self.tidy = mapped is not None and mapped <= existing
         return mapped

@@ -82,6 +82,7 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     push.check_open()
     if known is not None:
         push.layout.take_known(known)
+        push.announce(known.layout)
 
 
 async def _open(push: Push, deadline_s: float | None) -> None:

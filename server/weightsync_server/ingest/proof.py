@@ -101,6 +101,7 @@ async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
         )
     upload.found = found
     upload.compare()
+    push.came(upload)
     upload.digested.set()
     proceed(push)
 

@@ -20,13 +20,13 @@ from weightsync_server.ingest.telling import progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.manifest import Manifest
+    from weightsync.manifest import Layout, Manifest
     from weightsync.segments import Segment
     from weightsync_server.ingest.distant import Distant
     from weightsync_server.ingest.limits import PushLimits
     from weightsync_server.ingest.upload import ShardUpload
     from weightsync_server.store import KeptShard
-    from weightsync_server.versions import Meters, ModelVersions, Slot, VersionRecord
+    from weightsync_server.versions import Arriving, Meters, ModelVersions, Slot, VersionRecord
     from weightsync_server.versions.layouts import KnownLayout
 
 __all__ = ["FATAL", "Push"]
@@ -82,6 +82,7 @@ class Push:
         recorded: It is written down and survives a crash, as far as its bytes are kept.
         asleep: After a restart what was kept of it, by shard; None: it is awake.
         waking: The task that wakes it.
+        arriving: Tells engines which shards are here; None: nobody is told.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
         last_byte_at: When the last shard was complete.
     """
@@ -122,6 +123,7 @@ class Push:
         self.sealing: asyncio.Task[Manifest] | None = None
         self.streams = 0
         self.writers: set[Distant] = set()
+        self.arriving: Arriving | None = None
         self.first_byte_at = self.last_byte_at = 0.0
         self.declared_bytes = 0
         self.layout = PushLayout(self)
@@ -199,6 +201,7 @@ class Push:
             return
         self.error = error
         self.touch()
+        self._no_more()
         if not self.opened.done():
             self.opened.set_result(None)
         logger.info("push of version %d ended: %s", self.record.version, error.message)
@@ -210,8 +213,27 @@ class Push:
         """End the push with its answer."""
         self.committed = response
         self.touch()
+        self._no_more()
         self.meters.count_push("already" if response.already else "committed")
         self._on_end(self)
+
+    def announce(self, layout: Layout) -> None:
+        """Let engines read the version as it comes, if all of it is new and has its memory."""
+        if self.delta is not None or self.existing is not None:
+            return
+        segments = [self.shards[index].segment for index in range(len(layout.shards))]
+        known = [segment for segment in segments if segment is not None]
+        if len(known) == len(segments):
+            self.arriving = self.versions.arrivals.announce(self.record, layout, known)
+
+    def came(self, upload: ShardUpload) -> None:
+        """Take note that a shard is proved."""
+        if self.arriving is not None:
+            self.arriving.came(upload.index)
+
+    def _no_more(self) -> None:
+        if self.arriving is not None:
+            self.arriving.end()
 
     def again(self) -> pb.CommitPushResponse:
         """Return the answer to a commit that was done before."""

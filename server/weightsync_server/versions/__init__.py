@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsync_server.versions.arriving import Arriving
 from weightsync_server.versions.budget import SegmentBudget
 from weightsync_server.versions.deltas import ChainLimits, DeltaCounts, find_base
 from weightsync_server.versions.feed import Change
@@ -15,6 +16,7 @@ from weightsync_server.versions.scrubber import Scrubber
 from weightsync_server.versions.slots import Slot
 
 __all__ = [
+    "Arriving",
     "ChainLimits",
     "Change",
     "DeltaCounts",

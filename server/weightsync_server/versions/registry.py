@@ -14,6 +14,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
 from weightsync_server.threads import to_end
 from weightsync_server.versions.adoption import adopt
+from weightsync_server.versions.arriving import Arrivals
 from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
 from weightsync_server.versions.deltas import Builder, ChainLimits, Folder
@@ -103,6 +104,7 @@ class ModelVersions(Catalog):
         self._feed = Feed()
         self._history = History()
         self._stager = Stager(self)
+        self.arrivals = Arrivals(self.keeper)
 
     async def open(self, records: Iterable[CommitRecord]) -> None:
         """Take over what the store holds. Records of other models are passed over."""

@@ -39,7 +39,8 @@ def plan_of(worker: Worker) -> LoadPlan:
 
 def sources(views: Views, version: Version, plan: LoadPlan) -> list[torch.Tensor]:
     segments = [segment.view for segment in version.segments]
-    return views.read(version.staged, plan, segments).sources
+    staged = version.staged
+    return views.read(staged.manifest.layout, staged.segments, plan, segments).sources
 
 
 def test_what_lies_in_the_same_segments_is_viewed_once_and_read_anew(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.vllm.cuda.ahead import Ahead
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
@@ -21,7 +22,7 @@ from weightsync.vllm.cuda.warm import warm_up
 from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Blocks
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan import LoadPlan
     from weightsync.vllm.prepared import Prepared
     from weightsync.vllm.settings import Amount
+    from weightsync.vllm.views import Read
 
 __all__ = ["Device"]
 
@@ -65,6 +67,7 @@ class Device:
         self._staged: Staged | None = None
         # Whose version lies in what is kept; it writes from host memory when another one comes.
         self._holder: weakref.ref[Prepared] | None = None
+        self._ahead: Ahead | None = None
 
     @property
     def sent(self) -> int:
@@ -82,7 +85,7 @@ class Device:
             size: Bytes.
         """
         self._let_go()
-        self._staged = None
+        self._staged = self._ahead = None
         self._arena.drop()
         self._scatters.drop()
         self._room.limit = size
@@ -98,6 +101,40 @@ class Device:
         warm_up(known, self._uploader, self._mask)
 
     @torch.inference_mode()
+    def read_ahead(
+        self,
+        ticket: str,
+        segments: tuple[str, ...],
+        plan: LoadPlan,
+        targets: Targets,
+        read: Read,
+        turns: Iterable[int],
+        stop: Callable[[], bool],
+    ) -> None:
+        """Send what there is of a version that still comes in, as far as there is room.
+
+        Beside generation, on the calling thread's stream. No commit may run meanwhile.
+
+        Args:
+            ticket: The server's name for it.
+            segments: Ids of the segments that it comes into.
+            plan: Of its layout.
+            targets: The live destinations.
+            read: What the plan reads.
+            turns: Yields the place in `Layout.largest_first` of each shard, once it has come.
+            stop: Asked before every piece; True raises `StoppedError`.
+        """
+        self._let_go()
+        self._ahead = None
+        blocks = self._blocks(plan, targets)
+        memory = self._arena.reserve(blocks.size)
+        # A source that was copied was copied before its bytes had come.
+        if memory is None or read.copied:
+            return
+        ahead = self._ahead = Ahead(ticket, segments, targets, memory)
+        ahead.fill(blocks, read, turns, self._uploader, Pace(self.device), stop)
+
+    @torch.inference_mode()
     def make_ready(
         self,
         ready: Prepared,
@@ -107,10 +144,12 @@ class Device:
         tell: Callable[[int], None],
         *,
         staging: bool,
-    ) -> None:
+        ahead: str = "",
+    ) -> int:
         """Send a version to the device and find what it changes, as far as there is room.
 
-        Beside generation, on the calling thread's stream. No commit may run meanwhile.
+        Beside generation, on the calling thread's stream. No commit may run meanwhile. Returns how
+        many bytes had been sent ahead of it.
 
         Args:
             ready: The version.
@@ -119,24 +158,29 @@ class Device:
             stop: Asked before every piece; True raises `StoppedError`.
             tell: Called with n when nothing here will read the first n shards any more.
             staging: Whether it is sent now; else there is only the memory for others.
+            ahead: What it was called when it was sent before it was complete.
         """
         self._let_go()
         self._holder = weakref.ref(ready)
         ready.expect_known()
         ready.whole = self._direct(ready, range(len(ready.sources)))
-        blocks = self._blocks(ready)
+        blocks = self._blocks(ready.plan, ready.targets)
         memory = self._arena.reserve(blocks.size)
+        begun, self._ahead = self._ahead, None
         if not staging:
-            return
+            return 0
         if memory is None:
             logger.info("weightsync: no room on the device for %d bytes", blocks.size)
             if base is not None:
                 ready.patch = self._found_on_host(ready, base, crew, stop)
-            return
+            return 0
+        if begun is not None and not begun.fits(ahead, ready, memory):
+            begun = None
         pace = Pace(self.device)
         # What comes after reads device memory only.
         reading = Reading(ready.turns, len(ready.segments), tell)
-        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading)
+        there = begun.there if begun is not None else ()
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there)
         staged = self._staged
         if staged is None or staged.memory is not memory:
             staged = self._staged = Staged(ready.targets, blocks.all, memory, self._mask)
@@ -147,12 +191,13 @@ class Device:
                 ready.patch = self._found_here(staged, base, stop)
             except torch.OutOfMemoryError:
                 logger.warning("weightsync: no memory to find what changes; all is copied")
+        return begun.sent if begun is not None else 0
 
-    def _blocks(self, ready: Prepared) -> Blocks:
+    def _blocks(self, plan: LoadPlan, targets: Targets) -> Blocks:
         """Return the blocks of a version; they, and their views, are those of the one before it."""
-        if self._laid is None or self._laid[0] is not ready.targets:
+        if self._laid is None or self._laid[0] is not targets:
             self._staged = None
-            self._laid = ready.targets, lay_out(ready.plan.slices, _dtypes(ready))
+            self._laid = targets, lay_out(plan.slices, _dtypes(plan, targets))
         return self._laid[1]
 
     def _let_go(self) -> None:
@@ -207,6 +252,6 @@ class Device:
         return DevicePatch(base.content_digest, targets, list(made.values()), rest)
 
 
-def _dtypes(ready: Prepared) -> dict[str, torch.dtype]:
-    views = ready.targets.views()
-    return {item.param: view.dtype for item, view in zip(ready.plan.slices, views, strict=True)}
+def _dtypes(plan: LoadPlan, targets: Targets) -> dict[str, torch.dtype]:
+    views = targets.views()
+    return {item.param: view.dtype for item, view in zip(plan.slices, views, strict=True)}

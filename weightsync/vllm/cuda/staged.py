@@ -9,7 +9,7 @@ from weightsync.vllm.cuda.compare import Comparison, limit_of
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     import torch
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
 
-__all__ = ["Arena", "Staged", "send_blocks"]
+__all__ = ["Arena", "Staged", "send_block", "send_blocks"]
 
 
 class Arena:
@@ -119,23 +119,45 @@ def send_blocks(
     pace: Pace,
     stop: Callable[[], bool],
     reading: Reading,
+    there: Container[int] = (),
 ) -> None:
     """Send the slices of every block to staging memory; returns when all are there.
 
-    `reading` is told all the while how far their sources were read.
+    Args:
+        blocks: Of the version.
+        sources: Of its slices.
+        memory: Where they go.
+        uploader: Sends.
+        pace: Of its stream.
+        stop: Asked before every piece.
+        reading: Told all the while how far the sources were read.
+        there: The blocks that lie there already, by where they begin.
 
     Raises:
         StoppedError: `stop` returned True.
     """
     try:
         for block in reading.in_order(blocks.all):
-            reading.before(block, pace)
-            row = block.staged(memory).reshape(-1)
-            for part in block.parts:
-                source = sources[part.index]
-                target = row[part.begin : part.begin + source.numel()].view(source.shape)
-                uploader.send_all(target, source, pace, stop)
+            if block.at not in there:
+                reading.before(block, pace)
+                send_block(block, sources, memory, uploader, pace, stop)
     finally:
         # Nothing may still be under way when its source is unmapped.
         pace.drain()
     reading.end()
+
+
+def send_block(
+    block: Block,
+    sources: Sequence[torch.Tensor],
+    memory: torch.Tensor,
+    uploader: Uploader,
+    pace: Pace,
+    stop: Callable[[], bool],
+) -> None:
+    """Queue the slices of one block; see `send_blocks`."""
+    row = block.staged(memory).reshape(-1)
+    for part in block.parts:
+        source = sources[part.index]
+        target = row[part.begin : part.begin + source.numel()].view(source.shape)
+        uploader.send_all(target, source, pace, stop)

@@ -1,0 +1,45 @@
+"""The shards of a version that still comes in, in the order in which they come."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from weightsync.arriving import ArrivalReader
+from weightsync.handover import SegmentClient
+from weightsync.segments import MappedSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightsync.vllm.jobs import Job
+
+__all__ = ["open_arrivals", "turns"]
+
+#: A trainer that is slower than this is not worth a thread that waits for it, and segments that
+#: stay mapped for it, seconds.
+_PATIENCE_S = 10.0
+
+
+@contextlib.contextmanager
+def open_arrivals(socket: str, document: str) -> Iterator[ArrivalReader]:
+    """Map what the server tells of a version that comes in, for as long as the body runs.
+
+    Raises:
+        OSError: Nobody listens on the segment socket.
+        LookupError: The server has no such document any more.
+    """
+    with SegmentClient(socket) as client:
+        ((fd, size),) = client.map([document])
+    mapped = MappedSegment(fd, size)
+    try:
+        yield ArrivalReader(mapped.view)
+    finally:
+        mapped.close()
+
+
+def turns(reader: ArrivalReader, job: Job) -> Iterator[int]:
+    """Yield the place in `Layout.largest_first` of each shard that has come; ends with the job."""
+    place = {shard: turn for turn, shard in enumerate(reader.layout.largest_first)}
+    for shard in reader.arrivals(job.cancelled.wait, _PATIENCE_S):
+        yield place[shard]
