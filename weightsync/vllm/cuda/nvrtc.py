@@ -1,0 +1,98 @@
+"""CUDA source made into code of one device, by NVRTC, which comes with PyTorch.
+
+Functions and constants are those of the NVRTC documentation, chapters General Information Query
+and Compilation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["NvrtcError", "compile_source"]
+
+_Pointer = ctypes.c_void_p
+_LOG_CHARS = 2000
+
+
+class NvrtcError(Exception):
+    """There is no NVRTC, or it refused the source; its text is one clause."""
+
+
+def compile_source(source: str, name: str, capability: tuple[int, int]) -> bytes:
+    """Return the code (cubin) of a CUDA source for one kind of device; takes half a second.
+
+    Args:
+        source: CUDA C++ that includes nothing.
+        name: Of the source, for messages.
+        capability: Compute capability of the device.
+
+    Raises:
+        NvrtcError: With the compiler's own words.
+    """
+    library = _library()
+    program = _Pointer()
+    made = library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+    )
+    _check(made, "nvrtcCreateProgram")
+    try:
+        options = [b"--gpu-architecture=sm_%d%d" % capability, b"--std=c++17"]
+        given = (ctypes.c_char_p * len(options))(*options)
+        if library.nvrtcCompileProgram(program, len(options), given):
+            msg = f"NVRTC refused {name}: {_text(library, program)[:_LOG_CHARS]}"
+            raise NvrtcError(msg)
+        size = ctypes.c_size_t()
+        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        code = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, code), "nvrtcGetCUBIN")
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        msg = f"{what} answered {code}"
+        raise NvrtcError(msg)
+
+
+def _text(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+    log = ctypes.create_string_buffer(size.value)
+    _check(library.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+    return " ".join(log.value.decode(errors="replace").split())
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    refused = []
+    for path in (*_installed(name), Path(name)):
+        try:
+            # It opens these by their bare names, which is no path in an environment of Python's.
+            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            refused.append(str(error))
+    msg = f"there is no NVRTC ({'; '.join(refused)})"
+    raise NvrtcError(msg)
+
+
+def _installed(name: str) -> Iterator[Path]:
+    """Yield where packages of NVIDIA's that PyTorch depends on have a library."""
+    spec = importlib.util.find_spec("nvidia")
+    folders: Sequence[str] = (spec.submodule_search_locations or ()) if spec else ()
+    for folder in folders:
+        yield from sorted(Path(folder).glob(f"*/lib/{name}"))
