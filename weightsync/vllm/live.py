@@ -62,6 +62,11 @@ class LiveParameters:
             raise ParameterChangedError(msg)
         return found.detach()
 
+    def addresses(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return where parameters lie; 0: the model has it no more. Cheap enough for a pause."""
+        found = (table.get(key) for table, key in map(self._places.__getitem__, names))
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in found)
+
     def geometry(self, name: str) -> tuple[object, ...]:
         """Return what must not change between the capture of a plan and its use.
 
@@ -105,8 +110,7 @@ class Targets:
             ParameterChangedError: A parameter has another shape, stride, dtype or device than at
                 the capture, or on a device another address.
         """
-        now: Mapping[str, torch.Tensor] = {name: self._live.tensor(name) for name in self._params}
-        addresses = tuple(tensor.data_ptr() for tensor in now.values())
+        addresses = self._live.addresses(self._params)
         if addresses != self._addresses or not self._views:
             for name in self._params:
                 if self._live.geometry(name) != self.geometry[name]:
@@ -114,6 +118,7 @@ class Targets:
                         f"parameter {name} was replaced since its load plan was made; restart vLLM"
                     )
                     raise ParameterChangedError(msg)
+            now: Mapping[str, torch.Tensor] = {n: self._live.tensor(n) for n in self._params}
             self._views = [view_of(now[item.param], item.target) for item in self._slices]
             self._addresses = addresses
         return self._views

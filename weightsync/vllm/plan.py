@@ -6,6 +6,7 @@ no table per architecture, and it is valid for one signature: names, dtypes and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -124,6 +125,17 @@ class LoadPlan:
         for item in self.slices:
             counts[item.param] = counts.get(item.param, 0) + item.target.numel
         return counts
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """Slices that are a whole tensor, byte for byte."""
+        return frozenset(
+            index
+            for index, item in enumerate(self.slices)
+            if not item.cast
+            and item.source.contiguous
+            and item.source.numel == math.prod(self.tensors[item.tensor][1])
+        )
 
     def params_of(self, tensor: str) -> set[str]:
         """Return the parameters that a tensor is copied into."""

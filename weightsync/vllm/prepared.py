@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from weightsync.handover import SegmentClient
@@ -116,19 +116,25 @@ class Prepared:
 
         write_each(crew, copy, [source.nbytes for source in sources])
 
-    def mismatched(self, crew: Crew, stop: Callable[[], bool] = bool) -> list[str]:
+    def mismatched(
+        self,
+        crew: Crew,
+        stop: Callable[[], bool] = bool,
+        found: Mapping[int, bytes] = MappingProxyType({}),
+    ) -> list[str]:
         """Digest the live slices; return the parameters whose bytes are not those expected.
 
         Args:
             crew: Does the work.
             stop: Asked before every piece; True raises `StoppedError`.
+            found: Digests of live slices that are known, by their index.
         """
         targets = self.targets.views()
         wrong: set[int] = set()
 
         def compare(index: int) -> None:
             wanted = self._expect(index, stop)
-            if tensor_digest_of(targets[index], stop=stop) != wanted:
+            if (found.get(index) or tensor_digest_of(targets[index], stop=stop)) != wanted:
                 wrong.add(index)
 
         crew.each(compare, [target.nbytes for target in targets])
@@ -157,10 +163,8 @@ class Prepared:
 
     def expect_known(self) -> None:
         """Expect of slices that are whole tensors what the server has proved of those."""
-        for index, (item, source) in enumerate(zip(self.plan.slices, self.sources, strict=True)):
-            _, shape = self.plan.tensors[item.tensor]
-            if not item.cast and source.is_contiguous() and source.numel() == math.prod(shape):
-                self.expected[index] = self.digests[item.tensor]
+        for index in self.plan.whole:
+            self.expected[index] = self.digests[self.plan.slices[index].tensor]
 
     def differences(
         self, base: Prepared, crew: Crew, stop: Callable[[], bool]

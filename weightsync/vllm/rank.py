@@ -18,6 +18,7 @@ from weightsync.pages import PageWriter
 from weightsync.vllm.arrivals import open_arrivals, turns
 from weightsync.vllm.capture import capture_plan
 from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside, taking_turns
+from weightsync.vllm.cuda.device import Made
 from weightsync.vllm.jobs import NAMES, Job, caught
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
@@ -362,12 +363,13 @@ class Rank:
         stop = job.cancelled.is_set
         ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._sent
-        sent -= self._make_ready(ready, job, args)
+        made = self._make_ready(ready, job, args)
         proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
         self._prepared[job.apply_id] = ready
         work = ready.work(self._holding.proved)
         size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work.patched}
-        told = {"h2d_bytes": self._sent - sent, **self._told()}
+        told = {"h2d_bytes": self._sent - sent + made.ahead, **self._told()}
+        told |= made.proved.told(staged.manifest.layout)
         return {"phase": "ready", **size, **told, **proved}
 
     def _read_ahead(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
@@ -392,8 +394,7 @@ class Rank:
             )
         return {"phase": "ready"}
 
-    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> int:
-        """Return how many bytes had been sent to the device already."""
+    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> Made:
         stop = job.cancelled.is_set
         base = self._base(str(args.get("base", "")), ready.plan)
         if self._beside is not None:
@@ -408,7 +409,7 @@ class Rank:
             ready.find_patch(base, self._aside, stop)
         if ready.patch is None:
             ready.expect_all(self._aside, stop)
-        return 0
+        return Made()
 
     def _base(self, apply_id: str, plan: LoadPlan) -> Prepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
@@ -425,7 +426,8 @@ class Rank:
     def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
-        wrong = ready.mismatched(self._aside, stop)
+        found = self._beside.digests(ready.targets) if self._beside is not None else {}
+        wrong = ready.mismatched(self._aside, stop, found)
         held = self._holding
         if held.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"

@@ -266,6 +266,7 @@ class Applier:
             )
             try:
                 await self._versions.verify_staged(lease, digests)
+                target.check()
             except BaseException:
                 await session.hold(live)
                 raise

@@ -61,6 +61,21 @@ class Prepared:
         """Bytes a commit writes, over all ranks."""
         return sum(report.bytes for report in self.reports)
 
+    def check(self) -> None:
+        """Refuse a version of which a rank holds other bytes; the server's own were proved.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, naming rank and tensors.
+        """
+        for report in self.reports:
+            if report.unlike:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT,
+                    f"rank {report.rank} has other bytes of {', '.join(report.unlike)} on its "
+                    "device than the server in shared memory; apply again, and have a look at the "
+                    "GPU if it stays so",
+                )
+
     @property
     def patched(self) -> bool:
         """Whether every rank would write only what changes."""
@@ -192,6 +207,8 @@ class Session:
                     names=report.names,
                     count=report.count,
                 )
+        if digests is not None and not any(report.unlike for report in reports):
+            digests.trust(frozenset.intersection(*(report.shards for report in reports)))
         return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:

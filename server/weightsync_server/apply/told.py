@@ -57,6 +57,8 @@ class Report:
         mismatched: Names of tensors that differ, at most 10.
         seconds: How long it took.
         device: What it told about its device.
+        shards: Those that lie in its device's memory, whole and as the manifest tells.
+        unlike: Names of tensors that lie there and are not as it tells, at most 10.
     """
 
     rank: str
@@ -71,6 +73,8 @@ class Report:
     mismatched: tuple[str, ...]
     seconds: float
     device: DeviceUse = NO_DEVICE
+    shards: frozenset[int] = frozenset()
+    unlike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,18 +129,21 @@ def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report |
         mismatched=tuple(page.get("mismatched", ())),
         seconds=float(page.get("seconds", 0.0)),
         device=_device(page),
+        shards=frozenset(map(int, page.get("shards", ()))),
+        unlike=tuple(map(str, page.get("unlike", ()))),
     )
 
 
 def shards_read(ticket: str, page: dict[str, Any] | None) -> int:
     """Return of how many of the first shards a rank will read nothing any more.
 
-    One that is ready has read all that it prepares from. Who tells no number may read everything.
+    One that is ready has read all that it prepares from; where it has proved shards by itself, the
+    others are digested when it is known which. Who tells no number may read everything.
     """
     if page is None or page.get("ticket") != ticket:
         return 0
     if page.get("phase") == "ready":
-        return sys.maxsize
+        return 0 if page.get("shards") else sys.maxsize
     read = page.get("read", 0)
     return read if page.get("phase") == "running" and isinstance(read, int) else 0
 

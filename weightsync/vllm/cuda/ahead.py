@@ -63,6 +63,7 @@ class Ahead:
         uploader: Uploader,
         pace: Pace,
         stop: Callable[[], bool],
+        sent: Callable[[Block], None],
     ) -> None:
         """Send each block when all shards that it is made of have come.
 
@@ -73,6 +74,7 @@ class Ahead:
             uploader: Sends.
             pace: Of its stream.
             stop: Asked before every piece; True raises `StoppedError`.
+            sent: Called with each block whose copy was queued.
         """
         waiting = _by_turn(blocks.all, read.turns)
         missing = {block.at: len(_turns(block, read.turns)) for block in blocks.all}
@@ -84,6 +86,7 @@ class Ahead:
                     missing[block.at] -= 1
                     if not missing[block.at]:
                         send_block(block, read.sources, self.memory, uploader, pace, stop)
+                        sent(block)
                         queued.append(block.at)
         finally:
             # Nothing may still be under way when its source is unmapped.

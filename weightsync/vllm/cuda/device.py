@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.vllm.cuda.ahead import Ahead
 from weightsync.vllm.cuda.blocks import lay_out
+from weightsync.vllm.cuda.digests import Digests, digestible
 from weightsync.vllm.cuda.direct import Direct
+from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
+from weightsync.vllm.cuda.proof import Proof, Proved
 from weightsync.vllm.cuda.reading import Reading
 from weightsync.vllm.cuda.room import Room
 from weightsync.vllm.cuda.runtime import Registrar, Runtime
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.settings import Amount
     from weightsync.vllm.views import Read
 
-__all__ = ["Device"]
+__all__ = ["Device", "Made"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,19 @@ logger = logging.getLogger(__name__)
 _MASK = 32 << 20
 #: What is held whatever the room is, to convert, cut and compare.
 _SCRATCH = 2 * CHUNK + _MASK
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was done to make a version ready.
+
+    Attributes:
+        ahead: Bytes that had been sent before it was complete.
+        proved: What was found of it in staging memory.
+    """
+
+    ahead: int = 0
+    proved: Proved = field(default_factory=Proved)
 
 
 class Device:
@@ -60,6 +77,7 @@ class Device:
         self._arena = Arena(self._room)
         self._scatters = Scatters(self._room, device)
         scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
+        self._kernels = Kernels.find(device)
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
         # Of the plan that was used last; its views are of what is kept, whatever lies there.
@@ -68,6 +86,7 @@ class Device:
         # Whose version lies in what is kept; it writes from host memory when another one comes.
         self._holder: weakref.ref[Prepared] | None = None
         self._ahead: Ahead | None = None
+        self._proof: Proof | None = None
 
     @property
     def sent(self) -> int:
@@ -85,7 +104,7 @@ class Device:
             size: Bytes.
         """
         self._let_go()
-        self._staged = self._ahead = None
+        self._staged = self._ahead = self._proof = None
         self._arena.drop()
         self._scatters.drop()
         self._room.limit = size
@@ -132,7 +151,9 @@ class Device:
         if memory is None or read.copied:
             return
         ahead = self._ahead = Ahead(ticket, segments, targets, memory)
-        ahead.fill(blocks, read, turns, self._uploader, Pace(self.device), stop)
+        proof = self._proof_of(blocks, plan, memory)
+        sent = proof.begin if proof is not None else _nothing
+        ahead.fill(blocks, read, turns, self._uploader, Pace(self.device), stop, sent)
 
     @torch.inference_mode()
     def make_ready(
@@ -145,11 +166,10 @@ class Device:
         *,
         staging: bool,
         ahead: str = "",
-    ) -> int:
+    ) -> Made:
         """Send a version to the device and find what it changes, as far as there is room.
 
-        Beside generation, on the calling thread's stream. No commit may run meanwhile. Returns how
-        many bytes had been sent ahead of it.
+        Beside generation, on the calling thread's stream. No commit may run meanwhile.
 
         Args:
             ready: The version.
@@ -168,22 +188,25 @@ class Device:
         memory = self._arena.reserve(blocks.size)
         begun, self._ahead = self._ahead, None
         if not staging:
-            return 0
+            return Made()
         if memory is None:
             logger.info("weightsync: no room on the device for %d bytes", blocks.size)
             if base is not None:
                 ready.patch = self._found_on_host(ready, base, crew, stop)
-            return 0
+            return Made()
         if begun is not None and not begun.fits(ahead, ready, memory):
             begun = None
         pace = Pace(self.device)
-        # What comes after reads device memory only.
-        reading = Reading(ready.turns, len(ready.segments), tell)
+        proof = self._proof_of(blocks, ready.plan, memory)
+        # What comes after reads device memory only. What is proved there is not proved elsewhere.
+        reading = Reading(ready.turns, len(ready.segments), tell if proof is None else _nothing)
         there = begun.there if begun is not None else ()
-        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there)
+        sent = proof.begin if proof is not None else _nothing
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
         staged = self._staged
         if staged is None or staged.memory is not memory:
-            staged = self._staged = Staged(ready.targets, blocks.all, memory, self._mask)
+            staged = Staged(ready.targets, blocks.all, memory, self._mask, self._kernels)
+            self._staged = staged
         staged.make_views()
         ready.whole = staged
         if base is not None:
@@ -191,12 +214,33 @@ class Device:
                 ready.patch = self._found_here(staged, base, stop)
             except torch.OutOfMemoryError:
                 logger.warning("weightsync: no memory to find what changes; all is copied")
-        return begun.sent if begun is not None else 0
+        proved = proof.end(ready, stop) if proof is not None else Proved()
+        return Made(begun.sent if begun is not None else 0, proved)
+
+    @torch.inference_mode()
+    def digests(self, targets: Targets) -> dict[int, bytes]:
+        """Return the digests of live slices, by their index, as far as the device computes them."""
+        views = targets.views()
+        known = [i for i, view in enumerate(views) if self._kernels and digestible(view)]
+        if self._kernels is None or not known:
+            return {}
+        digests = Digests(self._kernels, [views[index] for index in known])
+        digests.queue(0, len(known))
+        return dict(zip(known, digests.results(), strict=True))
+
+    def _proof_of(self, blocks: Blocks, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
+        """Return what digests the blocks of a version, as the ones of the version before."""
+        if self._kernels is None:
+            return None
+        if self._proof is None or self._proof.memory is not memory:
+            self._proof = Proof(self._kernels, blocks.all, plan, memory)
+        self._proof.settle()
+        return self._proof
 
     def _blocks(self, plan: LoadPlan, targets: Targets) -> Blocks:
         """Return the blocks of a version; they, and their views, are those of the one before it."""
         if self._laid is None or self._laid[0] is not targets:
-            self._staged = None
+            self._staged = self._proof = None
             self._laid = targets, lay_out(plan.slices, _dtypes(plan, targets))
         return self._laid[1]
 
@@ -225,7 +269,7 @@ class Device:
         fill_found(found, made, staged, stop)
         pace.step()
         pace.drain()
-        rest = Staged(staged.targets, found.dense, staged.memory, self._mask)
+        rest = Staged(staged.targets, found.dense, staged.memory, self._mask, self._kernels)
         rest.make_views()
         return DevicePatch(base.content_digest, staged.targets, list(made.values()), rest)
 
@@ -250,6 +294,10 @@ class Device:
         fill_sent(changes, made, targets, self._uploader, Pace(self.device))
         rest = self._direct(ready, sorted(found.dense))
         return DevicePatch(base.content_digest, targets, list(made.values()), rest)
+
+
+def _nothing(what: object) -> None:
+    del what
 
 
 def _dtypes(plan: LoadPlan, targets: Targets) -> dict[str, torch.dtype]:

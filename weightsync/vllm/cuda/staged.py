@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync.vllm.cuda.compare import Comparison, limit_of
+from weightsync.vllm.cuda.spans import Spans, fits
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Block, Blocks
+    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.reading import Reading
     from weightsync.vllm.cuda.room import Room
     from weightsync.vllm.cuda.upload import Pace, Uploader
@@ -57,6 +59,7 @@ class Staged:
         blocks: What to write.
         memory: Where it lies.
         mask: Scratch for comparisons.
+        kernels: Copy and compare what is contiguous; None: PyTorch's do.
         patched: Always False: it depends on nothing that is live.
         compared_all: Always False: what is live is compared with a copy, not with what was sent.
     """
@@ -65,8 +68,13 @@ class Staged:
     blocks: Sequence[Block]
     memory: torch.Tensor
     mask: torch.Tensor
+    kernels: Kernels | None = None
     patched: bool = False
     compared_all: bool = False
+    _spans: Spans | None = None
+    #: Parameters of the spans.
+    _spanned: list[str] = field(default_factory=list)
+    #: What is left: single copies.
     _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _comparison: Comparison | None = None
     #: The views of the live parameters that both were made of.
@@ -82,33 +90,54 @@ class Staged:
         views = self.targets.views()
         if self._of is views:
             return
-        self._copies = [
-            (block.live(self.targets), block.staged(self.memory)) for block in self.blocks
-        ]
-        pieces = [piece for block in self.blocks for piece in block.pieces(limit_of(self.mask))]
+        spanned, rest = self._split()
+        if spanned and self.kernels is not None:
+            self._spans = Spans(self.kernels, [self._sides(block) for block in spanned])
+        self._spanned = [block.param for block in spanned]
+        self._copies = [self._sides(block) for block in rest]
+        pieces = [piece for block in rest for piece in block.pieces(limit_of(self.mask))]
         self._comparison = Comparison(self.mask, len(pieces))
         for piece in pieces:
-            staged = piece.staged(self.memory)
-            self._comparison.add(piece.param, piece.live(self.targets), staged)
+            self._comparison.add(piece.param, *self._sides(piece))
         self._of = views
+
+    def _split(self) -> tuple[list[Block], list[Block]]:
+        """Return the blocks that are copied as spans, and the others."""
+        if self.kernels is None:
+            return [], list(self.blocks)
+        spanned = [block for block in self.blocks if fits(*self._sides(block))]
+        left = {block.at for block in spanned}
+        return spanned, [block for block in self.blocks if block.at not in left]
+
+    def _sides(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        return block.live(self.targets), block.staged(self.memory)
 
     def write(self, crew: Crew) -> None:
         """Queue every copy; addresses stay as they are."""
         self.make_views()
+        launches = self._spans.copies if self._spans is not None else []
 
         def copy(index: int) -> None:
-            live, staged = self._copies[index]
+            if index < len(launches):
+                launches[index].queue()
+                return
+            live, staged = self._copies[index - len(launches)]
             live.copy_(staged, non_blocking=True)
 
-        write_each(crew, copy, [block.nbytes for block in self.blocks])
+        write_each(crew, copy, [1] * len(launches) + [live.nbytes for live, _ in self._copies])
 
     def mismatched(self, crew: Crew) -> list[str]:
         """Return the parameters that do not hold what was staged."""
         del crew
         self.make_views()
         assert self._comparison is not None  # noqa: S101 - it has just been made
+        if self._spans is not None:
+            self._spans.compare()
         self._comparison.queue()
-        return self._comparison.wrong()
+        wrong = self._comparison.wrong() if self._copies else []
+        if self._spans is not None:
+            wrong += [self._spanned[index] for index in self._spans.unequal()]
+        return list(dict.fromkeys(wrong))
 
 
 def send_blocks(
@@ -120,6 +149,7 @@ def send_blocks(
     stop: Callable[[], bool],
     reading: Reading,
     there: Container[int] = (),
+    sent: Callable[[Block], None] = lambda _: None,
 ) -> None:
     """Send the slices of every block to staging memory; returns when all are there.
 
@@ -132,6 +162,7 @@ def send_blocks(
         stop: Asked before every piece.
         reading: Told all the while how far the sources were read.
         there: The blocks that lie there already, by where they begin.
+        sent: Called with each block whose copy was queued.
 
     Raises:
         StoppedError: `stop` returned True.
@@ -141,6 +172,7 @@ def send_blocks(
             if block.at not in there:
                 reading.before(block, pace)
                 send_block(block, sources, memory, uploader, pace, stop)
+                sent(block)
     finally:
         # Nothing may still be under way when its source is unmapped.
         pace.drain()
