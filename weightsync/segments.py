@@ -194,6 +194,14 @@ class MappedSegment:
         self.view = memoryview(self._mapping)
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap.
+
+        Raises:
+            BufferError: Somebody still views it, numpy's arrays included; it stays as it was.
+        """
         self.view.release()
-        self._mapping.close()
+        try:
+            self._mapping.close()
+        except BufferError:
+            self.view = memoryview(self._mapping)
+            raise

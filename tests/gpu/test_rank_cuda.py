@@ -67,7 +67,7 @@ def test_the_runtime_is_found_and_segments_are_registered(staging: Staging) -> N
     assert (registrar.refused, len(registrar._registered)) == ("", 1)
     worker.call("release", keep=[], segments=[])
     deadline = time.monotonic() + 10
-    while worker.call("state")["segments"]:
+    while worker.call("release", keep=[], segments=[])["mapped"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not registrar._registered
@@ -296,4 +296,4 @@ def test_half_of_a_model_crosses_the_bus_once(
         f"patch of {report['bytes']} bytes, room {room}: prepare {report['seconds']:.3f} s, "
         f"commit {reply['commit_s'] * 1e3:.2f} ms, verify {reply['verify_s'] * 1e3:.2f} ms"
     )
-    assert device_._SCRATCH < 64 << 20
+    assert device_._SCRATCH <= 64 << 20

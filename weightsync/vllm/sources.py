@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from typing import TYPE_CHECKING
@@ -66,15 +67,12 @@ class Mappings:
     def unmap(self, ids: Iterable[str]) -> None:
         """Unmap these segments; one that somebody still views stays mapped."""
         for name in self.ids.intersection(ids):
-            segment = self._mapped[name]
-            try:
-                segment.view.release()
-            except BufferError:
-                continue
             if self._registrar is not None:
                 self._registrar.unregister(name)
-            segment.close()
-            del self._mapped[name]
+            # Whoever views it keeps it; whoever maps it again has it registered again.
+            with contextlib.suppress(BufferError):
+                self._mapped[name].close()
+                del self._mapped[name]
 
     def __len__(self) -> int:
         """Return the number of mapped segments."""

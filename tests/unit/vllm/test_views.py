@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
@@ -11,6 +12,7 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
 from weightsync.vllm.live import LiveParameters
+from weightsync.vllm.sources import Mappings
 from weightsync.vllm.views import Views
 
 if TYPE_CHECKING:
@@ -86,3 +88,19 @@ def test_a_parameter_that_was_replaced_has_other_targets(worker: Worker) -> None
     held = worker.model.head
     worker.model.head = torch.nn.Parameter(held.detach().double(), requires_grad=False)
     assert views.targets(plan) is not first
+
+
+def test_what_somebody_still_views_stays_mapped_and_whole(staging: Staging) -> None:
+    version = staging.stage_files([save(toy_tensors(1))])
+    mappings = Mappings()
+    (view,) = mappings.map(staging.socket, version.staged.segments)
+    array = np.frombuffer(view, dtype=np.uint8)
+    before = bytes(array[:64])
+    mappings.unmap(version.staged.segments)
+    assert len(mappings) == 1
+    # Whoever maps it again gets something to read.
+    (again,) = mappings.map(staging.socket, version.staged.segments)
+    assert bytes(again[:64]) == bytes(array[:64]) == before
+    del array, view, again
+    mappings.unmap(version.staged.segments)
+    assert len(mappings) == 0
