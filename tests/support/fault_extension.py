@@ -13,6 +13,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from weightsync.vllm import patch, prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.live import Targets
@@ -58,10 +59,13 @@ def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
 
 
 def _faulty_mismatched(
-    self: prepared.Prepared, crew: Crew, stop: Callable[[], bool] = bool
+    self: prepared.Prepared,
+    crew: Crew,
+    stop: Callable[[], bool] = bool,
+    found: Mapping[int, bytes] = MappingProxyType({}),
 ) -> list[str]:
     _flip(self.targets)
-    return _mismatched(self, crew, stop)
+    return _mismatched(self, crew, stop, found)
 
 
 def _faulty_patch_write(self: patch.Patch, crew: Crew) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
 from weightsync.arriving import ArrivalWriter
@@ -17,6 +18,7 @@ from weightsync.vllm import arrivals
 from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import patch
 from weightsync.vllm.cuda.device import Device
+from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of
@@ -58,6 +60,13 @@ class _Coming:
             data = self._bytes[shard]
             self.version.segments[shard].view[: len(data)] = data
             self.writer.mark(shard)
+
+
+@pytest.fixture(params=["own", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks use kernels of ours, or PyTorch's."""
+    own = request.param == "own"
+    monkeypatch.setattr(Kernels, "find", lambda _: HostKernels() if own else None)
 
 
 @pytest.fixture
@@ -345,9 +354,7 @@ def test_a_release_ends_it_and_its_segments_can_go(
     _until(lambda: not worker.call("state")["busy"])
     base = worker.staging.versions[0].staged.segments
     _until(
-        lambda: (
-            worker.call("release", keep=["base"], segments=list(base))["mapped"] == sorted(base)
-        )
+        lambda: worker.call("release", keep=["base"], segments=list(base))["mapped"] == sorted(base)
     )
 
 

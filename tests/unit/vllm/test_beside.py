@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
 from weightsync import failpoints
 from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import patch, staged
 from weightsync.vllm.cuda.device import _SCRATCH, Device
+from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of
 
@@ -32,6 +34,13 @@ def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few elements of a toy model be few enough for a patch."""
     monkeypatch.setattr(patch, "_WORTH", 1)
     monkeypatch.setattr(patch, "_DENSE", 2)
+
+
+@pytest.fixture(params=["own", "torch"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks use kernels of ours, or PyTorch's."""
+    own = request.param == "own"
+    monkeypatch.setattr(Kernels, "find", lambda _: HostKernels() if own else None)
 
 
 @pytest.fixture
@@ -170,8 +179,16 @@ def test_a_byte_that_was_not_written_is_named(
             wrong.append(self)
         return made
 
+    def launched(self: HostKernels, *args: Any) -> None:
+        queue(self, *args)
+        if self.ran[-1] == "copy_spans" and not wrong:
+            live[0, 0] ^= 1
+            wrong.append(live)
+
+    queue = HostKernels.queue
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", damage)
+        patched.setattr(HostKernels, "queue", launched)
         reply = worker.call("commit", apply_id="two")
     assert wrong
     assert (reply["ok"], reply["mismatched"]) == (False, ["down"])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from weightsync.vllm.cuda.beside import Beside
 from weightsync.vllm.cuda.digests import Digests, digestible
 from weightsync.vllm.words import tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from weightsync.manifest import Layout
     from weightsync.vllm.cuda.blocks import Block
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "Proved"]
 
-#: Tensors that are digested at a time, one behind the other on each stream: a long one keeps none
-#: of the others waiting.
-_STREAMS = 4
 #: Small tensors that the kernel does not digest are fetched; larger ones are not proved here.
 _FETCHED = 1 << 20
 _NAMES = 10
@@ -91,23 +88,18 @@ class Proof:
             self._rows[block.at] = begin, len(self._order)
         tensors = [self._whole[index] for index in self._order]
         self._digests = Digests(kernels, tensors) if tensors else None
-        made = [torch.cuda.Stream(memory.device) for _ in range(_STREAMS)]  # type: ignore[no-untyped-call]  # torch annotates nothing there
-        self._streams = itertools.cycle(made)
+        self._beside = Beside(memory.device)
 
     def settle(self) -> None:
         """Have the current stream wait for all digests that were begun."""
-        here = torch.cuda.current_stream(self.memory.device)
-        for _ in range(_STREAMS):
-            here.wait_stream(next(self._streams))
+        self._beside.settle()
 
     def begin(self, block: Block) -> None:
         """Digest a block as soon as it is there: what the current stream was given before."""
         begin, end = self._rows[block.at]
         if self._digests is None or begin == end:
             return
-        stream = next(self._streams)
-        stream.wait_stream(torch.cuda.current_stream(self.memory.device))
-        with torch.cuda.stream(stream):
+        with self._beside.use():
             self._digests.queue(begin, end)
 
     def end(self, ready: Prepared, stop: Callable[[], bool]) -> Proved:

@@ -1,0 +1,83 @@
+"""What kernels.cu does, done on the host's memory: for a device whose memory that is."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightsync.digest import tensor_digest
+from weightsync.vllm.cuda.kernels import Kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+__all__ = ["HostKernels"]
+
+
+class HostKernels(Kernels):
+    """Has the interface of the kernels of a device.
+
+    Attributes:
+        ran: Names of what was queued, in order.
+    """
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def function(self, name: str) -> ctypes.c_void_p:
+        """Return what `queue` knows the kernel by."""
+        return ctypes.c_void_p(_NAMES.index(name) + 1)
+
+    def queue(
+        self,
+        function: ctypes.c_void_p,
+        grid: tuple[int, int],
+        pointers: ctypes.Array[ctypes.c_void_p],
+    ) -> None:
+        """Do at once what the kernel does."""
+        name = _NAMES[(function.value or 0) - 1]
+        self.ran.append(name)
+        given = [ctypes.c_uint64.from_address(at or 0).value for at in pointers]  # type: ignore[arg-type]  # elements of such an array are numbers
+        _WORK[name](grid[0], *given)
+
+
+def _bytes(address: int, size: int) -> NDArray[np.uint8]:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def _words(address: int, count: int) -> NDArray[np.int64]:
+    return _bytes(address, 8 * count).view(np.int64)
+
+
+def _copy_spans(count: int, spans: int) -> None:
+    for live, staged, size, _ in _spans(count, spans):
+        _bytes(live, size)[:] = _bytes(staged, size)
+
+
+def _compare_spans(count: int, spans: int, flags: int) -> None:
+    for live, staged, size, flag in _spans(count, spans):
+        if (_bytes(live, size) != _bytes(staged, size)).any():
+            _bytes(flags + flag, 1)[0] = 1
+
+
+def _spans(count: int, spans: int) -> list[tuple[int, int, int, int]]:
+    rows = _words(spans, 3 * count).reshape(-1, 3).tolist()
+    return [(live, staged, last & 0xFFFFFFFF, last >> 32) for live, staged, last in rows]
+
+
+def _digest_texts(count: int, texts: int, digests: int) -> None:
+    for index, (begin, size) in enumerate(_words(texts, 2 * count).reshape(-1, 2).tolist()):
+        found = tensor_digest(_bytes(begin, size).data)
+        _words(digests + 16 * index, 2)[:] = np.frombuffer(found, ">i8")
+
+
+_WORK: dict[str, Callable[..., None]] = {
+    "copy_spans": _copy_spans,
+    "compare_spans": _compare_spans,
+    "digest_texts": _digest_texts,
+}
+_NAMES = list(_WORK)
