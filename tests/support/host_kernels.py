@@ -41,7 +41,7 @@ class HostKernels(Kernels):
         """Do at once what the kernel does."""
         name = _NAMES[(function.value or 0) - 1]
         self.ran.append(name)
-        given = [ctypes.c_uint64.from_address(at or 0).value for at in pointers]  # type: ignore[arg-type]  # elements of such an array are numbers
+        given = [ctypes.c_uint64.from_address(at or 0).value for at in pointers]
         _WORK[name](grid[0], *given)
 
 

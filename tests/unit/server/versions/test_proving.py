@@ -143,3 +143,25 @@ async def test_what_was_forgotten_is_digested_again(
         with pytest.raises(WeightSyncError, match=r"s0\.a"):
             await here.versions.verify_staged(lease, digests)
     assert len(fetchers.begun) == 6
+
+
+async def test_what_readers_have_proved_is_not_digested_again(
+    here: World, lease: SlotLease, fetchers: Gated
+) -> None:
+    async with digesting(here.versions, lease) as digests:
+        digests.trust(frozenset({0, 2}))
+        await here.versions.verify_staged(lease, digests)
+        assert fetchers.begun == lease.segments[1:2]
+        # Another reader proves for itself.
+        await digests.cancel()
+        await here.versions.verify_staged(lease, digests)
+    assert sorted(s.id for s in fetchers.begun[1:]) == sorted(s.id for s in lease.segments)
+
+
+async def test_damage_in_what_nobody_has_proved_is_found(here: World, lease: SlotLease) -> None:
+    lease.segments[1].view[lease.record.manifest.layout.shards[1].data_start] ^= 1  # type: ignore[union-attr]  # it is staged
+    async with digesting(here.versions, lease) as digests:
+        digests.trust(frozenset({0, 2}))
+        with pytest.raises(WeightSyncError) as caught:
+            await here.versions.verify_staged(lease, digests)
+    assert caught.value.reason is Reason.DATA_CORRUPT
