@@ -45,7 +45,9 @@ _SWITCHES = ("worker.vote", "worker.opinion", "worker.restore", "bridge.switch",
 _INGEST = ("ingest.claim", "ingest.chunk", "ingest.copied", "ingest.wrote")
 #: Met only with tensors on a GPU, which a soak's trainers have none of.
 _COLLECTING = ("receive.collect",)
-_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST, *_COLLECTING)
+#: Met only by ranks with a GPU.
+_AHEAD = ("worker.ahead",)
+_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST, *_COLLECTING, *_AHEAD)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -13,6 +13,7 @@ from safetensors.torch import save
 from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
+from weightsync import failpoints
 from weightsync.arriving import ArrivalWriter
 from weightsync.vllm import arrivals
 from weightsync.vllm import worker as worker_
@@ -372,5 +373,22 @@ def test_a_trainer_that_stops_is_not_waited_for(
     second.come(1, 2, 3)
     report = worker.job("prepare", "two", second.version, base="base", ahead="early")
     assert report["phase"] == "ready"
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, 2)
+
+
+def test_a_fault_costs_nothing_but_the_time(
+    make: Callable[..., Worker],
+    coming: Callable[[int], _Coming],
+    sent: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failpoints, "_plan", failpoints._Plan("worker.ahead=1*error(EIO)"))
+    worker = make()
+    second = coming(2)
+    _read(worker, second, 0, 1, 2, 3)
+    assert sent == []
+    report = worker.job("prepare", "two", second.version, base="base", ahead="early")
+    assert (report["phase"], len(sent)) == ("ready", 8)
     assert worker.call("commit", apply_id="two")["ok"]
     assert _holds(worker, 2)

@@ -7,7 +7,7 @@ and Compilation.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 __all__ = ["NvrtcError", "compile_source"]
 
@@ -92,7 +92,5 @@ def _library() -> ctypes.CDLL:
 
 def _installed(name: str) -> Iterator[Path]:
     """Yield where packages of NVIDIA's that PyTorch depends on have a library."""
-    spec = importlib.util.find_spec("nvidia")
-    folders: Sequence[str] = (spec.submodule_search_locations or ()) if spec else ()
-    for folder in folders:
-        yield from sorted(Path(folder).glob(f"*/lib/{name}"))
+    for entry in sys.path:
+        yield from sorted(Path(entry).glob(f"nvidia/*/lib/{name}"))
