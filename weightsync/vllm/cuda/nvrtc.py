@@ -75,8 +75,10 @@ def _text(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    major = (torch.version.cuda or "").split(".")[0]
-    name = f"libnvrtc.so.{major}"
+    if not torch.version.cuda:
+        msg = "this PyTorch is not built for CUDA"
+        raise NvrtcError(msg)
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     refused = []
     for path in (*_installed(name), Path(name)):
         try:
