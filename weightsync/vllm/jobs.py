@@ -14,12 +14,16 @@ from weightsync.vllm.words import StoppedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NAMES", "Job", "caught", "refused"]
+__all__ = ["NAMES", "Job", "RefusedCallError", "caught", "refused"]
 
 logger = logging.getLogger(__name__)
 
 #: Offenders named in one report.
 NAMES = 10
+
+
+class RefusedCallError(Exception):
+    """A call that this rank cannot follow; its text is one sentence."""
 
 
 def _nobody(count: int) -> None:

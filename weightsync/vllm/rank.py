@@ -13,13 +13,12 @@ import torch
 
 from weightsync import failpoints
 from weightsync.delta.elements import warm_up
-from weightsync.handover import SegmentClient
-from weightsync.pages import PageWriter
 from weightsync.vllm.arrivals import open_arrivals, turns
+from weightsync.vllm.background import Background
 from weightsync.vllm.capture import capture_plan
-from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside, taking_turns
+from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
 from weightsync.vllm.cuda.device import Made
-from weightsync.vllm.jobs import NAMES, Job, caught
+from weightsync.vllm.jobs import NAMES, RefusedCallError
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage
@@ -31,15 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from weightsync.vllm.cuda.device import Device
+    from weightsync.vllm.jobs import Job
     from weightsync.vllm.plan import LoadPlan
 
-__all__ = ["Rank", "RefusedCallError"]
+__all__ = ["Rank"]
 
 logger = logging.getLogger(__name__)
-
-
-class RefusedCallError(Exception):
-    """A call that this rank cannot follow; its text is one sentence."""
 
 
 @dataclass
@@ -96,8 +92,7 @@ class Rank:
         self._memory = threading.Lock()
         self._unmapping: threading.Thread | None = None
         self._holding = _Holding()
-        self._job = Job("")
-        self._page: tuple[str, PageWriter] | None = None
+        self._background = Background(name, self._socket, self._stand_aside, self._drop)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what this rank is and holds."""
@@ -115,7 +110,7 @@ class Rank:
             "content_digest": held.proved,
             "dirty": held.dirty,
             "prepared": sorted(self._prepared),
-            "busy": self._busy,
+            "busy": self._background.busy,
             "segments": len(self._mappings),
             **self._told(),
         }
@@ -141,7 +136,7 @@ class Rank:
 
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start making a version ready; the outcome comes on the status page."""
-        self._start(args, self._prepare)
+        self._background.start(args, self._prepare, stages=True)
         return {}
 
     def ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,7 +144,7 @@ class Rank:
 
         A prepare that names its `apply_id` as `ahead` reads the rest.
         """
-        self._start(args, self._read_ahead)
+        self._background.start(args, self._read_ahead, stages=True)
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +210,7 @@ class Rank:
         With `gives_way`, the next job ends it.
         """
         self._known(str(args["apply_id"]))
-        self._start(args, self._verify)
+        self._background.start(args, self._verify)
         return {}
 
     def release(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,21 +223,21 @@ class Rank:
         """
         failpoints.hit("worker.release")
         keep = set(map(str, args["keep"]))
-        if self._job.apply_id not in keep:
-            self._job.cancelled.set()
+        job = self._background.job
+        if job.apply_id not in keep:
+            job.cancelled.set()
         for apply_id in set(self._prepared) - keep:
             # A job that was cancelled takes back its own.
             self._prepared.pop(apply_id, None)
-        busy = self._busy
+        busy = self._background.busy
         if args.get("segments") is not None and not busy:
             self._unmap_aside(self._mappings.ids.difference(map(str, args["segments"])))
         mapped = sorted(self._mappings.ids)
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
 
-    @property
-    def _busy(self) -> str:
-        return self._job.apply_id if self._job.running() else ""
+    def _drop(self, apply_id: str) -> None:
+        self._prepared.pop(apply_id, None)
 
     def _known(self, apply_id: str) -> Prepared:
         ready = self._prepared.get(apply_id)
@@ -273,8 +268,9 @@ class Rank:
 
     def _end_staging(self) -> None:
         """See to it that no prepare writes what a commit is about to read on the device."""
-        if self._beside is not None and self._job.stages and self._job.running():
-            self._job.end()
+        job = self._background.job
+        if self._beside is not None and job.stages and job.running():
+            job.end()
 
     def _unmap_aside(self, gone: frozenset[str]) -> None:
         if self._beside is None:
@@ -294,62 +290,10 @@ class Rank:
             self._views.forget(gone)
             self._mappings.unmap(gone)
 
-    # The background job.
-
-    def _start(self, args: Mapping[str, Any], work: Callable[..., dict[str, Any]]) -> None:
-        before = self._job
-        if before.gives_way:
-            before.cancelled.set()
-        if before.running() and not before.cancelled.is_set():
-            msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
-            raise RefusedCallError(msg)
-        stages = work in (self._prepare, self._read_ahead)
-        job = Job(str(args["apply_id"]), bool(args.get("gives_way")), stages=stages)
-        job.thread = threading.Thread(
-            target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
-        )
-        self._job = job
-        job.thread.start()
-
-    def _run(
-        self, job: Job, before: Job, args: dict[str, Any], work: Callable[..., dict[str, Any]]
-    ) -> None:
-        if before.thread is not None:
-            before.thread.join()
-        self._stand_aside()
-        begin = time.perf_counter()
-        try:
-            page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
-            known = {"apply_id": job.apply_id, "ticket": args.get("ticket")}
-            job.tell = lambda read: page.write({**known, "phase": "running", "read": read})
-            job.tell(0)
-        except Exception:
-            logger.exception("weightsync: no status page for apply %s", job.apply_id)
-            return
-        with taking_turns():
-            report = caught(lambda: work(job, args))
-        report |= {**known, "seconds": time.perf_counter() - begin}
-        if job.cancelled.is_set() and not job.gives_way:
-            self._prepared.pop(job.apply_id, None)
-        job.over = True
-        try:
-            page.write(report)
-        except Exception:
-            logger.exception("weightsync: no report for apply %s", job.apply_id)
-
     def _stand_aside(self) -> None:
         stand_aside()
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
-
-    def _open_page(self, socket: str, page: str) -> PageWriter:
-        if self._page is None or self._page[0] != page:
-            with SegmentClient(socket) as client:
-                ((fd, _),) = client.map([page])
-            if self._page is not None:
-                self._page[1].close()
-            self._page = (page, PageWriter(fd))
-        return self._page[1]
 
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")

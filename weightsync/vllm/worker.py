@@ -16,9 +16,9 @@ from weightsync import failpoints
 from weightsync.vllm.agreement import tensor_peers
 from weightsync.vllm.between import switch
 from weightsync.vllm.cuda.device import Device
-from weightsync.vllm.jobs import refused
+from weightsync.vllm.jobs import RefusedCallError, refused
 from weightsync.vllm.plan import PlanRefusedError
-from weightsync.vllm.rank import Rank, RefusedCallError
+from weightsync.vllm.rank import Rank
 from weightsync.vllm.settings import EngineSettings
 
 if TYPE_CHECKING:
