@@ -258,7 +258,7 @@ async def test_damage_in_shared_memory_is_told_as_such(it: Plant) -> None:
     slot = it.here.versions.get(5).slot
     assert slot is not None
     slot.ordered()[0].view[100] ^= 1
-    with pytest.raises(WeightSyncError, match="bytes of tensor .a. in shared memory"):
+    with pytest.raises(WeightSyncError, match=r"bytes of tensor .a. in shared memory"):
         await it.apply(5)
     assert engine.serves == 4
 
