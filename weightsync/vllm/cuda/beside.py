@@ -41,6 +41,11 @@ class Beside:
         with torch.cuda.stream(stream):
             yield
 
+    def close(self) -> None:
+        """Wait for all of them: what they use may be given back then."""
+        for stream in self._streams:
+            stream.synchronize()
+
     def settle(self) -> None:
         """Have the current stream wait for all of them."""
         for stream in self._streams:

@@ -26,7 +26,7 @@ from weightsync.vllm.cuda.warm import warm_up
 from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Blocks
@@ -104,7 +104,8 @@ class Device:
             size: Bytes.
         """
         self._let_go()
-        self._staged = self._ahead = self._proof = None
+        self._staged = self._ahead = None
+        self._drop_proof()
         self._arena.drop()
         self._scatters.drop()
         self._room.limit = size
@@ -196,26 +197,40 @@ class Device:
             return Made()
         if begun is not None and not begun.fits(ahead, ready, memory):
             begun = None
-        pace = Pace(self.device)
         proof = self._proof_of(blocks, ready.plan, memory)
-        # What comes after reads device memory only. What is proved there is not proved elsewhere.
+        # What is proved here is not proved elsewhere. What comes after reads device memory only.
         reading = Reading(ready.turns, len(ready.segments), tell if proof is None else _nothing)
-        there = begun.there if begun is not None else ()
-        sent = proof.begin if proof is not None else _nothing
-        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
-        staged = self._staged
-        if staged is None or staged.memory is not memory:
-            staged = Staged(ready.targets, blocks.all, memory, self._mask, self._kernels)
-            self._staged = staged
-        staged.make_views()
-        ready.whole = staged
+        there = begun.there if begun is not None else frozenset()
+        ready.whole = staged = self._stage(ready, blocks, memory, proof, reading, there, stop)
         if base is not None:
             try:
                 ready.patch = self._found_here(staged, base, stop)
             except torch.OutOfMemoryError:
                 logger.warning("weightsync: no memory to find what changes; all is copied")
         proved = proof.end(ready, stop) if proof is not None else Proved()
+        # A commit uses another stream.
+        Pace(self.device).drain()
         return Made(begun.sent if begun is not None else 0, proved)
+
+    def _stage(
+        self,
+        ready: Prepared,
+        blocks: Blocks,
+        memory: torch.Tensor,
+        proof: Proof | None,
+        reading: Reading,
+        there: Container[int],
+        stop: Callable[[], bool],
+    ) -> Staged:
+        """Send the blocks that are not there; return what writes them all."""
+        sent = proof.begin if proof is not None else _nothing
+        pace = Pace(self.device)
+        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
+        if self._staged is None or self._staged.memory is not memory:
+            # Its views are those of the version before, as long as that lay in the same place.
+            self._staged = Staged(ready.targets, blocks.all, memory, self._mask, self._kernels)
+        self._staged.make_views()
+        return self._staged
 
     @torch.inference_mode()
     def digests(self, targets: Targets) -> dict[int, bytes]:
@@ -234,6 +249,7 @@ class Device:
         if self._kernels is None or len(plan.whole) < len(plan.slices):
             return None
         if self._proof is None or self._proof.memory is not memory:
+            self._drop_proof()
             self._proof = Proof(self._kernels, blocks.all, plan, memory)
         self._proof.settle()
         return self._proof
@@ -241,9 +257,15 @@ class Device:
     def _blocks(self, plan: LoadPlan, targets: Targets) -> Blocks:
         """Return the blocks of a version; they, and their views, are those of the one before it."""
         if self._laid is None or self._laid[0] is not targets:
-            self._staged = self._proof = None
+            self._staged = None
+            self._drop_proof()
             self._laid = targets, lay_out(plan.slices, _dtypes(plan, targets))
         return self._laid[1]
+
+    def _drop_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.close()
+            self._proof = None
 
     def _let_go(self) -> None:
         holder = self._holder() if self._holder is not None else None

@@ -90,6 +90,10 @@ class Proof:
         self._digests = Digests(kernels, tensors) if tensors else None
         self._beside = Beside(memory.device)
 
+    def close(self) -> None:
+        """Wait for all digests that were begun, before its memory is given back."""
+        self._beside.close()
+
     def settle(self) -> None:
         """Have the current stream wait for all digests that were begun."""
         self._beside.settle()
