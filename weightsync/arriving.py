@@ -23,7 +23,7 @@ __all__ = ["ArrivalReader", "ArrivalWriter"]
 _HEAD = struct.Struct("<8sIII")
 _MAGIC = b"WSCOMES1"
 #: From one look at the marks to the next, seconds.
-_LOOK_S = 0.001
+_LOOK_S = 0.005
 
 
 class ArrivalWriter:

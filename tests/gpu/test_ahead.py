@@ -84,7 +84,7 @@ def _read_ahead(worker: Worker, version: Version, shards: Iterable[int], *, end:
     worker.staging.publish(writer.segment)
     page, (reader,) = worker.staging.pages(["0/0/0"])
     document = writer.segment.id
-    reply = worker.call("ahead", apply_id="early", document=document, page=page, gives_way=True)
+    reply = worker.call("ahead", apply_id="early", document=document, page=page)
     assert reply["ok"], reply
     for shard in shards:
         time.sleep(0.01)

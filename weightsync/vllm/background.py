@@ -53,16 +53,19 @@ class Background:
 
     @property
     def busy(self) -> str:
-        """Apply id of the job that runs; "": none does."""
-        return self.job.apply_id if self.job.running() else ""
+        """Apply id of the job that runs, unless it reads ahead; "": none does."""
+        return self.job.apply_id if self.job.running() and not self.job.ahead else ""
 
-    def start(self, args: Mapping[str, Any], work: Work, *, stages: bool = False) -> None:
+    def start(
+        self, args: Mapping[str, Any], work: Work, *, stages: bool = False, ahead: bool = False
+    ) -> None:
         """Start a job, and end one that gives way.
 
         Args:
             args: Of the call.
             work: What it does.
-            stages: Whether it makes a version ready.
+            stages: See `Job`.
+            ahead: See `Job`; such a job always gives way.
 
         Raises:
             RefusedCallError: Another job is at work.
@@ -73,7 +76,8 @@ class Background:
         if before.running() and not before.cancelled.is_set():
             msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
             raise RefusedCallError(msg)
-        job = Job(str(args["apply_id"]), bool(args.get("gives_way")), stages=stages)
+        gives_way = ahead or bool(args.get("gives_way"))
+        job = Job(str(args["apply_id"]), gives_way, stages=stages, ahead=ahead)
         job.thread = threading.Thread(
             target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
         )

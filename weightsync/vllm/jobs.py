@@ -37,7 +37,8 @@ class Job:
     Attributes:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays.
-        stages: Whether it makes a version ready.
+        stages: Whether it writes staging memory.
+        ahead: Whether it reads what still comes in: nothing that is live or prepared.
         tell: Called with n when it will not read the first n shards of its version any more, in the
             order of `Layout.largest_first`.
         over: All is done but the telling: who is told may ask for the next one at once.
@@ -46,6 +47,7 @@ class Job:
     apply_id: str
     gives_way: bool = False
     stages: bool = False
+    ahead: bool = False
     tell: Callable[[int], None] = _nobody
     over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)

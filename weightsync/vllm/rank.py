@@ -91,6 +91,8 @@ class Rank:
         self._mappings = Mappings(beside.registrar if beside else None)
         self._memory = threading.Lock()
         self._unmapping: threading.Thread | None = None
+        #: Segments that are read ahead, which may be gone for the server at any time.
+        self._reading: tuple[str, ...] = ()
         self._holding = _Holding()
         self._background = Background(name, self._socket, self._stand_aside, self._drop)
 
@@ -144,7 +146,7 @@ class Rank:
 
         A prepare that names its `apply_id` as `ahead` reads the rest.
         """
-        self._background.start(args, self._read_ahead, stages=True)
+        self._background.start(args, self._read_ahead, stages=True, ahead=True)
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,7 +288,7 @@ class Rank:
         # A prepare that begins meanwhile maps none of these, for they do not exist any more.
         with self._memory:
             kept = list(self._prepared.values())
-            gone = gone.difference(*(ready.segments for ready in kept))
+            gone = gone.difference(self._reading, *(ready.segments for ready in kept))
             self._views.forget(gone)
             self._mappings.unmap(gone)
 
@@ -324,18 +326,22 @@ class Rank:
             if plan is None or self._beside is None:
                 # It is prepared as a whole, once it is complete.
                 return {"phase": "ready"}
-            with self._memory:
-                segments = self._mappings.map(socket, reader.segments)
-                read = self._views.read(reader.layout, reader.segments, plan, segments)
-            self._beside.read_ahead(
-                job.apply_id,
-                reader.segments,
-                plan,
-                self._views.targets(plan),
-                read,
-                turns(reader, job),
-                job.cancelled.is_set,
-            )
+            try:
+                with self._memory:
+                    self._reading = reader.segments
+                    segments = self._mappings.map(socket, reader.segments)
+                    read = self._views.read(reader.layout, reader.segments, plan, segments)
+                self._beside.read_ahead(
+                    job.apply_id,
+                    reader.segments,
+                    plan,
+                    self._views.targets(plan),
+                    read,
+                    turns(reader, job),
+                    job.cancelled.is_set,
+                )
+            finally:
+                self._reading = ()
         return {"phase": "ready"}
 
     def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> Made:
@@ -370,7 +376,7 @@ class Rank:
     def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
-        found = self._beside.digests(ready.targets) if self._beside is not None else {}
+        found = self._beside.digests(ready.targets, stop) if self._beside is not None else {}
         wrong = ready.mismatched(self._aside, stop, found)
         held = self._holding
         if held.writes != writes or writes % 2:

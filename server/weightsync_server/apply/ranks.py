@@ -158,7 +158,6 @@ class Ranks:
             "apply_id": apply_id,
             "document": document,
             "page": self._page,
-            "gives_way": True,
         }
         await self._start("weightsync_ahead", args, QUICK_S)
 

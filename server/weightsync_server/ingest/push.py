@@ -250,7 +250,7 @@ class Push:
         if self.delta is not None:
             self.delta.end()
         self.shards = {}
-        self.known = self.sealing = self.asleep = None
+        self.known = self.sealing = self.asleep = self.arriving = None
         self.opening = self.waking = None
         self.layout = PushLayout(self)
 

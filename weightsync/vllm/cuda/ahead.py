@@ -46,6 +46,14 @@ class Ahead:
     there: set[int] = field(default_factory=set)
     sent: int = 0
 
+    def continues(self, other: Ahead) -> bool:
+        """Tell whether it is of the same version in the same place as one that is begun."""
+        return (
+            (self.ticket, self.segments) == (other.ticket, other.segments)
+            and self.targets is other.targets
+            and self.memory is other.memory
+        )
+
     def fits(self, ticket: str, ready: Prepared, memory: torch.Tensor) -> bool:
         """Tell whether it is the beginning of a version that is complete now."""
         return (
@@ -84,7 +92,7 @@ class Ahead:
             for turn in turns:
                 for block in waiting[turn]:
                     missing[block.at] -= 1
-                    if not missing[block.at]:
+                    if not missing[block.at] and block.at not in self.there:
                         send_block(block, read.sources, self.memory, uploader, pace, stop)
                         sent(block)
                         queued.append(block.at)
@@ -92,7 +100,7 @@ class Ahead:
             # Nothing may still be under way when its source is unmapped.
             pace.drain()
             self.there.update(queued)
-            self.sent = uploader.sent - before
+            self.sent += uploader.sent - before
 
 
 def _by_turn(blocks: Sequence[Block], turns: Sequence[int]) -> dict[int, list[Block]]:

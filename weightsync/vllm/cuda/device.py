@@ -11,7 +11,7 @@ import torch
 
 from weightsync.vllm.cuda.ahead import Ahead
 from weightsync.vllm.cuda.blocks import lay_out
-from weightsync.vllm.cuda.digests import Digests, digestible
+from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
@@ -118,7 +118,7 @@ class Device:
             for item in plan.slices
         }
         known = [(of, to) for of, to in pairs if of is not None and to is not None]
-        warm_up(known, self._uploader, self._mask)
+        warm_up(known, self._uploader, self._mask, self._kernels)
 
     @torch.inference_mode()
     def read_ahead(
@@ -145,13 +145,16 @@ class Device:
             stop: Asked before every piece; True raises `StoppedError`.
         """
         self._let_go()
-        self._ahead = None
+        begun, self._ahead = self._ahead, None
         blocks = self._blocks(plan, targets)
         memory = self._arena.reserve(blocks.size)
         # A source that was copied was copied before its bytes had come.
         if memory is None or read.copied:
             return
-        ahead = self._ahead = Ahead(ticket, segments, targets, memory)
+        ahead = Ahead(ticket, segments, targets, memory)
+        if begun is not None and begun.continues(ahead):
+            ahead = begun
+        self._ahead = ahead
         proof = self._proof_of(blocks, plan, memory)
         sent = proof.begin if proof is not None else _nothing
         ahead.fill(blocks, read, turns, self._uploader, Pace(self.device), stop, sent)
@@ -233,15 +236,17 @@ class Device:
         return self._staged
 
     @torch.inference_mode()
-    def digests(self, targets: Targets) -> dict[int, bytes]:
-        """Return the digests of live slices, by their index, as far as the device computes them."""
-        views = targets.views()
-        known = [i for i, view in enumerate(views) if self._kernels and digestible(view)]
-        if self._kernels is None or not known:
+    def digests(self, targets: Targets, stop: Callable[[], bool]) -> dict[int, bytes]:
+        """Return the digests of live slices, by their index, as far as the device computes them.
+
+        Args:
+            targets: The live destinations.
+            stop: Asked now and then; True raises `StoppedError`.
+        """
+        if self._kernels is None:
             return {}
-        digests = Digests(self._kernels, [views[index] for index in known])
-        digests.queue(0, len(known))
-        return dict(zip(known, digests.results(), strict=True))
+        views = dict(enumerate(targets.views()))
+        return digests_of(self._kernels, views, Pace(self.device), stop)
 
     def _proof_of(self, blocks: Blocks, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
         """Return what digests the blocks of a version, as the ones of the version before."""
@@ -275,7 +280,14 @@ class Device:
 
     def _direct(self, ready: Prepared, indices: range | list[int]) -> Direct:
         return Direct(
-            ready.targets, ready.plan.slices, ready.sources, indices, self._uploader, self._mask
+            ready.targets,
+            ready.plan.slices,
+            ready.sources,
+            indices,
+            self._uploader,
+            self._mask,
+            ready.expected,
+            self._kernels,
         )
 
     def _found_here(

@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.vllm.cuda.kernels import Launch
+from weightsync.vllm.words import StoppedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from weightsync.vllm.cuda.kernels import Kernels
+    from weightsync.vllm.cuda.upload import Pace
 
-__all__ = ["Digests", "digestible"]
+__all__ = ["Digests", "digestible", "digests_of"]
 
 #: Shorter texts are digested in another way, which the kernel does not know.
 _LONGEST_SHORT = 240
 _WIDTH = 16
 #: Threads of a tensor: `WARPS` of kernels.cu and one more.
 _THREADS = 17 * 32
+#: Tensors that are digested at a time where that is not urgent: more would leave nothing of the
+#: device to others.
+_AT_ONCE = 16
 
 
 def digestible(tensor: torch.Tensor) -> bool:
@@ -58,3 +63,33 @@ class Digests:
             b"".join(half.to_bytes(8, "big", signed=True) for half in halves)
             for halves in self._found.tolist()
         ]
+
+
+def digests_of(
+    kernels: Kernels,
+    tensors: Mapping[int, torch.Tensor],
+    pace: Pace | None = None,
+    stop: Callable[[], bool] = bool,
+) -> dict[int, bytes]:
+    """Return the digests of tensors by their keys, but for those that are not `digestible`.
+
+    Args:
+        kernels: Of their device.
+        tensors: Any.
+        pace: Of the current stream: some are digested at a time; None: all at once.
+        stop: Asked now and then; True raises `StoppedError`.
+    """
+    known = [key for key, tensor in tensors.items() if digestible(tensor)]
+    if not known:
+        return {}
+    # The longest first, and those beside each other that take as long.
+    known.sort(key=lambda key: -tensors[key].nbytes)
+    digests = Digests(kernels, [tensors[key] for key in known])
+    step = _AT_ONCE if pace is not None else len(known)
+    for begin in range(0, len(known), step):
+        if stop():
+            raise StoppedError
+        digests.queue(begin, min(begin + step, len(known)))
+        if pace is not None:
+            pace.step()
+    return dict(zip(known, digests.results(), strict=True))

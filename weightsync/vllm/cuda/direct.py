@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightsync.vllm.cuda.compare import Comparison
+from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.vllm.crew import Crew
+    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.upload import Uploader
     from weightsync.vllm.live import Targets
     from weightsync.vllm.plan import Slice
@@ -32,9 +34,11 @@ class Direct:
         indices: Which of them.
         uploader: Sends them.
         mask: Scratch for comparisons.
+        expected: Digest that each slice must have once it is live; None: not known.
+        kernels: Compute those of live slices; None: nothing does.
         patched: Always False: it depends on nothing that is live.
-        compared_all: Always False: what is live is compared with what was sent, which may have
-            changed since the server digested it.
+        compared_all: Whether all was compared by digests. What is compared with what was sent may
+            have changed since the server digested it.
     """
 
     targets: Targets
@@ -43,6 +47,8 @@ class Direct:
     indices: Sequence[int]
     uploader: Uploader
     mask: torch.Tensor
+    expected: Sequence[bytes | None]
+    kernels: Kernels | None
     patched: bool = False
     compared_all: bool = False
 
@@ -64,12 +70,21 @@ class Direct:
         write_each(crew, send, [self.sources[index].nbytes for index in self.indices])
 
     def mismatched(self, crew: Crew) -> list[str]:
-        """Send everything again; return the parameters that do not hold it."""
+        """Return the parameters that do not hold it: by digests, else everything is sent again."""
         del crew
+        views = self.targets.views()
+        known = {i: views[i] for i in self.indices if self.expected[i] is not None}
+        found = digests_of(self.kernels, known) if self.kernels is not None else {}
+        wrong = [self.slices[i].param for i, digest in found.items() if digest != self.expected[i]]
+        rest = sorted(set(self.indices).difference(found))
+        self.compared_all = not rest
+        return list(dict.fromkeys([*wrong, *self._sent_again(rest)]))
+
+    def _sent_again(self, indices: Sequence[int]) -> list[str]:
         views = self.targets.views()
         pieces = [
             (self.slices[index].param, live, source)
-            for index in self.indices
+            for index in indices
             for live, source in self.uploader.pieces(views[index], self.sources[index])
         ]
         comparison = Comparison(self.mask, len(pieces))

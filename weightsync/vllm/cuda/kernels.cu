@@ -5,7 +5,6 @@
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
-typedef long long i64;
 
 // A range of bytes on both sides, each at a multiple of 16; `flag` is where its answer goes.
 struct Span {
@@ -62,37 +61,6 @@ extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
     // Many may write: all write the same.
     if (bad) flags[span.flag] = 1;
 }
-
-template <typename T>
-__device__ void put(T* row, const i64* positions, const T* values, u64 count) {
-    const u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
-        row[positions[i]] = values[i];
-}
-
-template <typename T>
-__device__ void holds(const T* row, const i64* positions, const T* values, u64 count, u8* flag) {
-    const u64 step = (u64)gridDim.x * blockDim.x;
-    bool bad = false;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step)
-        bad |= row[positions[i]] != values[i];
-    if (bad) *flag = 1;
-}
-
-#define ELEMENTS(T, NAME)                                                                        \
-    extern "C" __global__ void put_##NAME(T* row, const i64* positions, const T* values,         \
-                                          u64 count) {                                           \
-        put(row, positions, values, count);                                                      \
-    }                                                                                            \
-    extern "C" __global__ void holds_##NAME(const T* row, const i64* positions, const T* values, \
-                                            u64 count, u8* flag) {                               \
-        holds(row, positions, values, count, flag);                                              \
-    }
-
-ELEMENTS(u8, 1)
-ELEMENTS(unsigned short, 2)
-ELEMENTS(u32, 4)
-ELEMENTS(u64, 8)
 
 // XXH3, 128 bits, of more than 240 bytes, seed 0, default secret: the specification in the
 // repository of xxHash, doc/xxhash_spec.md. Names are those of the specification.

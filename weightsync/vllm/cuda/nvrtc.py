@@ -80,11 +80,12 @@ def _library() -> ctypes.CDLL:
         raise NvrtcError(msg)
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     refused = []
-    for path in (*_installed(name), Path(name)):
+    for path in (*_installed(name), name):
         try:
-            # It opens these by their bare names, which is no path in an environment of Python's.
-            for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
-                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
+            if isinstance(path, Path):
+                # It opens these by bare names, which are no paths in an environment of Python's.
+                for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
         except OSError as error:
             refused.append(str(error))
@@ -94,5 +95,5 @@ def _library() -> ctypes.CDLL:
 
 def _installed(name: str) -> Iterator[Path]:
     """Yield where packages of NVIDIA's that PyTorch depends on have a library."""
-    for entry in sys.path:
+    for entry in filter(None, sys.path):
         yield from sorted(Path(entry).glob(f"nvidia/*/lib/{name}"))

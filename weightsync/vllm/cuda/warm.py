@@ -11,6 +11,7 @@ import torch
 
 from weightsync.vllm.crew import Crew
 from weightsync.vllm.cuda.blocks import lay_out
+from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.patch import DevicePatch, fill_found, find
 from weightsync.vllm.cuda.reading import Reading
@@ -24,6 +25,7 @@ from weightsync.vllm.words import words_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.upload import Uploader
 
 __all__ = ["warm_up"]
@@ -35,7 +37,10 @@ _HALF = Strides(0, (_SIDE, _SIDE // 2), (_SIDE, 1))
 
 
 def warm_up(
-    pairs: Iterable[tuple[torch.dtype, torch.dtype]], uploader: Uploader, mask: torch.Tensor
+    pairs: Iterable[tuple[torch.dtype, torch.dtype]],
+    uploader: Uploader,
+    mask: torch.Tensor,
+    kernels: Kernels | None,
 ) -> None:
     """Stage, find, write and compare a few small tensors in every way, on the current stream.
 
@@ -43,12 +48,19 @@ def warm_up(
         pairs: The dtypes of tensors and of the parameters that they are copied to.
         uploader: As in earnest.
         mask: As in earnest.
+        kernels: As in earnest.
     """
     for of, to in pairs:
-        _warm_up(of, to, uploader, mask)
+        _warm_up(of, to, uploader, mask, kernels)
 
 
-def _warm_up(of: torch.dtype, to: torch.dtype, uploader: Uploader, mask: torch.Tensor) -> None:
+def _warm_up(
+    of: torch.dtype,
+    to: torch.dtype,
+    uploader: Uploader,
+    mask: torch.Tensor,
+    kernels: Kernels | None,
+) -> None:
     device, crew = mask.device, Crew(1)
     model = torch.nn.Module()
     for name, width in (("whole", _SIDE), ("left", _SIDE // 2)):
@@ -70,9 +82,12 @@ def _warm_up(of: torch.dtype, to: torch.dtype, uploader: Uploader, mask: torch.T
     pace = Pace(device)
     reading = Reading([0, 0], 1, lambda _: None)
     send_blocks(blocks, sources, memory, uploader, pace, bool, reading)
-    staged = Staged(targets, blocks.all, memory, mask)
+    staged = Staged(targets, blocks.all, memory, mask, kernels)
     _patch(staged, pace, crew)
-    for work in (staged, Direct(targets, slices, sources, range(2), uploader, mask)):
+    direct = Direct(targets, slices, sources, range(2), uploader, mask, [None] * 2, None)
+    if kernels is not None:
+        digests_of(kernels, dict(enumerate(targets.views())))
+    for work in (staged, direct):
         work.write(crew)
         work.mismatched(crew)
 
@@ -93,7 +108,7 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
     for scatter in made.values():
         # Both parameters are not in one row here.
         scatter.positions.zero_()
-    rest = Staged(staged.targets, found.dense, staged.memory, staged.mask)
+    rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)
     patch = DevicePatch("", staged.targets, list(made.values()), rest)
     patch.write(crew)
     patch.mismatched(crew)

@@ -53,7 +53,6 @@ class Reader(Engine):
         return super()._prepare(args)
 
     def _ahead(self, args: Any) -> dict[str, Any]:
-        assert args["gives_way"] is True
         name = str(args["apply_id"])
         self.came[name] = []
         self._ended = threading.Event()
