@@ -11,6 +11,7 @@ import logging
 import secrets
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.engine import READ_AHEAD
 from weightsync.errors import WeightSyncError
 
@@ -25,6 +26,10 @@ __all__ = ["Ahead"]
 logger = logging.getLogger(__name__)
 
 
+#: How long what was read waits for its apply before the next version takes its place, seconds.
+_HELD_S = 5.0
+
+
 class Ahead:
     """Has the ranks read the version that came in last.
 
@@ -35,43 +40,70 @@ class Ahead:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._coming: Arriving | None = None
-        self._begun: tuple[VersionRecord, str] | None = None
+        #: What the ranks have read last, and how they call it; whether they are still at it.
+        self._read: tuple[Arriving, str] | None = None
+        self._reading = False
 
     def note(self, arriving: Arriving) -> None:
-        """Take note that a version begins to come in; the one before it is read no more."""
+        """Take note that a version begins to come in."""
         self._coming = arriving
         self._wake()
 
     def name_of(self, record: VersionRecord) -> str:
         """Return how the ranks call what they read of a version as it came in; "": nothing."""
-        return self._begun[1] if self._begun is not None and self._begun[0] is record else ""
+        if self._read is None or self._read[0].record is not record or not self._read[0].stays:
+            return ""
+        return self._read[1]
 
     @property
     def name(self) -> str:
-        """How the ranks call what they read last; "": nothing."""
-        return self._begun[1] if self._begun is not None else ""
+        """How the ranks call what they are reading; "": nothing."""
+        return self._read[1] if self._read is not None and self._reading else ""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether `begin` has something to do."""
+        return self._coming is not None and self._coming.ended_at is None and not self._at_it
+
+    def interrupted(self) -> None:
+        """Take note that the ranks were asked for something else, which has ended their reading."""
+        self._reading = False
 
     def forget(self) -> None:
         """Take note that the ranks are others."""
-        self._begun = None
+        self._read, self._reading = None, False
 
     async def begin(self, session: Session) -> None:
         """Let the ranks read what comes in, if they can; returns as soon as they have begun."""
-        coming, self._coming = self._coming, None
-        if coming is None or coming.ended or not _able(session):
+        coming = self._coming
+        if coming is None or not self.wanted or not _able(session) or self._waits(session):
             return
-        name = f"ahead-{secrets.token_hex(8)}"
+        known = self._read is not None and self._read[0] is coming
+        name = self._read[1] if self._read and known else f"ahead-{secrets.token_hex(8)}"
         try:
             document = await coming.offer()
-            if not document:
-                return
-            self._begun = coming.record, name
-            await session.ranks.start_ahead(name, document)
+            if document:
+                await session.ranks.start_ahead(name, document)
+                self._read, self._reading = (coming, name), True
         except WeightSyncError as error:
-            self._begun = None
+            self._coming = None
             logger.warning(
                 "version %d is read when it is complete: %s", coming.record.version, error.message
             )
+
+    @property
+    def _at_it(self) -> bool:
+        return self._reading and self._read is not None and self._read[0] is self._coming
+
+    def _waits(self, session: Session) -> bool:
+        """Tell whether another version was read that is complete and may be applied any time."""
+        if self._read is None or session.live is None or self._read[0] is self._coming:
+            return False
+        held = self._read[0]
+        newer = held.record.version > session.live.record.version
+        ended = held.ended_at
+        late = ended is not None and clock.monotonic() - ended > _HELD_S
+        return newer and held.stays and ended is not None and not late
 
 
 def _able(session: Session) -> bool:

@@ -44,14 +44,20 @@ class LiveChecks:
         versions: Where the outcome is shown.
         metrics: Where it is counted.
         on_failure: Called with a sentence when parameters do not hold the live version.
+        on_end: Called when a comparison has ended.
     """
 
     def __init__(
-        self, versions: ModelVersions, metrics: Metrics, on_failure: Callable[[str], None]
+        self,
+        versions: ModelVersions,
+        metrics: Metrics,
+        on_failure: Callable[[str], None],
+        on_end: Callable[[], None],
     ) -> None:
         self._versions = versions
         self._metrics = metrics
         self._on_failure = on_failure
+        self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
         self._pending: tuple[Prepared, float] | None = None
@@ -92,6 +98,7 @@ class LiveChecks:
             self._put_off(error.message)
             return
         self._task = asyncio.create_task(self._watch(session, held, ticket), name="live check")
+        self._task.add_done_callback(lambda _: self._on_end())
 
     async def step_aside(self) -> None:
         """Let the caller have the ranks: end a comparison, or wait for one that is overdue."""

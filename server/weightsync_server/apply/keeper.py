@@ -73,9 +73,9 @@ class Keeper:
         self._metrics = metrics
         self._settings = settings
         self._on_change = on_change
-        self.checks = LiveChecks(versions, metrics, self.suspect)
-        self.doubts = Doubts()
         self._wake = asyncio.Event()
+        self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
+        self.doubts = Doubts()
         self.ahead = Ahead(self._wake.set)
         if settings.read_ahead:
             versions.arrivals.listener = self.ahead.note
@@ -145,6 +145,7 @@ class Keeper:
             raise self._unavailable()
         async with self._lock:
             await self.checks.step_aside()
+            self.ahead.interrupted()
             session = await self._usable()
             self._set(pb.ENGINE_STATE_APPLYING, "")
             try:
@@ -159,7 +160,7 @@ class Keeper:
             finally:
                 if self._state == pb.ENGINE_STATE_APPLYING:
                     self._set(pb.ENGINE_STATE_SERVING, "")
-                    if self.checks.owed:
+                    if self.checks.owed or self.ahead.wanted:
                         self._wake.set()
 
     async def _usable(self) -> Session:
@@ -237,9 +238,7 @@ class Keeper:
         if self._session is None or self.checks.running:
             return
         if not sleeping:
-            await self.checks.begin(self._session)
-            if not self.checks.running:
-                await self.ahead.begin(self._session)
+            await self._occupy(self._session)
         # Retired segments count in the budget until every rank has unmapped them.
         retired = self._versions.keeper.retired
         if (retired or not self._session.tidy) and not self.checks.running:
@@ -247,6 +246,14 @@ class Keeper:
             mapped = await self._session.unmap(existing, self.ahead.name)
             if mapped is not None:
                 self._versions.let_go(retired - mapped)
+
+    async def _occupy(self, session: Session) -> None:
+        """Give the ranks something to do beside generation: one thing at a time."""
+        await self.checks.begin(session)
+        if self.checks.running:
+            self.ahead.interrupted()
+        else:
+            await self.ahead.begin(session)
 
     async def _write_down(self) -> None:
         # What the disk refused when it became live is written as soon as the disk takes it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from weightsync import clock
 from weightsync.arriving import ArrivalWriter
 
 if TYPE_CHECKING:
@@ -42,14 +43,20 @@ class Arriving:
         self._layout = layout
         self._ids = tuple(segment.id for segment in segments)
         self._keeper = keeper
+        self._slot, self._life = record.place, record.place.lives
         self._came: set[int] = set()
-        self._ended = False
+        self._ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing more comes: all is here, or its push has failed."""
-        return self._ended
+    def ended_at(self) -> float | None:
+        """Since when nothing more comes: all is here, or its push has failed; None: more may."""
+        return self._ended_at
+
+    @property
+    def stays(self) -> bool:
+        """Whether its bytes lie where they came, and nobody else's came there since."""
+        return self.record.slot is self._slot and self._slot.lives == self._life
 
     def came(self, shard: int) -> None:
         """Take note that all bytes of a shard are here and proved; they do not change any more."""
@@ -59,7 +66,8 @@ class Arriving:
 
     def end(self) -> None:
         """Take note that nothing more comes; further calls do nothing."""
-        self._ended = True
+        if self._ended_at is None:
+            self._ended_at = clock.monotonic()
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.end()
@@ -70,13 +78,17 @@ class Arriving:
     async def offer(self) -> str:
         """Return the name on the segment socket of what engines look at; "": it has ended.
 
+        A second time it is the same.
+
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors).
         """
+        if self._writer is not None:
+            return self._writer.segment.id
         made: list[ArrivalWriter] = []
         await self._keeper.write(partial(self._written, made))
         (self._writer,) = made
-        if self._ended:
+        if self._ended_at is not None:
             self.end()
             return ""
         for shard in self._came:

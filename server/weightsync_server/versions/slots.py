@@ -33,6 +33,7 @@ class Slot:
 
     Attributes:
         index: Number of the slot, from 0.
+        lives: How many versions it was given to; bytes of one stay as they came for one life.
         record: Version whose bytes lie here or arrive; None: none.
         writing: The bytes are not final yet.
         leases: Readers that rely on the bytes.
@@ -43,6 +44,7 @@ class Slot:
 
     def __init__(self, index: int, keeper: SegmentKeeper) -> None:
         self.index = index
+        self.lives = 0
         self.record: VersionRecord | None = None
         self.writing = False
         self.leases = 0
@@ -73,6 +75,7 @@ class Slot:
     def begin(self, record: VersionRecord) -> None:
         """Give the slot to a version whose bytes will be written."""
         self.empty()
+        self.lives += 1
         self.record = record
         self.writing = True
         record.slot = self

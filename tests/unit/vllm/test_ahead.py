@@ -397,3 +397,53 @@ def test_a_fault_costs_nothing_but_the_time(
     assert (report["phase"], len(sent)) == ("ready", 8)
     assert worker.call("commit", apply_id="two")["ok"]
     assert _holds(worker, 2)
+
+
+def test_nobody_waits_for_it_to_end(
+    make: Callable[..., Worker], coming: Callable[[int], _Coming]
+) -> None:
+    worker = make()
+    old = worker.staging.stage_files(_files(4))
+    worker.job("prepare", "old", old, base="base")
+    worker.call("release", keep=["base"])
+    second = coming(2)
+    _begin(worker, second)
+    second.come(0)
+    _until(lambda: worker.call("state")["segments"] == 3 * len(_FILES))
+    # Neither vLLM's sleep, which waits for whoever works on live parameters...
+    assert worker.call("state")["busy"] == ""
+    # ... nor what is gone for the server: but what it reads itself stays.
+    base = worker.staging.versions[0].staged.segments
+    told = worker.call("release", keep=["base", "early"], segments=list(base))
+    assert told["busy"] == ""
+    mine = second.version.staged.segments
+    _until(
+        lambda: (
+            set(worker.call("release", keep=["base", "early"], segments=list(base))["mapped"])
+            == {*base, *mine}
+        )
+    )
+    assert _at_work(worker)
+    second.come(1, 2, 3)
+    second.writer.end()
+    _until(lambda: not _at_work(worker))
+
+
+def test_it_goes_on_where_it_was_under_the_same_name(
+    make: Callable[..., Worker], coming: Callable[[int], _Coming], sent: list[int]
+) -> None:
+    worker = make()
+    second = coming(2)
+    _begin(worker, second)
+    second.come(0, 1)
+    _until(lambda: len(sent) == 2)
+    worker.job("verify", "base")
+    _begin(worker, second)
+    second.come(2, 3)
+    second.writer.end()
+    _until(lambda: not _at_work(worker))
+    assert len(sent) == 8
+    # Under another one it does not.
+    _begin(worker, second, "another")
+    _until(lambda: not _at_work(worker))
+    assert len(sent) == 16

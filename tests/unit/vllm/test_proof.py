@@ -209,3 +209,21 @@ def test_what_is_converted_is_left_to_the_server(
     )
     assert worker.call("commit", apply_id="two")["ok"]
     assert "copy_spans" in kernels.ran
+
+
+def test_what_goes_back_from_host_memory_is_proved_by_digests(
+    make: Callable[..., Worker], staging: Staging
+) -> None:
+    worker, second, third = make(), _staged(staging, 2), _staged(staging, 3)
+    worker.job("prepare", "two", second, base="base")
+    assert worker.call("commit", apply_id="two")["ok"]
+    # Takes the staging memory.
+    worker.job("prepare", "three", third, base="two")
+    assert worker.call("commit", apply_id="three")["ok"]
+    reply = worker.call("commit", apply_id="two")
+    assert (reply["ok"], reply["content_digest"]) == (True, second.content_digest)
+    # `after` is at no multiple of 16 bytes: it was sent again.
+    assert reply["compared_all"] is False
+    second.tensor_bytes("wide")[5] ^= 1
+    reply = worker.call("commit", apply_id="two")
+    assert (reply["ok"], reply["mismatched"]) == (False, ["wide"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.handover import SegmentClient
 from weightsync.segments import MappedSegment
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.apply import ahead
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -276,3 +279,84 @@ async def test_what_ranks_have_proved_is_not_digested_again(it: Plant) -> None:
     engine._ready = lambda *args: ready(*args) | {"shards": [1]}  # type: ignore[method-assign]
     await it.apply(5)
     assert begun == ["model-0.safetensors"]
+
+
+async def test_a_version_that_was_read_anew_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_HELD_S", 0.0)
+    engine = Reader(tmp_path / "segments.sock")
+    async with plant(tmp_path, engine, slots=2, store=f"file://{tmp_path}/store") as it:
+        await it.ready()
+        for version in (2, 3, 4):
+            await it.here.push(_shards(version), version)
+            await it.apply(version)
+        push = await _begin(it, 5)
+        await until(lambda: bool(engine.came))
+        for shard in _shards(5):
+            await _send(it, push, shard)
+        await _commit(it, push)
+        slot = it.here.versions.get(5).slot
+        # It loses its slot to one that nobody reads, and gets it again.
+        await it.here.push(_shards(6), 6)
+        assert it.here.versions.get(5).slot is None
+        engine.prepared.clear()
+        await it.apply(5)
+        assert it.here.versions.get(5).slot is slot
+        assert (engine.prepared, engine.serves) == ([""], 5)
+        engine.end()
+
+
+async def test_what_waits_for_its_apply_is_not_written_over(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _engine(it)
+    pushes = {}
+    for version in (5, 6):
+        pushes[version] = await _begin(it, version)
+        await until(lambda: len(engine.came) == 1)
+        for shard in _shards(version):
+            await _send(it, pushes[version], shard)
+        if version == 5:
+            await _commit(it, pushes[version])
+    await asyncio.sleep(0.7)
+    (first,) = engine.came
+    await it.apply(5)
+    assert engine.prepared == [first]
+    # Now the ranks have time for the next one.
+    await until(lambda: len(engine.came) == 2)
+    await _commit(it, pushes[6])
+    second = next(name for name in engine.came if name != first)
+    await until(lambda: sorted(engine.came[second]) == [0, 1])
+    await it.apply(6)
+    assert engine.prepared == [first, second]
+    assert engine.serves == 6
+
+
+async def test_what_nobody_applies_is_not_waited_for(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "_HELD_S", 0.1)
+    engine = _engine(it)
+    for count, version in enumerate((5, 6), 1):
+        push = await _begin(it, version)
+        await until(functools.partial(lambda count: len(engine.came) == count, count))
+        for shard in _shards(version):
+            await _send(it, push, shard)
+        await _commit(it, push)
+
+
+async def test_an_apply_of_another_version_interrupts_and_it_goes_on(it: Plant) -> None:
+    engine = _engine(it)
+    push = await _begin(it, 5)
+    await until(lambda: bool(engine.came))
+    (name,) = engine.came
+    await _send(it, push, _shards(5)[0])
+    await it.verify()
+    engine.came.clear()
+    # Under the same name: what the ranks still have of it they do not read again.
+    await until(lambda: list(engine.came) == [name])
+    await _send(it, push, _shards(5)[1])
+    await _commit(it, push)
+    await it.apply(5)
+    assert engine.prepared == [name]
