@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.blocks import Block, Blocks
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
-    from weightsync.vllm.prepared import Prepared
     from weightsync.vllm.views import Read
 
 __all__ = ["Ahead"]
@@ -46,20 +45,14 @@ class Ahead:
     there: set[int] = field(default_factory=set)
     sent: int = 0
 
-    def continues(self, other: Ahead) -> bool:
-        """Tell whether it is of the same version in the same place as one that is begun."""
-        return (
-            (self.ticket, self.segments) == (other.ticket, other.segments)
-            and self.targets is other.targets
-            and self.memory is other.memory
-        )
-
-    def fits(self, ticket: str, ready: Prepared, memory: torch.Tensor) -> bool:
-        """Tell whether it is the beginning of a version that is complete now."""
+    def is_of(
+        self, ticket: str, segments: tuple[str, ...], targets: Targets, memory: torch.Tensor
+    ) -> bool:
+        """Tell whether it is the beginning of a version; "" is no ticket."""
         return (
             bool(ticket)
-            and (self.ticket, self.segments) == (ticket, ready.segments)
-            and self.targets is ready.targets
+            and (self.ticket, self.segments) == (ticket, segments)
+            and self.targets is targets
             and self.memory is memory
         )
 

@@ -151,13 +151,12 @@ class Device:
         # A source that was copied was copied before its bytes had come.
         if memory is None or read.copied:
             return
-        ahead = Ahead(ticket, segments, targets, memory)
-        if begun is not None and begun.continues(ahead):
-            ahead = begun
-        self._ahead = ahead
+        if begun is None or not begun.is_of(ticket, segments, targets, memory):
+            begun = Ahead(ticket, segments, targets, memory)
+        self._ahead = begun
         proof = self._proof_of(blocks, plan, memory)
         sent = proof.begin if proof is not None else _nothing
-        ahead.fill(blocks, read, turns, self._uploader, Pace(self.device), stop, sent)
+        begun.fill(blocks, read, turns, self._uploader, Pace(self.device), stop, sent)
 
     @torch.inference_mode()
     def make_ready(
@@ -198,7 +197,7 @@ class Device:
             if base is not None:
                 ready.patch = self._found_on_host(ready, base, crew, stop)
             return Made()
-        if begun is not None and not begun.fits(ahead, ready, memory):
+        if begun is not None and not begun.is_of(ahead, ready.segments, ready.targets, memory):
             begun = None
         proof = self._proof_of(blocks, ready.plan, memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
