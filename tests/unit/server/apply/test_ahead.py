@@ -57,7 +57,6 @@ class Reader(Engine):
 
     def _ahead(self, args: Any) -> dict[str, Any]:
         name = str(args["apply_id"])
-        self.came[name] = []
         self._ended = threading.Event()
         thread = threading.Thread(
             target=self._read_ahead, args=(name, str(args["document"]), self._ended)
@@ -75,7 +74,10 @@ class Reader(Engine):
             # What is told can be mapped.
             for fd, size in client.map(list(reader.segments)):
                 MappedSegment(fd, size).close()
-            self.came[name] += reader.arrivals(ended.wait, 20)
+            # Only now: it cannot come too late any more.
+            came = self.came[name] = []
+            for shard in reader.arrivals(ended.wait, 20):
+                came.append(shard)  # noqa: PERF402 - the test looks at it meanwhile
 
     def end(self) -> None:
         self._ended.set()
