@@ -22,15 +22,20 @@ _PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
-def open_arrivals(socket: str, document: str) -> Iterator[ArrivalReader]:
+def open_arrivals(socket: str, document: str) -> Iterator[ArrivalReader | None]:
     """Map what the server tells of a version that comes in, for as long as the body runs.
+
+    It is None when the push was over before: nothing more comes.
 
     Raises:
         OSError: Nobody listens on the segment socket.
-        LookupError: The server has no such document any more.
     """
-    with SegmentClient(socket) as client:
-        ((fd, size),) = client.map([document])
+    try:
+        with SegmentClient(socket) as client:
+            ((fd, size),) = client.map([document])
+    except LookupError:
+        yield None
+        return
     mapped = MappedSegment(fd, size)
     try:
         yield ArrivalReader(mapped.view)

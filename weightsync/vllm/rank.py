@@ -322,8 +322,9 @@ class Rank:
         failpoints.hit("worker.ahead")
         socket = self._socket(args)
         with open_arrivals(socket, str(args["document"])) as reader:
-            plan = self._plans.by_signature.get(reader.layout.signature)
-            if plan is None or self._beside is None:
+            known = self._plans.by_signature
+            plan = known.get(reader.layout.signature) if reader is not None else None
+            if reader is None or plan is None or self._beside is None:
                 # It is prepared as a whole, once it is complete.
                 return {"phase": "ready"}
             try:

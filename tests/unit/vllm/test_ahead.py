@@ -447,3 +447,14 @@ def test_it_goes_on_where_it_was_under_the_same_name(
     _begin(worker, second, "another")
     _until(lambda: not _at_work(worker))
     assert len(sent) == 16
+
+
+def test_a_push_that_is_over_before_is_nothing_to_tell_of(
+    make: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make()
+    page, (reader,) = worker.staging.pages(["0/0/0"])
+    reply = worker.call("ahead", apply_id="early", document="gone", page=page)
+    assert reply["ok"]
+    _until(lambda: (reader.read() or {"phase": "running"})["phase"] == "ready")
+    assert caplog.text == ""
