@@ -30,6 +30,11 @@ class Arriving:
         layout: Of it.
         segments: Segment of each shard, in order; they stay its own until it has ended.
         keeper: Publishes what readers look at.
+
+    Attributes:
+        record: The version.
+        ended_at: Since when nothing more comes: all is here, or its push has failed; None: more
+            may.
     """
 
     def __init__(
@@ -45,13 +50,8 @@ class Arriving:
         self._keeper = keeper
         self._slot, self._life = record.place, record.place.lives
         self._came: set[int] = set()
-        self._ended_at: float | None = None
+        self.ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
-
-    @property
-    def ended_at(self) -> float | None:
-        """Since when nothing more comes: all is here, or its push has failed; None: more may."""
-        return self._ended_at
 
     @property
     def stays(self) -> bool:
@@ -66,8 +66,8 @@ class Arriving:
 
     def end(self) -> None:
         """Take note that nothing more comes; further calls do nothing."""
-        if self._ended_at is None:
-            self._ended_at = clock.monotonic()
+        if self.ended_at is None:
+            self.ended_at = clock.monotonic()
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.end()
@@ -88,7 +88,7 @@ class Arriving:
         made: list[ArrivalWriter] = []
         await self._keeper.write(partial(self._written, made))
         (self._writer,) = made
-        if self._ended_at is not None:
+        if self.ended_at is not None:
             self.end()
             return ""
         for shard in self._came:

@@ -37,15 +37,17 @@ class ShardDigests:
 
     def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: Fetchers) -> None:
         self._shards = list(zip(lease.segments, manifest.layout.shards, strict=True))
-        self._told = _by_shard(manifest)
-        self._trusted: frozenset[int] = frozenset()
+        self._manifest = manifest
+        #: What the manifest tells of the shards that readers have proved.
+        self._trusted: dict[int, list[bytes]] = {}
         self._order = manifest.layout.largest_first
         self._fetchers = fetchers
         self._begun: list[asyncio.Task[list[bytes]]] = []
 
     def trust(self, shards: frozenset[int]) -> None:
         """Take note that every reader has proved what it has read of these shards by itself."""
-        self._trusted = shards
+        told = _by_shard(self._manifest) if shards else []
+        self._trusted = {index: told[index] for index in shards}
 
     def begin(self, count: int) -> None:
         """Begin with those of the first `count` shards that are not begun yet."""
@@ -64,13 +66,13 @@ class ShardDigests:
 
     async def _digest(self, index: int) -> list[bytes]:
         if index in self._trusted:
-            return self._told[index]
+            return self._trusted[index]
         return await self._fetchers.digest(*self._shards[index])
 
     async def cancel(self) -> None:
         """Forget what was begun; afterwards no fetcher is at a segment for it."""
         begun, self._begun = self._begun, []
-        self._trusted = frozenset()
+        self._trusted = {}
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
