@@ -12,13 +12,11 @@ from safetensors.torch import save
 
 from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
-from tests.unit.vllm.test_rank import Worker
+from tests.unit.vllm.test_rank import Worker, adopted, give_device
 from weightsync import failpoints
 from weightsync.arriving import ArrivalWriter
 from weightsync.vllm import arrivals
-from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import patch
-from weightsync.vllm.cuda.device import Device
 from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
@@ -77,12 +75,8 @@ def make(
     """Return a maker of ranks that hold the first toy checkpoint."""
 
     def made(amount: Amount | None = _ROOM, *, rank: int = 0, dtype: Any = torch.float32) -> Worker:
-        if amount is not None:
-            cpu = torch.device("cpu")
-            monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, amount, 1.0))
-        found = Worker(load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(1)), staging)
-        found.rank = rank
-        found.adopt(staging.stage_files(_files(1)))
+        give_device(monkeypatch, amount)
+        found = adopted(staging, _files(1), rank=rank, dtype=dtype)
         # To warm up.
         sent.clear()
         return found

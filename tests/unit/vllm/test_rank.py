@@ -14,12 +14,14 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from weightsync.pages import PageWriter
 from weightsync.vllm import prepared, worker
+from weightsync.vllm.cuda.device import Device
 from weightsync.vllm.plan import PlanRefusedError
 from weightsync.vllm.words import tensor_digest_of
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
     from weightsync.vllm.crew import Crew
+    from weightsync.vllm.settings import Amount
 
 
 class _Base:
@@ -73,6 +75,23 @@ class Worker(_Base):
         report = self.job("prepare", apply_id, version, compare_live=True)
         assert report["proved"] is True, report
         return report
+
+
+def adopted(
+    staging: Staging, files: list[bytes], *, rank: int = 0, dtype: Any = torch.float32
+) -> Worker:
+    """Return a worker that holds the first toy checkpoint, which lies in these files."""
+    found = Worker(load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(1)), staging)
+    found.rank = rank
+    found.adopt(staging.stage_files(files))
+    return found
+
+
+def give_device(monkeypatch: pytest.MonkeyPatch, amount: Amount | None) -> None:
+    """Let workers have a device whose memory is the host's; None: no device."""
+    if amount is not None:
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(worker, "_beside", lambda *_: Device(cpu, amount, 1.0))
 
 
 @pytest.fixture

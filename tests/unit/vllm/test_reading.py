@@ -9,12 +9,10 @@ import torch
 from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
-from tests.unit.vllm.test_rank import Worker
+from tests.unit.vllm.test_rank import Worker, adopted, give_device
 from weightsync.pages import PageWriter
-from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import device as device_
 from weightsync.vllm.cuda import patch, reading
-from weightsync.vllm.cuda.device import Device
 from weightsync.vllm.cuda.upload import Pace, Uploader
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of
@@ -75,12 +73,8 @@ def make(
     """Return a maker of ranks that hold the first toy checkpoint, and tell as often as they can."""
 
     def made(amount: Amount | None = _ROOM, *, rank: int = 0, dtype: Any = torch.float32) -> Worker:
-        if amount is not None:
-            cpu = torch.device("cpu")
-            monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, amount, 1.0))
-        found = Worker(load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(1)), staging)
-        found.rank = rank
-        found.adopt(staging.stage_files(_files(toy_tensors(1))))
+        give_device(monkeypatch, amount)
+        found = adopted(staging, _files(toy_tensors(1)), rank=rank, dtype=dtype)
         told.clear()
         return found
 
