@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -104,10 +103,7 @@ async def _run(settings: Settings, engine_args: list[str]) -> int:
     if shut:
         logger.critical("nobody can connect any more (%s): ending, to be started again", shut)
         await app.stop(_SHUT_DRAIN_S)
-        # All of ours is closed. What is left of gRPC is broken and is not torn down: a process was
-        # seen to end by a segmentation fault after this.
-        logging.shutdown()
-        os._exit(_SHUT)
+        return _SHUT
     logger.info("draining for at most %g s", settings.drain_timeout_s)
     await app.stop()
     return _OK

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
+from weightsync.generic import generic_only
 from weightsync.sockets import claimed, umask
 from weightsync.vllm.gate import Gate, GateState
 from weightsync.vllm.settings import EngineSettings
@@ -105,7 +106,7 @@ class Bridge:
         from weightsync.engine.v1 import engine_pb2_grpc
         from weightsync.vllm.service import EngineServicer
 
-        server = grpc.aio.server()
+        server = generic_only(grpc.aio.server())
         servicer = EngineServicer(engine, settings.segment_socket)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server)
         _bind(server, settings.engine_socket)

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.generic import generic_only
 from weightsync.sockets import claimed, umask
 from weightsync_server.authority.file import AuthorityFile
 from weightsync_server.authority.gate import Gate
@@ -103,7 +104,7 @@ class Doors:
                 maximum_concurrent_rpcs=self._most_calls,
             )
             self._servers.append(server)
-            serve(server)
+            serve(generic_only(server))
             bound += [
                 replace(endpoint, address=self._bind(server, endpoint.address))
                 for endpoint in group

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from weightsync.generic import generic_only
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.ingest.chunks import ChunkView
@@ -37,7 +38,7 @@ async def test_chunks_come_as_views_of_their_messages_and_the_rest_as_messages()
     servicer = Keeps()  # type: ignore[abstract] # the methods that are not called
     # As in the app: it wraps handlers, and must keep how they read.
     guard = GuardInterceptor(RpcMetrics(Metrics("m").registry), lambda: None)
-    server = grpc.aio.server(interceptors=[guard])
+    server = generic_only(grpc.aio.server(interceptors=[guard]))
     add_service(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
