@@ -177,6 +177,9 @@ def passing(error: BaseException) -> bool:
     if isinstance(error, (ExhaustedError, DeadlineError)):
         # A timeout of this client's own comes without an advice.
         return error.retry_after_s is not None
+    if isinstance(error, AbortedError):
+        # What a gRPC that is flooded, or that ends, does to calls under way.
+        return error.reason is Reason.CANCELLED
     return isinstance(error, UnavailableError)
 
 

@@ -442,7 +442,10 @@ class Push:
 
 
 def _resumable(error: BaseException) -> bool:
-    if isinstance(error, AbortedError):
-        return error.reason in (Reason.OFFSET_MISMATCH, Reason.SHARD_BUSY)
+    if isinstance(error, AbortedError) and error.reason in (
+        Reason.OFFSET_MISMATCH,
+        Reason.SHARD_BUSY,
+    ):
+        return True
     # Or too many streams: the server has not noticed yet that an earlier one is gone.
     return passing(error)

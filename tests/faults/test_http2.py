@@ -135,7 +135,8 @@ def test_a_path_that_is_no_text_costs_a_restart_and_nothing_else(
     assert server.process.wait(10) == 3
     assert "CRITICAL" in server.log
     assert "nobody can connect any more (UnicodeDecodeError" in server.log
-    assert stalled.code() is grpc.StatusCode.UNAVAILABLE
+    # Either is taken up again by a client: what gRPC cancelled, and what the end cut off.
+    assert stalled.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
     over.set()
     server.close_channels()
     server.start()

@@ -117,7 +117,7 @@ class Answers(pb_grpc.WeightSyncServicer):
     """Versions in memory: all calls but those that bring bytes in.
 
     Faults: `before` may raise for a method; `cut_at` holds numbers of received bytes at which the
-    stream that reaches them is ended with UNAVAILABLE; `bare` holds statuses without details.
+    stream that reaches them is ended with `cut_code`; `bare` holds statuses without details.
     """
 
     def __init__(self) -> None:
@@ -125,6 +125,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         self.uploads: dict[str, Upload] = {}
         self.received = 0
         self.cut_at: list[int] = []
+        self.cut_code = grpc.StatusCode.UNAVAILABLE
         self.before: Callable[[str, Any], None] = lambda _method, _request: None
         self.chunk: Callable[[pb.Chunk], None] = lambda _chunk: None
         self.calls: list[str] = []
@@ -226,7 +227,7 @@ class Answers(pb_grpc.WeightSyncServicer):
         for offset in range(request.offset, len(data), 1000):
             if self.cut_at and offset >= self.cut_at[0]:
                 self.cut_at.pop(0)
-                context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                context.abort(self.cut_code, "Socket closed")
             piece = data[offset : offset + 1000]
             yield pb.PullWeightsResponse(
                 chunk=pb.Chunk(shard=request.shard, offset=offset, data=piece)

@@ -130,7 +130,7 @@ class Servicer(Answers):
             self.received += len(chunk.data)
             if self.cut_at and self.received >= self.cut_at[0]:
                 self.cut_at.pop(0)
-                raise StatusError(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                raise StatusError(self.cut_code, "Socket closed")
         return len(chunk.data)
 
     def _digests(self, upload: Upload, message: pb.ShardDigests) -> None:

@@ -190,6 +190,14 @@ def test_a_cut_stream_goes_on_where_it_stopped(
     assert result.sent_bytes < result.size_bytes + len(cuts) * 3_000_000
 
 
+def test_what_a_server_that_ends_cancels_is_taken_up(client: Client, servicer: Any) -> None:
+    tensors = state(count=6, elements=250_000)
+    servicer.cut_code = grpc.StatusCode.CANCELLED
+    servicer.cut_at = [700_000]
+    assert client.push(tensors, chunk_bytes=100_000).content_digest == digest_of(tensors)
+    assert servicer.calls.count("BeginPush") == 1
+
+
 def test_cuts_on_several_streams(client: Client, servicer: Any) -> None:
     tensors = state(count=16)
     servicer.cut_at = [300_000, 600_000, 1_000_000, 2_000_000]

@@ -59,8 +59,12 @@ def _umask() -> int:
     return umask
 
 
-def test_pull_takes_up_a_cut_stream(client: Client, servicer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+def test_pull_takes_up_a_cut_stream(
+    client: Client, servicer: Any, tmp_path: Path, code: grpc.StatusCode
+) -> None:
     client.push(arrays(3))
+    servicer.cut_code = code
     servicer.cut_at = [3000, 3000, 9000]
     result = client.pull(tmp_path / "out", 1)
     with safe_open(result.files[0], "np") as file:
