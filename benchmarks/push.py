@@ -8,7 +8,8 @@ stream_gbps             the public client against a real weightsync-server: the 
                         and the version is staged; the trainer's digests are computed in that time
 stream_over_grpc_floor  median of the ratios within each round; wanted at least 1.0
 stock_gbps              a client that is generated from the proto, one call for everything,
-                        digests included, in chunks of 512 KiB
+                        digests included, in a process of its own whose C library keeps freed
+                        buffers (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_)
 stock_over_grpc_floor   as above; wanted at least 0.9
 
 same_host_gbps          the public client's call where it writes into the server's memory, on at
@@ -36,7 +37,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import os
 import subprocess
 import tempfile
@@ -54,63 +54,16 @@ from benchmarks import report
 from benchmarks.crowd import crowd_samples
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
-from benchmarks.stock import Block, push_stock
+from benchmarks.source import Source
+from benchmarks.stock import StockClient, stock_client
 from weightsync_client import Client, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
-#: Of the stock client: glibc gives buffers of 1 MiB back to the system after each message, and new
-#: pages cost it 1.5 s of processor time per GiB. Its messages are copied twice more than ours.
-_STOCK_CHUNK_BYTES = 512 << 10
-#: As `weightsync_server` names it.
-_MODEL = "bench"
 _SAMPLE_S = 0.05
-_TENSORS_PER_SHARD = 25
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
 _WARM_UP = 3
-
-
-class _Source:
-    """Weights to push: equal shards of equal tensors that lie one after the other.
-
-    Attributes:
-        tensors: By name; each shard's data section is exactly `shard_bytes` long.
-        shard_bytes: Size of a shard's data.
-    """
-
-    def __init__(self, size: int, shards: int) -> None:
-        self.shard_bytes = size // shards
-        self._words: npt.NDArray[np.uint64] = np.zeros(size // 8, dtype=np.uint64)
-        self._words[:] = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        flat = self._words.view(np.uint16)
-        self.tensors: dict[str, npt.NDArray[np.uint16]] = {}
-        for shard, part in enumerate(np.split(flat, shards)):
-            cuts = np.linspace(0, len(part), _TENSORS_PER_SHARD + 1).astype(int)
-            for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                self.tensors[f"shard{shard:02}.tensor{index:02}.weight"] = part[begin:end]
-
-    @property
-    def view(self) -> memoryview:
-        """All bytes."""
-        return self._words.data.cast("B")
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The shards."""
-        told = [(name, "U16", tensor.shape) for name, tensor in self.tensors.items()]
-        step = self.shard_bytes
-        return [
-            Block(
-                told[shard * _TENSORS_PER_SHARD : (shard + 1) * _TENSORS_PER_SHARD],
-                self.view[shard * step : (shard + 1) * step],
-            )
-            for shard in range(len(self.view) // step)
-        ]
-
-    def change(self) -> None:
-        """Change every byte."""
-        self._words += np.uint64(0x0101010101010101)
 
 
 def main() -> None:
@@ -130,7 +83,7 @@ def main() -> None:
         if options.ingest:
             _report_ingest(Path(folder), options)
             return
-        source = _Source(options.mib << 20, options.shards)
+        source = Source(options.mib << 20, options.shards)
         parameters = {
             "bytes": options.mib << 20,
             "shards": options.shards,
@@ -163,7 +116,7 @@ def _report_ingest(folder: Path, options: argparse.Namespace) -> None:
     report.emit("push_ingest", parameters, samples, facts, as_json=options.json)
 
 
-def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[str, list[float]]:
+def _measure(folder: Path, source: Source, shards: int, rounds: int) -> dict[str, list[float]]:
     samples = {"memcpy_gbps": _memcpy(source.view, rounds)}
     ports = {"": f"127.0.0.1:{free_port()}", "_unix": f"unix:{folder}/push.sock"}
     floors = {"": "127.0.0.1:0", "_unix": f"unix:{folder}/floor.sock"}
@@ -171,12 +124,13 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
         for suffix, address in ports.items():
             with (
                 floor_client(folder, floors[suffix], source.view, shards) as floor,
+                stock_client(folder, address, source.spec) as trainer,
                 Client(address) as client,
             ):
                 ways: dict[str, Callable[[], float]] = {
                     "grpc_floor": floor,
                     "stream": partial(_ours, client, source),
-                    "stock": partial(_stock, address, client, source),
+                    "stock": partial(_stock, trainer, client, len(source.view)),
                 }
                 speeds = _alternate(ways, source, rounds)
             for name in ways:
@@ -188,7 +142,7 @@ def _measure(folder: Path, source: _Source, shards: int, rounds: int) -> dict[st
     return samples
 
 
-def _same_host(address: str, source: _Source, rounds: int) -> dict[str, list[float]]:
+def _same_host(address: str, source: Source, rounds: int) -> dict[str, list[float]]:
     target = {name: np.ones_like(tensor) for name, tensor in source.tensors.items()}
 
     def copy() -> None:
@@ -249,7 +203,7 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
     return address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
 
-def _ours(client: Client, source: _Source, way: Way = Way.STREAM) -> float:
+def _ours(client: Client, source: Source, way: Way = Way.STREAM) -> float:
     """Push everything once, in the given way, and return GB/s."""
     started = time.perf_counter()
     pushed = client.push(
@@ -264,12 +218,12 @@ def _ours(client: Client, source: _Source, way: Way = Way.STREAM) -> float:
     return len(source.view) / (time.perf_counter() - started) / 1e9
 
 
-def _stock(address: str, client: Client, source: _Source) -> float:
+def _stock(trainer: StockClient, client: Client, size: int) -> float:
     """Push everything once with generated code and return GB/s."""
+    trainer.change()
     started = time.perf_counter()
-    version = push_stock(address, _MODEL, source.blocks, _STOCK_CHUNK_BYTES)
-    _check_staged(client, version)
-    return len(source.view) / (time.perf_counter() - started) / 1e9
+    _check_staged(client, trainer.push())
+    return size / (time.perf_counter() - started) / 1e9
 
 
 def _check_staged(client: Client, number: int) -> None:
@@ -279,7 +233,7 @@ def _check_staged(client: Client, number: int) -> None:
 
 
 def _alternate(
-    ways: dict[str, Callable[[], float]], source: _Source, rounds: int
+    ways: dict[str, Callable[[], float]], source: Source, rounds: int
 ) -> list[dict[str, float]]:
     found = []
     gc.disable()
@@ -310,7 +264,7 @@ def _memory_growth(folder: Path, total: int, versions: int) -> int:
     """Return by how many bytes RssAnon of server and fetchers rose at most over idle."""
     folder.mkdir()
     address = f"127.0.0.1:{free_port()}"
-    source = _Source(1 << 30, 16)
+    source = Source(1 << 30, 16)
     with weightsync_server(folder, [address]) as server, Client(address) as client:
         idle = rss_anon(descendants(server.pid))
         with _peak(server.pid) as peak:
@@ -323,7 +277,7 @@ def _memory_growth(folder: Path, total: int, versions: int) -> int:
         return peak[0] - idle
 
 
-def _repeated(source: _Source, size: int) -> Iterator[tuple[str, npt.NDArray[np.uint16]]]:
+def _repeated(source: Source, size: int) -> Iterator[tuple[str, npt.NDArray[np.uint16]]]:
     # The same bytes under new names: a trainer of 8 GiB would need 8 GiB more on this machine.
     for copy in range(size >> 30):
         for name, tensor in source.tensors.items():

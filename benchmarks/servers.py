@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from weightsync_client import Client, ClientError
@@ -34,13 +35,16 @@ def free_port(run: int = 1) -> int:
 
 
 @contextlib.contextmanager
-def process(*arguments: str, log: Path, piped: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    *arguments: str, log: Path, piped: bool = False, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run a Python program until the block ends.
 
     Args:
         *arguments: Of the interpreter.
         log: Where it writes.
         piped: Whether its standard input and output are pipes instead.
+        environment: Variables of its own.
     """
     with log.open("wb") as output:
         child = subprocess.Popen(
@@ -48,6 +52,7 @@ def process(*arguments: str, log: Path, piped: bool = False) -> Iterator[subproc
             stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
             stdout=subprocess.PIPE if piped else output,
             stderr=output,
+            env={**os.environ, **(environment or {})},
         )
     try:
         yield child
