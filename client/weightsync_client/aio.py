@@ -51,6 +51,11 @@ _END = object()
 AsyncPushSource = PushSource | AsyncIterable[tuple[str, Any]]
 
 
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
 class AsyncPushHandle:
     """A push that runs in the background; see `PushHandle`.
 
@@ -64,10 +69,12 @@ class AsyncPushHandle:
         self.source_free = asyncio.wrap_future(handle.source_free)
         self.committed = asyncio.wrap_future(handle.committed)
         # A failure is told by `committed`; nobody need ask twice.
-        self.source_free.add_done_callback(lambda f: f.cancelled() or f.exception())
+        self.source_free.add_done_callback(_retrieve)
 
     def cancel(self) -> None:
         """End the push; `committed` then fails with AbortedError, unless the commit came first."""
+        # Nor need who knows: asyncio would log it.
+        self.committed.add_done_callback(_retrieve)
         self._handle.cancel()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import threading
 import time
@@ -121,11 +122,18 @@ async def test_push_async_handle(aio: AsyncClient, servicer: Any) -> None:
     assert (await handle.committed).version == 1
 
 
-async def test_cancelling_ends_the_push(aio: AsyncClient, servicer: Any) -> None:
-    gate = threading.Event()
-    servicer.chunk = lambda _chunk: gate.wait(10)
+async def test_cancelling_ends_the_push(
+    aio: AsyncClient, servicer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def hold(_chunk: Any) -> None:
+        begun.set()
+        gate.wait(10)
+
+    servicer.chunk = hold
     task = asyncio.create_task(aio.push({"w": np.zeros(20_000_000, np.float32)}))
-    await asyncio.sleep(0.3)
+    assert await asyncio.to_thread(begun.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -135,6 +143,10 @@ async def test_cancelling_ends_the_push(aio: AsyncClient, servicer: Any) -> None
             break
         await asyncio.sleep(0.05)
     assert servicer.uploads["push-0"].aborted
+    del task
+    await asyncio.sleep(0.1)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"], "told nobody else"
 
 
 async def test_leaving_by_an_error_cancels_pushes(running: Any, servicer: Any) -> None:
