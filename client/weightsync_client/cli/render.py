@@ -26,6 +26,9 @@ __all__ = [
     "size",
 ]
 
+#: Characters of a version's metadata on a line.
+_METADATA = 80
+
 
 def size(count: float) -> str:
     """Return bytes as people read them, in powers of 1000."""
@@ -124,18 +127,29 @@ def _state(version: types.Version) -> str:
     return " ".join(words)
 
 
+def _metadata(version: types.Version) -> str:
+    text = " ".join(f"{key}={value}" for key, value in sorted(version.metadata.items()))
+    # A trainer may have put anything there, and a terminal obeys some of it.
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    return shown if len(shown) <= _METADATA else shown[: _METADATA - 3] + "..."
+
+
 def _line(version: types.Version) -> str:
     when = version.commit_time.strftime("%Y-%m-%d %H:%M:%S") if version.commit_time else "-"
     reason = f"  ({version.rejected_reason})" if version.rejected_reason else ""
+    facts = _metadata(version)
     return (
         f"{version.version:>8}  {when:<19}  {size(version.size_bytes):>9}  "
         f"{version.content_digest or '-':<32}  {_state(version)}{reason}"
+        + (f"  {facts}" if facts else "")
     )
 
 
 def show_versions(versions: list[types.Version]) -> None:
     """Print a table of versions."""
-    typer.echo(f"{'version':>8}  {'committed (UTC)':<19}  {'size':>9}  {'content':<32}  state")
+    typer.echo(
+        f"{'version':>8}  {'committed (UTC)':<19}  {'size':>9}  {'content':<32}  state, metadata"
+    )
     for version in versions:
         typer.echo(_line(version))
 

@@ -48,6 +48,7 @@ def test_push_apply_rollback_and_reading_back(run: Run, weights: Path, tmp_path:
     code, out, _ = run("versions")
     assert [line.split()[0] for line in out.splitlines()] == ["version", "2", "1"]
     assert "live" in out.splitlines()[1]
+    assert out.splitlines()[2].endswith("  step=3")
     code, out, _ = run("versions", "--json")
     assert [v["metadata"] for v in json.loads(out)] == [{}, {"step": "3"}]
     assert (
@@ -281,6 +282,12 @@ def test_the_progress_bar_is_for_terminals(running: Any, weights: Path) -> None:
     assert "push" in shown
     assert "/8.0 MB" in shown
     assert "B/s" in shown
+
+
+def test_metadata_is_cut_and_tells_a_terminal_nothing(run: Run, weights: Path) -> None:
+    assert run("push", weights, "--metadata", "a=\x1b[31m", "--metadata", f"b={'x' * 99}")[0] == 0
+    line = run("versions")[1].splitlines()[1]
+    assert line.endswith("  a=?[31m b=" + "x" * 67 + "...")
 
 
 def test_output_into_a_closed_pipe_is_quiet(running: Any, run: Run, weights: Path) -> None:
