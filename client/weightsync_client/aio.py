@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
@@ -102,6 +103,7 @@ class AsyncClient:
             "access": self._link.access, "timeouts": timeouts, "retry": retry
         }  # fmt: skip
         self._bulk_client: Client | None = None
+        self._handles: weakref.WeakSet[AsyncPushHandle] = weakref.WeakSet()
 
     def _stub(self) -> pb_grpc.WeightSyncAsyncStub:
         if self._channel is None:
@@ -152,10 +154,11 @@ class AsyncClient:
         check_options("push", options, PushOptions)
         handle = await self.push_async(source, **options)
         try:
-            return await asyncio.shield(handle.committed)
+            await asyncio.wait([handle.committed])
         except asyncio.CancelledError:
             handle.cancel()
             raise
+        return handle.committed.result()
 
     async def push_async(
         self, source: AsyncPushSource, **options: Unpack[PushOptions]
@@ -164,10 +167,16 @@ class AsyncClient:
         check_options("push_async", options, PushOptions)
         client = await self._bulk()
         if isinstance(source, (str, os.PathLike)):
-            return AsyncPushHandle(await asyncio.to_thread(client.push_async, source, **options))
+            begun = await asyncio.to_thread(client.push_async, source, **options)
+            return self._kept(begun)
         if isinstance(source, AsyncIterable):
             source = _in_step(source, asyncio.get_running_loop())
-        return AsyncPushHandle(client.push_async(source, **options))
+        return self._kept(client.push_async(source, **options))
+
+    def _kept(self, begun: PushHandle) -> AsyncPushHandle:
+        handle = AsyncPushHandle(begun)
+        self._handles.add(handle)
+        return handle
 
     async def hold(self, source: PushSource) -> types.Version:
         """Take a copy of a version's tensors, so that the next push already is a delta."""
@@ -306,6 +315,9 @@ class AsyncClient:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and self._bulk_client is not None:
+            for handle in list(self._handles):
+                handle.cancel()
+            # Also those that nobody holds any more.
             self._bulk_client.cancel_pushes()
         await self.close()
 

@@ -23,7 +23,7 @@ __all__ = ["Asking", "Invoke", "Patience"]
 T = TypeVar("T")
 
 # Nobody answered. Whatever an engine's server does answer is the end of an apply.
-_AWAY = frozenset({Reason.SERVER_AWAY, Reason.SHUTTING_DOWN})
+_AWAY = frozenset({Reason.SERVER_AWAY, Reason.SHUTTING_DOWN, Reason.CANCELLED})
 
 # How long the clean-up after a failed push may take.
 _ABORT_S = 5.0

@@ -279,7 +279,9 @@ class Push:
         )
 
     def _clean_up(self, error: BaseException) -> None:
-        lost = isinstance(error, (UnavailableError, DeadlineError))
+        lost = isinstance(error, (UnavailableError, DeadlineError)) or (
+            isinstance(error, AbortedError) and error.reason is Reason.CANCELLED
+        )
         if lost and (self._commit_asked or self._options.get("idempotency_key")):
             return  # It may be committed, or be taken up again under its key.
         if self._push_id:

@@ -149,7 +149,10 @@ async def test_cancelling_ends_the_push(
     assert not [record for record in caplog.records if record.name == "asyncio"], "told nobody else"
 
 
-async def test_leaving_by_an_error_cancels_pushes(running: Any, servicer: Any) -> None:
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_leaving_by_an_error_cancels_pushes(
+    running: Any, servicer: Any, caplog: pytest.LogCaptureFixture, awaited: bool
+) -> None:
     gate = threading.Event()
     servicer.chunk = lambda _chunk: gate.wait(3)
     handles = []
@@ -161,8 +164,13 @@ async def test_leaving_by_an_error_cancels_pushes(running: Any, servicer: Any) -
 
     with pytest.raises(ZeroDivisionError):
         await leave()
-    with pytest.raises(AbortedError):
-        await handles[0].committed
+    if awaited:
+        with pytest.raises(AbortedError):
+            await handles[0].committed
+    await asyncio.wait([handles[0].committed])
+    handles.clear()
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 async def test_errors_are_ours(running: Any, servicer: Any) -> None:

@@ -137,15 +137,22 @@ def failing(servicer: Any, method: str, times: int, error: Exception) -> list[st
     return keys
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("method", ["apply", "rollback"])
 async def test_an_apply_outlasts_a_restart_of_the_server(
-    client: Client, servicer: Any, status_error: Any, retry: Retry, kind: Any, method: str
+    client: Client,
+    servicer: Any,
+    status_error: Any,
+    retry: Retry,
+    kind: Any,
+    method: str,
+    code: grpc.StatusCode,
 ) -> None:
     client.push(TENSORS)
     client.push({"t": TENSORS["t"] + 1})
     client.apply(2)
-    away = status_error(grpc.StatusCode.UNAVAILABLE, "Connection refused")
+    away = status_error(code, "Connection refused")
     rpc = "ApplyVersion" if method == "apply" else "Rollback"
     keys = failing(servicer, rpc, 2 * _OF_GRPC + 1, away)
     other = kind(client._link.address, retry=retry)

@@ -218,17 +218,18 @@ def test_a_server_that_stays_away_is_given_up(
     assert servicer.uploads["push-0"].aborted
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
 def test_a_push_with_a_key_is_taken_up_by_a_second_call(
-    client: Client, servicer: Any, status_error: Any
+    client: Client, servicer: Any, status_error: Any, code: grpc.StatusCode
 ) -> None:
     tensors = state(count=4, elements=1_000_000)
 
     def refuse(chunk: Any) -> None:
         if chunk.offset > 4_000_000:
-            raise status_error(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+            raise status_error(code, "Socket closed")
 
     servicer.chunk = refuse
-    with pytest.raises(UnavailableError):
+    with pytest.raises((UnavailableError, AbortedError)):
         client.push(tensors, idempotency_key="step-9")
     servicer.chunk = lambda _chunk: None
     result = client.push(tensors, idempotency_key="step-9")
