@@ -13,8 +13,9 @@ stock_gbps              a client that is generated from the proto, one call for 
 stock_over_grpc_floor   as above; wanted at least 0.9
 
 same_host_gbps          the public client's call where it writes into the server's memory, on at
-                        most two threads; wanted beside tensor_copy_gbps, one thread that copies the
-                        same tensors one by one into warm memory
+                        most two threads, in shards of the client's own choice; wanted beside
+                        tensor_copy_gbps, one thread that copies the same tensors one by one into
+                        warm memory
 same_host_over_memcpy   median of the ratios within each round; wanted at least 0.75
 
 The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
@@ -56,7 +57,7 @@ from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from benchmarks.source import Source
 from benchmarks.stock import StockClient, stock_client
-from weightsync_client import Client, Residency, Way
+from weightsync_client import Client, PushOptions, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
@@ -205,13 +206,12 @@ def _floor_target(server: subprocess.Popen[bytes], address: str) -> str:
 
 def _ours(client: Client, source: Source, way: Way = Way.STREAM) -> float:
     """Push everything once, in the given way, and return GB/s."""
+    options: PushOptions = {"delta": "never"}
+    if way is Way.STREAM:
+        # As many messages as the bare stream sends.
+        options |= {"same_host": "never", "shard_bytes": source.shard_bytes}
     started = time.perf_counter()
-    pushed = client.push(
-        source.tensors,
-        shard_bytes=source.shard_bytes,
-        delta="never",
-        same_host="never" if way is Way.STREAM else "auto",
-    )
+    pushed = client.push(source.tensors, **options)
     assert pushed.way is way, pushed
     _check_staged(client, pushed.version)
     assert pushed.sent_bytes >= len(source.view), pushed
