@@ -34,10 +34,10 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": st
 
 
 class StockClient:
-    """A trainer process.
+    """Tells a trainer process what to do.
 
     Args:
-        child: It.
+        child: The process; it answers each line with a number.
     """
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:

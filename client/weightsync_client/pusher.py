@@ -176,12 +176,12 @@ class Push:
         if self._same_host.reason:
             self._sending.run(
                 Opened(
-                    reply.push_id,
-                    self._link.endpoints(reply.data_endpoints),
-                    self._chunk_bytes,
-                    held,
-                    reply.layout_known,
-                    self._same_host.done,
+                    push_id=reply.push_id,
+                    endpoints=self._link.endpoints(reply.data_endpoints),
+                    chunk_bytes=self._chunk_bytes,
+                    held=held,
+                    layout_known=reply.layout_known,
+                    elsewhere=self._same_host.done,
                 )
             )
 
