@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from weightsync.digest import tensor_digest
 from weightsync.vllm.cuda import spans as spans_
+from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.digests import Digests, digestible
 from weightsync.vllm.cuda.kernels import KernelError, Kernels, Launch
+from weightsync.vllm.cuda.scatter import Scatter, launch_of
+from weightsync.vllm.cuda.search import KernelSearch, TorchSearch
 from weightsync.vllm.cuda.spans import Spans
+from weightsync.vllm.cuda.staged import Staged
+from weightsync.vllm.cuda.upload import Pace
+from weightsync.vllm.plan import Strides
+from weightsync.vllm.words import words_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +77,7 @@ def test_every_bit_counts(kernels: Kernels, place: int) -> None:
 def test_spans_are_copied_and_compared(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, span: int
 ) -> None:
-    monkeypatch.setattr(spans_, "_SPAN", span)
+    monkeypatch.setattr(spans_, "SPAN", span)
     sizes = (1, 15, 16, 17, 63, 64, 65, 8192, 8193, 65536, 300_001)
     live = [torch.zeros(size + 32, dtype=torch.uint8, device=_DEVICE) for size in sizes]
     wanted = [_random(size) for size in sizes]
@@ -93,3 +103,41 @@ def test_spans_are_copied_and_compared(
 def test_a_kernel_that_there_is_not_is_told(kernels: Kernels) -> None:
     with pytest.raises(KernelError, match="cuModuleGetFunction answered"):
         Launch(kernels, "there_is_none", (1, 1), [])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
+def test_changes_are_those_that_torch_finds(
+    kernels: Kernels, dtype: torch.dtype, share: float
+) -> None:
+    sizes = (1, 7, 63, 64, 65, 4096, 32767, 32768, 32769, 100_000, 3_000_001)
+    blocks, at = [], 0
+    for size in sizes:
+        blocks.append(Block("row", dtype, Strides(at // dtype.itemsize, (size,), (1,)), at))
+        at += -(-size * dtype.itemsize // 16) * 16
+    live = _random(at)
+    memory = live.clone()
+    words = words_of(memory.view(dtype))
+    words[torch.rand(len(words), device=_DEVICE) < share] ^= 1
+    targets: Any = SimpleNamespace(param=lambda _: live.view(dtype))
+    mask = torch.zeros(4 << 20, dtype=torch.bool, device=_DEVICE)
+    staged = Staged(targets, blocks, memory, mask, kernels)
+    chosen = [index != 5 for index in range(len(sizes))]
+    found = []
+    for search in (KernelSearch(staged, blocks, kernels), TorchSearch(staged, blocks)):
+        counts = search.count(Pace(_DEVICE), bool)
+        some = sum(c for c, wanted in zip(counts, chosen, strict=True) if wanted)
+        positions = torch.full((some + 9,), -1, device=_DEVICE)
+        values = torch.zeros(some + 9, dtype=words.dtype, device=_DEVICE)
+        scatter = Scatter(words_of(live.view(dtype)), positions, values, values, values)
+        assert search.take(chosen, scatter, 4, Pace(_DEVICE), bool) == some + 4
+        found.append((counts, positions.tolist(), values.tolist()))
+    assert found[0] == found[1]
+    assert (sum(found[0][0]) > 0) == (share > 0)
+    scatter = Scatter(words_of(live.view(dtype)), positions[4:-5], values[4:-5], values, values)
+    launch = launch_of(kernels, scatter.row, scatter.positions, scatter.values)
+    if launch is not None:
+        launch.queue()
+    for block, wanted in zip(blocks, chosen, strict=True):
+        same = torch.equal(words_of(block.live(targets)), words_of(block.staged(memory)))
+        assert same or not wanted

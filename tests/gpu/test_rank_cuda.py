@@ -14,7 +14,8 @@ from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
 from weightsync.vllm.cuda import device as device_
-from weightsync.vllm.cuda import patch
+from weightsync.vllm.cuda import finding, patch
+from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.room import Room
 from weightsync.vllm.cuda.runtime import Runtime
 from weightsync.vllm.cuda.scatter import Scatters
@@ -44,8 +45,8 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every rank room, and let a few elements of a toy model be few enough for a patch."""
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", "1GiB")
-    monkeypatch.setattr(patch, "_WORTH", 1)
-    monkeypatch.setattr(patch, "_DENSE", 2)
+    monkeypatch.setattr(finding, "_WORTH", 1)
+    monkeypatch.setattr(finding, "_DENSE", 2)
 
 
 def _worker(staging: Staging, rank: int, dtype: Any) -> Worker:
@@ -181,8 +182,9 @@ def test_without_device_memory_everything_is_sent(
     assert reply["h2d_bytes"] > 0
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own", "torch"])
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.03])
-def test_elements_of_large_parameters_are_written_and_compared(share: float) -> None:
+def test_elements_of_large_parameters_are_written_and_compared(share: float, own: bool) -> None:
     # 3 GB of bfloat16 in the shapes of a model: positions are beyond 31 bits.
     shapes = [(4096, 4096)] * 8 + [(14336, 4096)] * 8 + [(128256, 4096)] * 2 + [(4096,)] * 32
     device = torch.device("cuda", 0)
@@ -194,7 +196,9 @@ def test_elements_of_large_parameters_are_written_and_compared(share: float) -> 
         wanted.append(words.clone())
         wanted[-1][places[-1]] ^= 1
     count = sum(place.numel() for place in places)
-    made = Scatters(Room(device, Amount(40 << 30), 1.0), device).make(params, {2: count})
+    kernels = Kernels.find(device) if own else None
+    room = Room(device, Amount(40 << 30), 1.0)
+    made = Scatters(room, device, kernels).make(params, {2: count})
     assert made is not None
     scatter = made[2]
     first = [scatter.place(memory_of(tensor)) for tensor in params]
@@ -259,8 +263,8 @@ def _large(seed: int) -> dict[str, torch.Tensor]:
 def test_half_of_a_model_crosses_the_bus_once(
     staging: Staging, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(patch, "_WORTH", 32)
-    monkeypatch.setattr(patch, "_DENSE", 8)
+    monkeypatch.setattr(finding, "_WORTH", 32)
+    monkeypatch.setattr(finding, "_DENSE", 8)
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", room)
     first, second = _large(1), _large(2)
     model = Large(1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,6 +46,9 @@ class HostKernels(Kernels):
         _WORK[name](grid[0], *given)
 
 
+_Word = type[np.unsignedinteger[Any]]
+
+
 def _bytes(address: int, size: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
@@ -75,9 +79,63 @@ def _digest_texts(count: int, texts: int, digests: int) -> None:
         _words(digests + 16 * index, 2)[:] = np.frombuffer(found, ">i8")
 
 
+def _count_changes(word: _Word, count: int, spans: int, counts: int) -> None:
+    found = _bytes(counts, 4 * count).view(np.uint32)
+    for index, sides in enumerate(_sides(word, count, spans)):
+        found[index] = np.count_nonzero(np.not_equal(*sides))
+
+
+def _take_changes(
+    word: _Word,
+    count: int,
+    spans: int,
+    begins: int,
+    row: int,
+    positions: int,
+    values: int,
+    wrong: int,
+) -> None:
+    width = np.dtype(word).itemsize
+    borders = _words(begins, count + 1).tolist()
+    addresses = [live for live, *_ in _spans(count, spans)]
+    for index, (live, staged) in enumerate(_sides(word, count, spans)):
+        begin, end = borders[index : index + 2]
+        places = np.flatnonzero(live != staged)
+        if len(places) != end - begin:
+            _bytes(wrong, 4).view(np.int32)[0] = 1
+        places = places[: end - begin]
+        first = (addresses[index] - row) // width
+        _words(positions + 8 * begin, len(places))[:] = first + places
+        _bytes(values + width * begin, width * len(places)).view(word)[:] = staged[places]
+
+
+def _write_places(
+    word: _Word, blocks: int, row: int, positions: int, values: int, count: int
+) -> None:
+    width = np.dtype(word).itemsize
+    # What each block writes: all together must be enough.
+    some = min(count, blocks * 2048)
+    places = _words(positions, some)
+    if some:
+        whole = _bytes(row, width * (int(places.max()) + 1)).view(word)
+        whole[places] = _bytes(values, width * some).view(word)
+
+
+def _sides(word: _Word, count: int, spans: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    return [
+        (_bytes(live, size).view(word), _bytes(staged, size).view(word))
+        for live, staged, size, _ in _spans(count, spans)
+    ]
+
+
 _WORK: dict[str, Callable[..., None]] = {
     "copy_spans": _copy_spans,
     "compare_spans": _compare_spans,
     "digest_texts": _digest_texts,
 }
+for _word in (np.uint8, np.uint16, np.uint32, np.uint64):
+    _bits = 8 * np.dtype(_word).itemsize
+    _WORK[f"count_changes_{_bits}"] = partial(_count_changes, _word)
+    _WORK[f"take_changes_{_bits}"] = partial(_take_changes, _word)
+    _WORK[f"write_places_{_bits}"] = partial(_write_places, _word)
 _NAMES = list(_WORK)

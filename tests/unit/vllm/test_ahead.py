@@ -16,7 +16,7 @@ from tests.unit.vllm.test_rank import Worker, adopted, give_device
 from weightsync import failpoints
 from weightsync.arriving import ArrivalWriter
 from weightsync.vllm import arrivals
-from weightsync.vllm.cuda import patch
+from weightsync.vllm.cuda import finding
 from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
@@ -81,7 +81,7 @@ def make(
         sent.clear()
         return found
 
-    monkeypatch.setattr(patch, "_WORTH", 1)
+    monkeypatch.setattr(finding, "_WORTH", 1)
     return made
 
 

@@ -106,7 +106,7 @@ def test_what_the_kernel_cannot_digest_is_told() -> None:
 def test_spans_copy_and_compare_every_byte(
     kernels: HostKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.vllm.cuda.spans._SPAN", 64)
+    monkeypatch.setattr("weightsync.vllm.cuda.spans.SPAN", 64)
     sizes = (1, 16, 63, 64, 65, 1000)
     live = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     wanted = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]

@@ -12,7 +12,7 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker, adopted, give_device
 from weightsync.pages import PageWriter
 from weightsync.vllm.cuda import device as device_
-from weightsync.vllm.cuda import patch, reading
+from weightsync.vllm.cuda import finding, reading
 from weightsync.vllm.cuda.upload import Pace, Uploader
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of
@@ -79,7 +79,7 @@ def make(
         return found
 
     monkeypatch.setattr(reading, "_STEP", 0)
-    monkeypatch.setattr(patch, "_WORTH", 1)
+    monkeypatch.setattr(finding, "_WORTH", 1)
     return made
 
 

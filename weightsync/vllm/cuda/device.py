@@ -13,8 +13,9 @@ from weightsync.vllm.cuda.ahead import Ahead
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
+from weightsync.vllm.cuda.finding import fill, find
 from weightsync.vllm.cuda.kernels import Kernels
-from weightsync.vllm.cuda.patch import DevicePatch, fill_found, fill_sent, find
+from weightsync.vllm.cuda.patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.proof import Proof, Proved
 from weightsync.vllm.cuda.reading import Reading
 from weightsync.vllm.cuda.room import Room
@@ -75,9 +76,9 @@ class Device:
         self.registrar = Registrar(device, runtime) if device.type == "cuda" else None
         self._room = Room(device, amount, share)
         self._arena = Arena(self._room)
-        self._scatters = Scatters(self._room, device)
         scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
         self._kernels = Kernels.find(device)
+        self._scatters = Scatters(self._room, device, self._kernels)
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
         # Of the plan that was used last; its views are of what is kept, whatever lies there.
@@ -300,8 +301,7 @@ class Device:
         made = self._scatters.make(params, found.counts)
         if made is None:
             return None
-        fill_found(found, made, staged, stop)
-        pace.step()
+        fill(found, made, pace, stop)
         pace.drain()
         rest = Staged(staged.targets, found.dense, staged.memory, self._mask, self._kernels)
         rest.make_views()

@@ -3,6 +3,7 @@
 // Compiled by NVRTC when a worker starts; `kernels.py` launches it and says what the arguments are.
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -61,6 +62,135 @@ extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
     // Many may write: all write the same.
     if (bad) flags[span.flag] = 1;
 }
+
+// Bit i tells whether element i of 16 bytes differs.
+template <typename Word> __device__ __forceinline__ u32 differing(uint4 left, uint4 right) {
+    const Word* a = (const Word*)&left;
+    const Word* b = (const Word*)&right;
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < 16 / sizeof(Word); i++) found |= (u32)(a[i] != b[i]) << i;
+    return found;
+}
+
+// The sum of all threads before this one; `whole` becomes that of all. Every thread must come.
+__device__ __forceinline__ u32 sum_before(u32 value, u32* warps, u32& whole) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    u32 sum = value;
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffff, sum, far);
+        if (lane >= far) sum += other;
+    }
+    if (lane == 31) warps[warp] = sum;
+    __syncthreads();
+    u32 before = 0;
+    whole = 0;
+    for (u32 i = 0; i < blockDim.x / 32; i++) {
+        if (i < warp) before += warps[i];
+        whole += warps[i];
+    }
+    // The next sum may write there.
+    __syncthreads();
+    return before + sum - value;
+}
+
+// How many elements of each span differ. A span's size is a multiple of an element's.
+template <typename Word> __device__ void count_changes(const Span* spans, u32* counts) {
+    __shared__ u32 warps[32];
+    const Span span = spans[blockIdx.x];
+    const uint4* left = (const uint4*)span.live;
+    const uint4* right = (const uint4*)span.staged;
+    const u32 count = span.size / 16, step = blockDim.x;
+    u32 at = threadIdx.x, found = 0;
+    for (; at + (DEEP / 2 - 1) * step < count; at += DEEP / 2 * step) {
+        uint4 a[DEEP / 2], b[DEEP / 2];
+#pragma unroll
+        for (int i = 0; i < DEEP / 2; i++) {
+            a[i] = left[at + i * step];
+            b[i] = right[at + i * step];
+        }
+#pragma unroll
+        for (int i = 0; i < DEEP / 2; i++) found += __popc(differing<Word>(a[i], b[i]));
+    }
+    for (; at < count; at += step) found += __popc(differing<Word>(left[at], right[at]));
+    const u32 rest = count * (16 / sizeof(Word)) + threadIdx.x;
+    if (rest < span.size / sizeof(Word))
+        found += ((const Word*)left)[rest] != ((const Word*)right)[rest];
+    u32 whole;
+    sum_before(found, warps, whole);
+    if (threadIdx.x == 0) counts[blockIdx.x] = whole;
+}
+
+// Elements of which it is known how many differ, in the order of their places: those of a span
+// become the ones from `begins` of it to `begins` of the next. A place is counted from `row` on.
+template <typename Word>
+__device__ void take_changes(const Span* spans, const u64* begins, u64 row, u64* positions,
+                             Word* values, u32* wrong) {
+    __shared__ u32 warps[32];
+    const Span span = spans[blockIdx.x];
+    const Word* left = (const Word*)span.live;
+    const Word* right = (const Word*)span.staged;
+    const u64 first = (span.live - row) / sizeof(Word), end = begins[blockIdx.x + 1];
+    const u32 each = 16 / sizeof(Word), whole = span.size / sizeof(Word);
+    u64 begin = begins[blockIdx.x];
+    for (u32 base = 0; base < whole; base += blockDim.x * each) {
+        const u32 at = base + threadIdx.x * each;
+        u32 found = 0;
+        if (at + each <= whole) {
+            found = differing<Word>(*(const uint4*)(left + at), *(const uint4*)(right + at));
+        } else {
+            // The last bytes, fewer than 16.
+            for (u32 i = 0; at + i < whole; i++) found |= (u32)(left[at + i] != right[at + i]) << i;
+        }
+        u32 count;
+        u64 to = begin + sum_before(__popc(found), warps, count);
+        begin += count;
+        for (; found && to < end; found &= found - 1, to++) {
+            const u32 place = at + __ffs(found) - 1;
+            positions[to] = first + place;
+            values[to] = right[place];
+        }
+    }
+    if (threadIdx.x == 0 && begin != end) *wrong = 1;
+}
+
+// Single elements, each place of which is there once, written from `row` on.
+template <typename Word>
+__device__ void write_places(Word* row, const u64* positions, const Word* values, u64 count) {
+    const u64 begin = (u64)blockIdx.x * blockDim.x * DEEP + threadIdx.x;
+    u64 places[DEEP];
+    Word words[DEEP];
+#pragma unroll
+    for (int i = 0; i < DEEP; i++) {
+        const u64 at = begin + i * blockDim.x;
+        if (at < count) {
+            places[i] = positions[at];
+            words[i] = values[at];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < DEEP; i++)
+        if (begin + i * blockDim.x < count) row[places[i]] = words[i];
+}
+
+#define OF_WIDTH(BITS, WORD)                                                                       \
+    extern "C" __global__ void count_changes_##BITS(const Span* spans, u32* counts) {              \
+        count_changes<WORD>(spans, counts);                                                        \
+    }                                                                                              \
+    extern "C" __global__ void take_changes_##BITS(const Span* spans, const u64* begins, u64 row,  \
+                                                   u64* positions, WORD* values, u32* wrong) {     \
+        take_changes<WORD>(spans, begins, row, positions, values, wrong);                          \
+    }                                                                                              \
+    extern "C" __global__ void write_places_##BITS(WORD* row, const u64* positions,                \
+                                                   const WORD* values, u64 count) {                \
+        write_places<WORD>(row, positions, values, count);                                         \
+    }
+
+OF_WIDTH(8, u8)
+OF_WIDTH(16, u16)
+OF_WIDTH(32, u32)
+OF_WIDTH(64, u64)
 
 // XXH3, 128 bits, of more than 240 bytes, seed 0, default secret: the specification in the
 // repository of xxHash, doc/xxhash_spec.md. Names are those of the specification.

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.cuda.compare import unequal
-from weightsync.vllm.words import StoppedError, memory_of, words_of
+from weightsync.vllm.words import memory_of
 from weightsync.vllm.writing import begin_patch, write_each
 
 if TYPE_CHECKING:
@@ -17,23 +16,14 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.changes import Change
     from weightsync.vllm.crew import Crew
-    from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.cuda.direct import Direct
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged import Staged
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
 
-__all__ = ["DevicePatch", "fill_found", "fill_sent", "find"]
+__all__ = ["DevicePatch", "fill_sent"]
 
-#: A piece is copied whole when more than one in so many of its elements changed.
-_DENSE = 8
-#: There is a patch when less than one in so many elements changes: writing one somewhere takes as
-#: long as copying a few dozen in a row.
-_WORTH = 32
-#: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them,
-#: by so many elements of each: each launch of a step may have to wait for one of ours.
-_SAMPLE, _ENOUGH, _GLANCE = 16, 8, 1 << 19
 _NAMES = 10
 
 
@@ -97,111 +87,6 @@ class DevicePatch:
             if any(begin <= place < begin + row.numel() for place in at):
                 found.add(name)
         return found
-
-
-@dataclass(frozen=True)
-class Found:
-    """What differs between staging memory and the live parameters.
-
-    Attributes:
-        sparse: Pieces of which little differs, and how many of their elements.
-        dense: Pieces of which much differs.
-    """
-
-    sparse: Sequence[tuple[Block, int]]
-    dense: Sequence[Block]
-
-    @property
-    def counts(self) -> Mapping[int, int]:
-        """Elements that differ, by their width."""
-        counts: Counter[int] = Counter()
-        for block, count in self.sparse:
-            counts[block.dtype.itemsize] += count
-        return counts
-
-
-def find(staged: Staged, pace: Pace, stop: Callable[[], bool]) -> Found | None:
-    """Return what differs; None: so much that a copy of everything is less work.
-
-    Raises:
-        StoppedError: `stop` returned True.
-    """
-    size = staged.mask.numel()
-    pieces = [p for block in staged.blocks for p in block.pieces(size * block.dtype.itemsize)]
-    sample = [next(p.pieces(_GLANCE * p.dtype.itemsize)) for p in pieces[::_SAMPLE]]
-    if _all_dense(staged, sample, pace, stop):
-        return None
-    sparse, dense = [], []
-    for piece, count in zip(pieces, _count(staged, pieces, pace, stop), strict=True):
-        if count * _DENSE > piece.place.numel or (count and not piece.place.contiguous):
-            dense.append(piece)
-        elif count:
-            sparse.append((piece, count))
-    whole = sum(block.place.numel for block in staged.blocks)
-    much = sum(piece.place.numel for piece in dense)
-    if sum(count for _, count in sparse) * _WORTH + much >= whole:
-        return None
-    return Found(sparse, dense)
-
-
-def _all_dense(
-    staged: Staged, sample: Sequence[Block], pace: Pace, stop: Callable[[], bool]
-) -> bool:
-    if len(sample) < _ENOUGH:
-        return False
-    counts = _count(staged, sample, pace, stop)
-    return all(
-        count * _WORTH >= piece.place.numel for piece, count in zip(sample, counts, strict=True)
-    )
-
-
-def _count(
-    staged: Staged, pieces: Sequence[Block], pace: Pace, stop: Callable[[], bool]
-) -> list[int]:
-    """Return how many elements of each piece differ."""
-    counts = []
-    try:
-        for piece in pieces:
-            if stop():
-                raise StoppedError
-            counts.append(_unequal(staged, piece).sum())
-            pace.step()
-    finally:
-        pace.drain()
-    numbers: list[int] = torch.stack(counts).tolist() if counts else []
-    return numbers
-
-
-def _unequal(staged: Staged, piece: Block) -> torch.Tensor:
-    sides = (piece.live(staged.targets), piece.staged(staged.memory))
-    live, wanted = map(words_of, sides)
-    return unequal(live, wanted, staged.mask)
-
-
-def fill_found(
-    found: Found, made: Mapping[int, Scatter], staged: Staged, stop: Callable[[], bool]
-) -> None:
-    """Fill in the elements that `find` has counted.
-
-    Raises:
-        StoppedError: `stop` returned True.
-    """
-    filled: Counter[int] = Counter()
-    for piece, count in found.sparse:
-        if stop():
-            raise StoppedError
-        width = piece.dtype.itemsize
-        scatter, begin = made[width], filled[width]
-        filled[width] = end = begin + count
-        # Waits for the device, which knows how many there are.
-        places = _unequal(staged, piece).nonzero().reshape(-1)
-        if places.numel() != count:
-            msg = "the parameters were written while they were compared; prepare again"
-            raise RuntimeError(msg)
-        words = words_of(piece.staged(staged.memory))
-        torch.index_select(words, 0, places, out=scatter.values[begin:end])
-        first = scatter.place(piece.live(staged.targets))
-        torch.add(places, first, out=scatter.positions[begin:end])
 
 
 def fill_sent(

@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from weightsync.vllm.cuda.kernels import Launch
 from weightsync.vllm.words import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.room import Room
 
-__all__ = ["Scatter", "Scatters", "needed"]
+__all__ = ["Scatter", "Scatters", "launch_of", "needed"]
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int64.itemsize
 _ALIGNED = 256
+#: Threads of a block, and elements that they write: `DEEP` of kernels.cu each.
+_THREADS, _EACH = 256, 256 * 8
 
 
 class _Memory:
@@ -61,6 +65,7 @@ class Scatter:
         values: What they become, as integers.
         seen: Room for as many, to look at them.
         wide: The same room as wide integers; what is beyond the last element is zero.
+        launch: Writes them; None: PyTorch does.
     """
 
     row: torch.Tensor
@@ -68,6 +73,7 @@ class Scatter:
     values: torch.Tensor
     seen: torch.Tensor
     wide: torch.Tensor
+    launch: Launch | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,13 +86,29 @@ class Scatter:
 
     def write(self) -> None:
         """Queue the writing of all."""
-        self.row.index_copy_(0, self.positions, self.values)
+        if self.launch is not None:
+            self.launch.queue()
+        else:
+            self.row.index_copy_(0, self.positions, self.values)
 
     def differs(self) -> torch.Tensor:
         """Queue a look at all; return, without dimensions, whether any is not as written."""
         torch.gather(self.row, 0, self.positions, out=self.seen)
         self.seen.bitwise_xor_(self.values)
         return torch.any(self.wide)
+
+
+def launch_of(
+    kernels: Kernels | None, row: torch.Tensor, positions: torch.Tensor, values: torch.Tensor
+) -> Launch | None:
+    """Return what writes elements; None without kernels. See `Scatter`."""
+    count = len(positions)
+    if kernels is None or not count:
+        return None
+    # The row as its address alone: others own that memory.
+    facts: list[torch.Tensor | int] = [row.data_ptr(), positions, values, count]
+    grid = -(-count // _EACH), _THREADS
+    return Launch(kernels, f"write_places_{8 * row.element_size()}", grid, facts)
 
 
 def needed(counts: Mapping[int, int]) -> int:
@@ -112,11 +134,13 @@ class Scatters:
     Args:
         room: Where it comes from.
         device: Where the parameters lie.
+        kernels: Write them; None: PyTorch's do.
     """
 
-    def __init__(self, room: Room, device: torch.device) -> None:
+    def __init__(self, room: Room, device: torch.device, kernels: Kernels | None) -> None:
         self._room = room
         self._device = device
+        self._kernels = kernels
         self._memory: torch.Tensor | None = None
 
     def make(
@@ -147,7 +171,9 @@ class Scatters:
             values, seen = (region.view(_WORDS[width])[:count] for region in regions[1:])
             regions[2].zero_()
             row = self._covering([p for p in params if p.element_size() == width], width)
-            made[width] = Scatter(row, positions, values, seen, regions[2].view(torch.int64))
+            wide = regions[2].view(torch.int64)
+            launch = launch_of(self._kernels, row, positions, values)
+            made[width] = Scatter(row, positions, values, seen, wide, launch)
         return made
 
     def drop(self) -> None:

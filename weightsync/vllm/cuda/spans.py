@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.cuda.kernels import Kernels
 
-__all__ = ["Spans", "fits"]
+__all__ = ["SPAN", "THREADS", "Spans", "cut", "fits"]
 
 #: What a kernel moves at once, bytes; both sides begin at a multiple of it.
 _WIDTH = 16
 #: Bytes of a block of threads, and how many those are. On an H200 15.2 GB are copied in 7.3 ms with
 #: 64 KiB and 512, in 7.4 to 8.3 with 32 KiB to 1 MiB and 256 or 512.
-_SPAN, _THREADS = 64 << 10, 512
+SPAN, THREADS = 64 << 10, 512
 
 
 def fits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -47,18 +47,18 @@ class Spans:
     def __init__(
         self, kernels: Kernels, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        table = np.concatenate([_cut(flag, *pair) for flag, pair in enumerate(pairs)])
+        table = np.concatenate([cut(flag, *pair) for flag, pair in enumerate(pairs)])
         device = pairs[0][0].device
         self._table = torch.from_numpy(table).to(device)
         self._flags = torch.zeros(len(pairs), dtype=torch.uint8, device=device)
         # Two, so that a fault can be injected when half is written.
         self.copies = [
-            Launch(kernels, "copy_spans", (len(half), _THREADS), [half])
+            Launch(kernels, "copy_spans", (len(half), THREADS), [half])
             for half in self._table.tensor_split(2)
             if len(half)
         ]
         self._comparison = Launch(
-            kernels, "compare_spans", (len(table), _THREADS), [self._table, self._flags]
+            kernels, "compare_spans", (len(table), THREADS), [self._table, self._flags]
         )
 
     def compare(self) -> None:
@@ -71,8 +71,8 @@ class Spans:
         return [pair for pair, flag in enumerate(self._flags.tolist()) if flag]
 
 
-def _cut(flag: int, live: torch.Tensor, staged: torch.Tensor) -> NDArray[np.int64]:
+def cut(flag: int, live: torch.Tensor, staged: torch.Tensor) -> NDArray[np.int64]:
     """Return the rows of a pair in the table of the kernels: `Span` in kernels.cu."""
-    at = np.arange(0, live.nbytes, _SPAN, dtype=np.int64)
-    sizes = np.minimum(_SPAN, live.nbytes - at)
+    at = np.arange(0, live.nbytes, SPAN, dtype=np.int64)
+    sizes = np.minimum(SPAN, live.nbytes - at)
     return np.stack([live.data_ptr() + at, staged.data_ptr() + at, sizes | flag << 32], axis=1)

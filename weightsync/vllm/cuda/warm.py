@@ -13,9 +13,11 @@ from weightsync.vllm.crew import Crew
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
-from weightsync.vllm.cuda.patch import DevicePatch, fill_found, find
+from weightsync.vllm.cuda.finding import fill, find
+from weightsync.vllm.cuda.patch import DevicePatch
 from weightsync.vllm.cuda.reading import Reading
-from weightsync.vllm.cuda.scatter import Scatter
+from weightsync.vllm.cuda.scatter import Scatter, launch_of
+from weightsync.vllm.cuda.search import TorchSearch
 from weightsync.vllm.cuda.staged import Staged, send_blocks
 from weightsync.vllm.cuda.upload import Pace
 from weightsync.vllm.live import LiveParameters, Targets
@@ -102,11 +104,15 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
         row = words_of(staged.targets.param("whole")).reshape(-1)
         positions = torch.zeros(count, dtype=torch.int64, device=row.device)
         whole = torch.zeros(count, dtype=torch.int64, device=row.device)
-        made[width] = Scatter(
-            row, positions, row.new_zeros(count), whole.view(row.dtype)[:count], whole
-        )
-    fill_found(found, made, staged, bool)
+        values = row.new_zeros(count)
+        launch = launch_of(staged.kernels, row, positions, values)
+        made[width] = Scatter(row, positions, values, whole.view(row.dtype)[:count], whole, launch)
+    fill(found, made, pace, bool)
+    plain = TorchSearch(staged, staged.blocks)
     for scatter in made.values():
+        # Also as for what our kernels do not look at.
+        plain.count(pace, bool)
+        plain.take([True] * len(staged.blocks), scatter, 0, pace, bool)
         # Both parameters are not in one row here.
         scatter.positions.zero_()
     rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)
