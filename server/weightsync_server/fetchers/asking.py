@@ -15,7 +15,7 @@ from weightsync.digest import DIGEST_BYTES
 from weightsync_server.changes import unpack_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
 
     from weightsync.manifest import ShardEntry
     from weightsync.segments import Segment
@@ -27,13 +27,23 @@ __all__ = ["Asking", "Piece"]
 #: segment and the size, in bytes.
 Piece = tuple[int, int, int, int]
 
+#: Bytes of a shard that are worth a task of their own; so many times the header's are, too.
+_LEAST_PART, _HEADERS = 16 << 20, 512
+
 
 class Asking(ABC):
     """The tasks of fetchers, one method each; `FetcherPool` gets them done."""
 
     @abstractmethod
-    async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
-        """Have work done that a slow disk must never hold up; return the answer's blob."""
+    def _compute(
+        self, op: str, segment: Segment, size: int, **facts: Any
+    ) -> Coroutine[Any, Any, bytes]:
+        """Ask for work that a slow disk must never hold up; await the answer's blob."""
+
+    @property
+    @abstractmethod
+    def _idle(self) -> int:
+        """Return how many fetchers have nothing to compute."""
 
     @abstractmethod
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
@@ -49,9 +59,20 @@ class Asking(ABC):
         Raises:
             WeightSyncError: SHARD_INVALID, LAYOUT_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
+        count = self._parts(shard)
         facts = {"shard": astuple(shard)}
-        blob = await self._compute("digest", segment, shard.size, **facts)
+        asked = [
+            self._compute("digest", segment, shard.size, part=(number, count), **facts)
+            for number in range(count)
+        ]
+        blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
+
+    def _parts(self, shard: ShardEntry) -> int:
+        # Among those that have nothing to do: the last shards of a push would wait for a few only.
+        # Each reads the header again, which takes as long as digesting some hundred times its size.
+        least = max(_LEAST_PART, _HEADERS * shard.header_size)
+        return max(1, min(self._idle, shard.size // least))
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
         """Write the first `size` bytes of a segment to the file `target`, replacing it.
@@ -181,6 +202,26 @@ class Asking(ABC):
         """
         facts = {"delta": astuple(shard), "index": index, **_place(source, layout)}
         await self._compute("patch", segment, segment.capacity, fills=True, again=False, **facts)
+
+
+async def _together(asked: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:
+    """Return all answers. When one fails, or the caller is cancelled, all have ended at its end."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    pending, interrupted = set(tasks), False
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            interrupted = True
+        # Once more at most: nobody comes here twice without another cancellation.
+        for task in pending:
+            task.cancel()
+    errors = [task.exception() for task in tasks if not task.cancelled()]
+    if interrupted:
+        raise asyncio.CancelledError
+    for error in filter(None, errors):
+        raise error
+    return [task.result() for task in tasks]
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def _on_shard(
     request: dict[str, Any], shard: ShardEntry, view: memoryview, stop: threading.Event
 ) -> bytes:
     if request["op"] == "digest":
-        return tasks.digest(view, shard, stop)
+        return tasks.digest(view, shard, request["part"], stop)
     if request["op"] == "keep":
         keeping.keep(view, shard, request["begin"], request["target"], stop)
         return b""

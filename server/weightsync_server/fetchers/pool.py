@@ -74,15 +74,22 @@ class FetcherPool(Crew, Asking):
         for member in self._members.values():
             member.warm()
 
-    async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
-        return await self._work(self._digests, op, segment, size, **facts)
+    @property
+    def _idle(self) -> int:
+        return self._digests.idle
+
+    def _compute(
+        self, op: str, segment: Segment, size: int, **facts: Any
+    ) -> Coroutine[Any, Any, bytes]:
+        return self._work(self._digests, op, segment, size, **facts)
 
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         return await self._work(self._files, op, segment, size, **facts)
 
-    async def _work(
+    def _work(
         self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
-    ) -> bytes:
+    ) -> Coroutine[Any, Any, bytes]:
+        # Queued before anybody awaits it: who asks next sees who is idle then.
         if not self._running:
             raise _shutting_down()
         if not 0 <= size <= segment.capacity:
@@ -92,7 +99,7 @@ class FetcherPool(Crew, Asking):
         timeout_s = self._task_timeout_s + size / self._min_bytes_per_s
         task = Task(op, segment, size, timeout_s, **facts)
         queue.put_nowait(task)
-        return await task.outcome()
+        return task.outcome()
 
     def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._lane(process, queue) for queue in (self._digests, self._files)]

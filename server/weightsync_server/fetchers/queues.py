@@ -121,6 +121,23 @@ class Task:
 class TaskQueue(asyncio.PriorityQueue[Task]):
     """Fetchers take from it when they are free, so that work balances by its bytes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = 0
+
+    @property
+    def idle(self) -> int:
+        """Fetchers that have nothing to do and for which nothing lies here."""
+        return max(0, self._waiting - self.qsize())
+
+    async def get(self) -> Task:
+        """Return the earliest task, once there is one."""
+        self._waiting += 1
+        try:
+            return await super().get()
+        finally:
+            self._waiting -= 1
+
     def fail_all(self, error: Callable[[], BaseException]) -> None:
         """End every waiting task with an error."""
         while not self.empty():

@@ -40,11 +40,19 @@ def look(stop: threading.Event) -> None:
         raise Cancelled
 
 
-def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
+def digest(
+    view: memoryview, shard: ShardEntry, part: tuple[int, int], stop: threading.Event
+) -> bytes:
     """Return the joined 16-byte digests of a shard's tensors, in the order of their bytes.
 
     The header in the segment is parsed and checked again, so that no digest is of other bytes than
     the header tells.
+
+    Args:
+        view: Begins with the shard.
+        shard: Its declared sizes in bytes.
+        part: Number and count of parts of equal size: only tensors that begin in it are digested.
+        stop: Set when the server no longer wants the result.
 
     Raises:
         WeightSyncError: SHARD_INVALID or LAYOUT_INVALID.
@@ -62,9 +70,14 @@ def digest(view: memoryview, shard: ShardEntry, stop: threading.Event) -> bytes:
             f"the shard tells a header of {found} bytes, the layout {shard.header_size}",
         )
     ordered = check_shard(shard, parse_header(view[8 : shard.data_start]))
+    number, count = part
+    size = max(1, shard.size - shard.data_start)
     parts = []
     since = 0
     for tensor in ordered:
+        # An empty tensor at the very end begins in none.
+        if min(tensor.begin * count // size, count - 1) != number:
+            continue
         since += tensor.end - tensor.begin
         if since >= PIECE:
             look(stop)

@@ -19,7 +19,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import DTYPE_BITS
 from weightsync.manifest import ShardEntry
 from weightsync.segments import Segment
-from weightsync_server.fetchers import tasks
+from weightsync_server.fetchers import asking, tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +42,80 @@ async def test_digests_are_of_each_tensor(
     segment, shard, digests = fill(layout)
     pool = await pool_of(1)
     assert await pool.digest(segment, shard) == digests
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("layout", _LAYOUTS.values(), ids=_LAYOUTS.keys())
+def test_parts_together_are_the_whole(
+    layout: list[Any], count: int, fill: Callable[..., Any]
+) -> None:
+    segment, shard, digests = fill(layout)
+    parts = [
+        tasks.digest(segment.view, shard, (number, count), threading.Event())
+        for number in range(count)
+    ]
+    assert b"".join(parts) == b"".join(digests)
+    if len(layout) > 1000:
+        assert all(parts), "each has some of many tensors"
+
+
+async def test_a_large_shard_is_cut_among_fetchers_that_are_idle(
+    fill: Callable[..., Any], pool_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = await pool_of(3)
+    await asyncio.sleep(0.1)  # they begin to wait
+    asked: list[Any] = []
+    compute = pool._compute
+
+    def note(op: str, *args: Any, **facts: Any) -> Any:
+        asked.append(facts["part"])
+        return compute(op, *args, **facts)
+
+    monkeypatch.setattr(pool, "_compute", note)
+    large, shard, digests = fill([(f"w{at}", "U8", (8 << 20,)) for at in range(8)])
+    small, other, others = fill([("w", "U8", (8 << 20,)), ("v", "U8", (8,))])
+    assert await pool.digest(large, shard) == digests
+    assert asked == [(0, 3), (1, 3), (2, 3)]
+    asked.clear()
+    # Nobody is idle for the second one.
+    assert list(await asyncio.gather(*(pool.digest(large, shard) for _ in range(2)))) == [
+        digests,
+        digests,
+    ]
+    assert asked == [(0, 3), (1, 3), (2, 3), (0, 1)]
+    asked.clear()
+    assert await pool.digest(small, other) == others
+    assert asked == [(0, 1)], "too small"
+
+
+async def test_of_parts_all_have_ended_when_one_fails_or_nobody_wants_them() -> None:
+    ended: list[str] = []
+
+    async def part(name: str, seconds: float, error: Exception | None = None) -> bytes:
+        try:
+            await asyncio.sleep(seconds)
+            if error is not None:
+                raise error
+        except asyncio.CancelledError:
+            # As a task that a fetcher is still at.
+            await asyncio.sleep(0.05)
+            raise
+        finally:
+            ended.append(name)
+        return name.encode()
+
+    assert await asking._together([part("a", 0.02), part("b", 0)]) == [b"a", b"b"]
+    ended.clear()
+    with pytest.raises(KeyError, match="no"):
+        await asking._together([part("a", 9), part("b", 0, KeyError("no")), part("c", 9)])
+    assert sorted(ended) == ["a", "b", "c"]
+    ended.clear()
+    asked = asyncio.create_task(asking._together([part("a", 9), part("b", 0.02, KeyError("no"))]))
+    await asyncio.sleep(0.04)  # the other one is being cancelled
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert sorted(ended) == ["a", "b"]
 
 
 async def test_many_tasks_at_once_get_their_own_answers(

@@ -273,7 +273,7 @@ class Threads:
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:
             raise self.errors.pop(0)
-        blob = await in_thread(tasks.digest, segment.view, shard, threading.Event())
+        blob = await in_thread(tasks.digest, segment.view, shard, (0, 1), threading.Event())
         return [blob[at : at + 16] for at in range(0, len(blob), 16)]
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
