@@ -134,7 +134,7 @@ def test_what_is_copied_faster_than_compared_is_copied(address: str, collected: 
             check(client, result.version, state)
         # It lies elsewhere: written, and kept for the delta after it.
         state = {name: tensor.cpu() for name, tensor in state.items()}
-        for kind in (PushKind.FULL, PushKind.FULL, PushKind.DELTA):
+        for kind in (PushKind.FULL, PushKind.DELTA, PushKind.DELTA):
             state["big.1"][5] += 1
             result = client.push(state)
             assert result.kind is kind
