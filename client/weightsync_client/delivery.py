@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from weightsync.addresses import is_private
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.asking import Invoke
 from weightsync_client.deltas.pace import Pace
+from weightsync_client.deltas.room import roomy
 from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.deltas.warmth import Warmth
 from weightsync_client.errors import ClientError, refuse, typed_errors
@@ -61,6 +63,8 @@ class Memory:
         self.warmth = Warmth()
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.copied = False
+        #: It was tried whether the server does that.
+        self.tried = False
 
     def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
         """Take a copy of what the server holds as a version, for the next delta.
@@ -207,6 +211,9 @@ class Delivery:
             # The next one will be, too: a copy for a delta would only take memory.
             self._memory.snapshot.held = None
             return self._full(reason)
+        if self._try_without_copy():
+            self._memory.tried = True
+            return self._full(reason)
         return self._kept(reason)
 
     def _settle_for(self, unfit: Unfit) -> None:
@@ -255,9 +262,22 @@ class Delivery:
 
     def _refuse_slower(self) -> None:
         """Have everything sent where the server copies it faster than it could be compared."""
-        again = self._options.get("same_host", "auto") == "auto" and self._memory.copied
-        if self._wanted == "auto" and again and _on_gpus(self._source.tensors):
+        if self._memory.copied and self._may_be_copied():
             raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
+
+    def _may_be_copied(self) -> bool:
+        auto = self._wanted == self._options.get("same_host", "auto") == "auto"
+        return auto and self._source.flow is None and _on_gpus(self._source.tensors)
+
+    def _try_without_copy(self) -> bool:
+        """Whether to find out first if the server copies all from GPUs, for which none is needed.
+
+        One on the host would have all of it read and written here.
+        """
+        if self._memory.tried or not self._may_be_copied() or not is_private(self._link.address):
+            return False
+        tensors = self._source.tensors
+        return not {tensor.device for tensor in tensors} <= roomy(tensors)[0]
 
     def _changes(self, base: Held) -> DeltaShards:
         from weightsync_client.deltas.encoding import DeltaShards, default_threads

@@ -7,7 +7,7 @@ and decoding release the GIL in their heavy parts.
 from __future__ import annotations
 
 from weightsync.delta.decode import Patch, apply_change, decode_tensor, patch
-from weightsync.delta.encode import EncodedShard, Encoder, Item, TensorStats, encode_shard
+from weightsync.delta.encode import EncodedShard, Encoder, Item, Later, TensorStats, encode_shard
 from weightsync.delta.errors import DeltaError
 from weightsync.delta.kernels import warm_up
 from weightsync.delta.shard import ShardDelta, TensorChange, parse_shard
@@ -19,6 +19,7 @@ __all__ = [
     "EncodedShard",
     "Encoder",
     "Item",
+    "Later",
     "Patch",
     "ShardDelta",
     "TensorChange",

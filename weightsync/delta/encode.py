@@ -16,6 +16,7 @@ from weightsync.delta.coding import (
     Positions,
     Values,
     element_width,
+    total_bytes,
 )
 from weightsync.delta.errors import DeltaError
 from weightsync.delta.kernels import chosen
@@ -31,12 +32,20 @@ from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from numpy.typing import NDArray
 
-__all__ = ["EncodedShard", "Encoder", "Item", "TensorStats", "choose_coding", "encode_shard"]
+__all__ = [
+    "EncodedShard",
+    "Encoder",
+    "Item",
+    "Later",
+    "TensorStats",
+    "choose_coding",
+    "encode_shard",
+]
 
 #: Density from which the next coding of positions is the smaller one.
 _GAP8_FROM, _BITMAP_FROM = 0.0025, 0.125
@@ -80,6 +89,27 @@ class Item(NamedTuple):
     def same_digest(self) -> bytes:
         """Return the same where nothing changed."""
         return self.base_digest or self.new_digest()
+
+
+class Later(NamedTuple):
+    """A tensor that is read when a thread comes to encode it, by that thread.
+
+    Attributes:
+        name: Name in the checkpoint.
+        dtype: safetensors dtype name.
+        shape: Dimensions in elements.
+        read: Gives its item; that is not in use any more when the same thread reads the next.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Item]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return total_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +264,10 @@ class Encoder:
     def encode_shard(
         self,
         items: Sequence[
-            Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+            Item
+            | Later
+            | Changes
+            | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
         ],
         *,
         base_content_digest: str,
@@ -252,19 +285,22 @@ class Encoder:
         Raises:
             DeltaError: REQUEST_INVALID or LAYOUT_INVALID, naming the tensor.
         """
-        given = [item if isinstance(item, Changes) else Item(*item) for item in items]
+        given = [item if isinstance(item, (Changes, Later)) else Item(*item) for item in items]
         if len({item.name for item in given}) != len(given):
             raise DeltaError(Reason.LAYOUT_INVALID, "a tensor is given twice; give each once")
         _check_bindings((base_content_digest, layout_digest), index)
         for item in given:
-            item.check() if isinstance(item, Changes) else _check(item)
+            if isinstance(item, Changes):
+                item.check()
+            elif isinstance(item, Item):
+                _check(item)
         order = sorted(given, key=lambda item: -item.size)
         done = {tensor.stats.name: tensor for tensor in self._encode_all(order)}
         changed = [done[name] for name in sorted(done) if done[name].record]
         blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
 
-    def _encode_all(self, items: Sequence[Item | Changes]) -> Iterable[_Tensor]:
+    def _encode_all(self, items: Sequence[Item | Later | Changes]) -> Iterable[_Tensor]:
         if self._pool is None:
             return map(self._encode, items)
         return spread(self._pool, self._threads, self._encode, items)
@@ -280,7 +316,10 @@ class Encoder:
         coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
         return coding, chosen().encode(item.base, item.new, width, coding)
 
-    def _encode(self, item: Item | Changes) -> _Tensor:
+    def _encode(self, item: Item | Later | Changes) -> _Tensor:
+        if isinstance(item, Later):
+            item = item.read()
+            _check(item)
         coding, (counts, positions, planes) = self._compared(item)
         nnz = counts.changed
         if not nnz:
@@ -327,7 +366,10 @@ def _assemble(
 
 def encode_shard(
     items: Sequence[
-        Item | Changes | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+        Item
+        | Later
+        | Changes
+        | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
     ],
     *,
     zstd: bool,

@@ -6,7 +6,6 @@ to the host; of one that did not change, nothing does.
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,9 @@ from weightsync.delta import Changes
 from weightsync.delta.coding import element_width
 from weightsync.digest import TensorDigester
 from weightsync_client.deltas.differing import differing, on_host
-from weightsync_client.deltas.held import all_bytes
+from weightsync_client.deltas.held import all_bytes, own_scratch
 from weightsync_client.fallback import Fallback, Unfit
-from weightsync_client.tensors import Scratch, settle
+from weightsync_client.tensors import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,26 +27,17 @@ if TYPE_CHECKING:
 
     from weightsync.delta import TensorChange
     from weightsync_client.deltas.differing import Difference
-    from weightsync_client.tensors import SourceTensor
+    from weightsync_client.tensors import Scratch, SourceTensor
 
 __all__ = ["DeviceTensor", "changes_of"]
 
 #: Bytes that are digested at a time; small pieces have threads wait for the interpreter.
 _BLOCK = 8 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Host memory for what is read belongs to the thread that reads.
-_local = threading.local()
-
-
-def _scratch() -> Scratch:
-    found: Scratch | None = getattr(_local, "scratch", None)
-    if found is None:
-        found = _local.scratch = Scratch(views=True)
-    return found
 
 
 def _digest(tensor: SourceTensor) -> bytes:
-    state, read = TensorDigester(), tensor.reader(_scratch())
+    state, read = TensorDigester(), tensor.reader(own_scratch())
     for at in range(0, tensor.size, _BLOCK):
         state.update(read(at, min(at + _BLOCK, tensor.size)))
     return state.digest()
@@ -111,7 +101,7 @@ class DeviceTensor:
     def _flat(self, tensor: SourceTensor) -> torch.Tensor:
         """Return all bytes of a tensor on this device, wherever it lies by now."""
         if tensor.flat is None:
-            return torch.from_numpy(all_bytes(tensor, _scratch()).copy()).to(self._data.device)
+            return torch.from_numpy(all_bytes(tensor, own_scratch()).copy()).to(self._data.device)
         return tensor.flat().to(self._data.device)
 
     def words(self, tensor: SourceTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,5 +168,5 @@ def _changes(
         after.view(unsigned),
         new_digest=partial(_digest, tensor),
         same_digest=lambda: held.digest,
-        all_bytes=lambda: all_bytes(tensor, _scratch()),
+        all_bytes=lambda: all_bytes(tensor, own_scratch()),
     )

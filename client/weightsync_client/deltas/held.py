@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from weightsync.delta import Changes, Item, TensorChange, apply_change
+from weightsync.delta import Changes, Item, Later, TensorChange, apply_change
 from weightsync.digest import tensor_digest
-from weightsync_client.tensors import SourceTensor
+from weightsync_client.tensors import Scratch, SourceTensor
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from weightsync_client.tensors import Read, Scratch
+    from weightsync_client.tensors import Read
 
-__all__ = ["HeldTensor", "HostTensor", "all_bytes", "held_source"]
+__all__ = ["HeldTensor", "HostTensor", "all_bytes", "held_source", "own_scratch"]
 
 #: Bytes that are read from a device at a time.
 _BLOCK = 16 << 20
+#: Memory of more bytes is not kept for the next tensor.
+_KEPT = 256 << 20
+# Host memory for what is read belongs to the thread that reads.
+_local = threading.local()
+
+
+def own_scratch() -> Scratch:
+    """Return the calling thread's own; what was read through it is not kept by anybody."""
+    found: Scratch | None = getattr(_local, "scratch", None)
+    if found is None:
+        found = _local.scratch = Scratch(views=True)
+    return found
+
+
+def _own_room(size: int) -> NDArray[np.uint8]:
+    """Return memory of the calling thread, the same again where it suffices: pages cost time."""
+    room: NDArray[np.uint8] | None = getattr(_local, "room", None)
+    if room is None or len(room) < size:
+        room = np.empty(size, np.uint8)
+        if size <= _KEPT:
+            _local.room = room
+    return room[:size]
 
 
 class HeldTensor(Protocol):
@@ -51,7 +75,7 @@ class HeldTensor(Protocol):
     def window(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Return bytes begin to end."""
 
-    def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Changes:
+    def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Later | Changes:
         """Return the tensor before and after, for the encoder."""
 
     def advance(self, change: TensorChange) -> None:
@@ -64,8 +88,15 @@ class HeldTensor(Protocol):
         """Let go of what a delta that was not committed has left."""
 
 
-def all_bytes(tensor: SourceTensor, scratch: Scratch) -> NDArray[np.uint8]:
+def all_bytes(
+    tensor: SourceTensor, scratch: Scratch, room: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
     """Return the bytes of a tensor, without a copy where its library allows that.
+
+    Args:
+        tensor: Any.
+        scratch: What a device's bytes come through.
+        room: Takes those of a tensor that lies on a device; None: memory of their own.
 
     Raises:
         InvalidError: Its library cannot give them.
@@ -75,7 +106,7 @@ def all_bytes(tensor: SourceTensor, scratch: Scratch) -> NDArray[np.uint8]:
     read = tensor.reader(scratch)
     if tensor.device is None:
         return np.frombuffer(read(0, tensor.size), np.uint8)
-    data = np.empty(tensor.size, np.uint8)
+    data = np.empty(tensor.size, np.uint8) if room is None else room
     for at in range(0, tensor.size, _BLOCK):
         end = min(at + _BLOCK, tensor.size)
         data[at:end] = np.frombuffer(read(at, end), np.uint8)
@@ -129,9 +160,17 @@ class HostTensor:
         """Return bytes begin to end."""
         return self.data[begin:end]
 
-    def item(self, tensor: SourceTensor, scratch: Scratch) -> Item:
+    def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Later:
         """Return the tensor before and after, for the encoder."""
-        new = all_bytes(tensor, scratch)
+        if tensor.device is None:
+            return self._item(tensor, all_bytes(tensor, scratch))
+        # A device fills the memory of several threads faster than that of one.
+        return Later(tensor.name, self.dtype, self.shape, partial(self._read, tensor))
+
+    def _read(self, tensor: SourceTensor) -> Item:
+        return self._item(tensor, all_bytes(tensor, own_scratch(), _own_room(tensor.size)))
+
+    def _item(self, tensor: SourceTensor, new: NDArray[np.uint8]) -> Item:
         return Item(tensor.name, self.dtype, self.shape, self.data, new, self.digest)
 
     def advance(self, change: TensorChange) -> None:

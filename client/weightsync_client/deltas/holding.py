@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from weightsync.delta import Changes, Item
+    from weightsync.delta import Changes, Item, Later
     from weightsync_client.deltas.held import HeldTensor
     from weightsync_client.tensors import Scratch, SourceTensor
     from weightsync_client.types import PushResult
@@ -46,13 +46,15 @@ class Held:
     run_id: str
     tensors: Mapping[str, HeldTensor]
 
-    def items(self, tensors: Sequence[SourceTensor], scratch: Scratch) -> list[Item | Changes]:
+    def items(
+        self, tensors: Sequence[SourceTensor], scratch: Scratch
+    ) -> list[Item | Later | Changes]:
         """Return tensors before and after, for the encoder.
 
         Raises:
             Unfit: A device has no room to compare them.
         """
-        found: dict[str, Item | Changes] = {}
+        found: dict[str, Item | Later | Changes] = {}
         together: dict[torch.device, list[SourceTensor]] = {}
         for tensor in tensors:
             held = self.tensors[tensor.name]

@@ -31,6 +31,7 @@ from weightsync_client import (
     Client,
     Fallback,
     InvalidError,
+    PushKind,
     Streamed,
     Way,
     delivery,
@@ -150,6 +151,25 @@ def test_what_the_server_copies_from_a_gpu_is_no_delta_while_it_keeps_it_in_memo
     results += [client.push(weights(70)) for _ in range(2)]
     later = "" if results[0].durable else Fallback.COPIED
     assert [result.fallback_reason for result in results] == [Fallback.FIRST, "", later, later]
+
+
+def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is_needed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There is no GPU here, so that none has room.
+    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    first = client.push(weights(71))
+    assert (first.fallback_reason, client._memory.snapshot.held) == (Fallback.FIRST, None)
+    # The server did not copy it.
+    second = client.push(weights(71))
+    assert second.fallback_reason is Fallback.FIRST
+    assert client._memory.snapshot.held is not None
+    assert client.push(weights(71)).kind is PushKind.DELTA
+    monkeypatch.setattr(SameHost, "copied", property(lambda self: not self.reason))
+    with Client(client._link.address) as other:
+        results = [other.push(weights(71)) for _ in range(3)]
+    later = [Fallback.FIRST, ""] if results[0].durable else [Fallback.COPIED] * 2
+    assert [result.fallback_reason for result in results] == [Fallback.FIRST, *later]
 
 
 def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:

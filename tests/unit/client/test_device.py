@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.delta import encode_shard, parse_shard
+from weightsync.delta import Encoder, encode_shard, parse_shard
 from weightsync.digest import tensor_digest
 from weightsync.errors import WeightSyncError
 from weightsync_client import Client, ExhaustedError, Fallback, PushKind, Reason
 from weightsync_client.deltas import device, differing, holding, room, snapshot
+from weightsync_client.deltas import held as held_tensors
 from weightsync_client.deltas.device import DeviceTensor
 from weightsync_client.deltas.held import HostTensor
 from weightsync_client.deltas.holding import Held
-from weightsync_client.tensors import Scratch, wrap
+from weightsync_client.tensors import Scratch, SourceTensor, wrap
 
 _DIGEST = "0" * 32
 DTYPES = [
@@ -92,6 +94,53 @@ def test_what_was_advanced_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     held.advance([shard.blob], threads=2)
     # Once, when all was queued.
     assert waited == [[raw(tensor + 1) for tensor in old.values()]]
+
+
+def test_what_is_held_here_of_a_device_is_read_by_the_threads_that_encode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every way: sparse, dense, unchanged, empty; and more of them than threads, in one memory."""
+    rng = np.random.default_rng(3)
+    old = {f"t{n}": rng.integers(0, 256, 1 << 14, np.uint8) for n in range(40)} | {
+        "none": np.empty(0, np.uint8)
+    }
+    new = {name: data.copy() for name, data in old.items()}
+    for number in range(30):
+        new[f"t{number}"][:: 1 + 5 * (number % 7)] ^= 1
+    readers: set[int] = set()
+
+    def lying_elsewhere(name: str, data: np.ndarray[Any, Any]) -> SourceTensor:
+        def open_it(_: Scratch) -> Any:
+            readers.add(threading.get_ident())
+            return lambda begin, end: data[begin:end].tobytes()
+
+        return SourceTensor(name, "U8", data.shape, open_it, device=torch.device("cuda:0"))
+
+    shards = []
+    for wrapped in (lying_elsewhere, wrap):
+        held = {name: HostTensor(wrap(name, data)) for name, data in old.items()}
+        for name, data in old.items():
+            held[name].fill(wrap(name, data), Scratch())
+        items = [held[name].item(wrapped(name, data), Scratch()) for name, data in new.items()]
+        with Encoder(zstd=False, threads=3) as encoder:
+            digests = {"base_content_digest": _DIGEST, "layout_digest": _DIGEST}
+            shards.append(encoder.encode_shard(items, index=0, **digests))
+    assert shards[0].blob.tobytes() == shards[1].blob.tobytes()
+    assert shards[0].stats == shards[1].stats
+    assert readers
+    assert threading.get_ident() not in readers
+
+
+def test_memory_of_a_thread_is_used_again_unless_it_is_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_tensors, "_KEPT", 1000)
+    monkeypatch.setattr(held_tensors, "_local", threading.local())
+    first = held_tensors._own_room(900)
+    assert len(first) == 900
+    assert np.shares_memory(held_tensors._own_room(500), first)
+    assert not np.shares_memory(held_tensors._own_room(1001), first)
+    assert np.shares_memory(held_tensors._own_room(900), first)
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["static", "plain"])

@@ -66,8 +66,10 @@ class Reader(Engine):
         return {}
 
     def _read_ahead(self, name: str, document: str, ended: threading.Event) -> None:
-        # Whoever comes too late finds nothing, and reads all when the version is prepared.
-        with SegmentClient(self._socket) as client, contextlib.suppress(LookupError):
+        # Whoever comes too late finds nothing, and reads all when the version is prepared; at the
+        # end of a test, when no server is there any more either.
+        too_late = (LookupError, FileNotFoundError, ConnectionError)
+        with contextlib.suppress(*too_late), SegmentClient(self._socket) as client:
             ((fd, size),) = client.map([document])
             mapped = MappedSegment(fd, size)
             reader = ArrivalReader(mapped.view)
