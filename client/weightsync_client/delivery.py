@@ -211,9 +211,10 @@ class Delivery:
             # The next one will be, too: a copy for a delta would only take memory.
             self._memory.snapshot.held = None
             return self._full(reason)
-        if self._try_without_copy():
+        if reason is Fallback.FIRST and self._try_without_copy():
+            result = self._full(reason)
             self._memory.tried = True
-            return self._full(reason)
+            return result
         return self._kept(reason)
 
     def _settle_for(self, unfit: Unfit) -> None:
@@ -277,7 +278,7 @@ class Delivery:
         if self._memory.tried or not self._may_be_copied() or not is_private(self._link.address):
             return False
         tensors = self._source.tensors
-        return not {tensor.device for tensor in tensors} <= roomy(tensors)[0]
+        return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
 
     def _changes(self, base: Held) -> DeltaShards:
         from weightsync_client.deltas.encoding import DeltaShards, default_threads

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from tests.unit.client.servicer import Running, Servicer, start  # noqa: E402 - after the skip
 from weightsync.digest import content_digest, tensor_digest  # noqa: E402
-from weightsync_client import Client, PushKind  # noqa: E402
+from weightsync_client import Client, Fallback, PushKind  # noqa: E402
 from weightsync_client.deltas import room  # noqa: E402
 from weightsync_client.deltas.device import DeviceTensor  # noqa: E402
 from weightsync_client.deltas.held import HostTensor  # noqa: E402
@@ -75,7 +75,9 @@ def test_without_room_on_the_device_the_host_compares(
 ) -> None:
     monkeypatch.setattr(room, "_device_room_for", lambda _device, _size: False)
     tensors = model()
-    client.push(tensors)
+    # The first push finds out whether the server copies tensors by itself.
+    assert client.push(tensors).fallback_reason is Fallback.FIRST
+    assert client.push(tensors).fallback_reason is Fallback.FIRST
     held = client._memory.snapshot.held
     assert held is not None
     assert {type(tensor) for tensor in held.tensors.values()} == {HostTensor}

@@ -162,7 +162,8 @@ class HostTensor:
 
     def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Later:
         """Return the tensor before and after, for the encoder."""
-        if tensor.device is None:
+        if tensor.device is None or not tensor.in_place:
+            # What must be gathered on its device first takes room there: one at a time.
             return self._item(tensor, all_bytes(tensor, scratch))
         # A device fills the memory of several threads faster than that of one.
         return Later(tensor.name, self.dtype, self.shape, partial(self._read, tensor))

@@ -29,6 +29,7 @@ from weightsync_client import (
     AbortedError,
     AsyncClient,
     Client,
+    ClientError,
     Fallback,
     InvalidError,
     PushKind,
@@ -170,6 +171,31 @@ def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is
         results = [other.push(weights(71)) for _ in range(3)]
     later = [Fallback.FIRST, ""] if results[0].durable else [Fallback.COPIED] * 2
     assert [result.fallback_reason for result in results] == [Fallback.FIRST, *later]
+
+
+def test_a_copy_that_there_was_is_never_left_behind_for_that(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = client.push(weights(72))
+    assert client._memory.snapshot.held is not None
+    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    # Every value differs, and the next version hardly does from this one.
+    second = client.push(weights(73))
+    assert (first.fallback_reason, second.fallback_reason) == (Fallback.FIRST, Fallback.TOO_DENSE)
+    changed = weights(73)
+    changed["t0"][0, 0] ^= 1
+    assert client.push(changed).kind is PushKind.DELTA
+
+
+def test_a_first_push_that_failed_has_tried_nothing(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    highest = client.push(weights(74), delta="never").version
+    with pytest.raises(ClientError, match="higher version"):
+        client.push(weights(74), version=highest - 1)
+    client.push(weights(74))
+    assert client._memory.snapshot.held is None
 
 
 def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:

@@ -114,7 +114,8 @@ def test_what_is_held_here_of_a_device_is_read_by_the_threads_that_encode(
             readers.add(threading.get_ident())
             return lambda begin, end: data[begin:end].tobytes()
 
-        return SourceTensor(name, "U8", data.shape, open_it, device=torch.device("cuda:0"))
+        gpu = torch.device("cuda:0")
+        return SourceTensor(name, "U8", data.shape, open_it, device=gpu, in_place=True)
 
     shards = []
     for wrapped in (lying_elsewhere, wrap):
