@@ -116,8 +116,9 @@ class History:
     def switched(self, version: int) -> None:
         """A version is live, the answer says."""
         with self._lock:
+            # One whose apply was never answered may have been live before, and is gone back to.
+            self._ever_live |= self.live | {version}
             self.live = {version}
-            self._ever_live.add(version)
 
     def not_switched(self, before: Iterable[int]) -> None:
         """An apply was refused for good: what may be live is what might have been before."""

@@ -11,8 +11,10 @@ import asyncio
 import os
 import secrets
 import tempfile
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync.digest import tensor_digest
 from weightsync.engine import (
@@ -33,7 +35,7 @@ from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 __all__ = ["MemoryEngine"]
@@ -41,6 +43,9 @@ __all__ = ["MemoryEngine"]
 _RANK = "0/0/0"
 #: Tensors named in one refusal.
 _NAMES = 10
+#: What a rank of vLLM does one after the other, and a switch.
+_IN_TURN = frozenset({"weightsync_commit", "weightsync_state", "weightsync_release"})
+_Given = TypeVar("_Given")
 
 
 class _MisfitError(ValueError):
@@ -93,6 +98,7 @@ class MemoryEngine:
         # What the parameters were last proved to hold, and whether a write was not proved.
         self._content, self._dirty = "", False
         self._lease = ""
+        self._turn = threading.Lock()
         self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
         self._engine_id = secrets.token_hex(8)
         #: The version that the last resume named; 0: none.
@@ -151,7 +157,7 @@ class MemoryEngine:
             )
         reply = {"ok": True, "rank": _RANK, "error": ""}
         try:
-            reply |= await asyncio.to_thread(self._switched, order)
+            reply |= await asyncio.to_thread(self._in_turn, self._switched, order)
         except LookupError as error:
             reply |= {"ok": False, "error": str(error)}
         if self._content == order.content_digest:
@@ -169,6 +175,8 @@ class MemoryEngine:
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Do what a worker method does."""
         work = getattr(self, f"_{method.removeprefix('weightsync_')}")
+        if method in _IN_TURN:
+            work = partial(self._in_turn, work)
         reply = {"ok": True, "rank": _RANK, "error": ""}
         try:
             return [reply | await asyncio.to_thread(work, args)]
@@ -206,6 +214,11 @@ class MemoryEngine:
     def _check_lease(self, lease_id: str) -> None:
         if lease_id != self._lease:
             raise WeightSyncError(Reason.ENGINE_REFUSED, f"lease {lease_id!r} is not held")
+
+    def _in_turn(self, work: Callable[[_Given], dict[str, Any]], given: _Given) -> dict[str, Any]:
+        # Also after a caller that has gone away, whose call goes on.
+        with self._turn:
+            return work(given)
 
     # The worker methods.
 
