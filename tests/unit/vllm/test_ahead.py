@@ -97,8 +97,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     send_all = Uploader.send_all
 
     def noted(self: Uploader, target: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
-        sizes.append(source.nbytes)
         send_all(self, target, source, *more)
+        # Not before: what is interrupted is sent again.
+        sizes.append(source.nbytes)
 
     monkeypatch.setattr(Uploader, "send_all", noted)
     return sizes
