@@ -260,8 +260,13 @@ def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
 def settle(device: torch.device) -> None:
     """Wait until work that the calling thread has queued on a device is done."""
     module = getattr(sys.modules.get("torch"), device.type, None)
-    if module is not None and device.type != "cpu":
+    if module is None or device.type == "cpu":
+        return
+    if hasattr(module, "current_stream"):
         module.current_stream(device).synchronize()
+    else:
+        # Such as MPS, which has one queue for all.
+        module.synchronize()
 
 
 def settle_devices(tensors: list[SourceTensor]) -> None:

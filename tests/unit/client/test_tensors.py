@@ -12,7 +12,7 @@ from safetensors.torch import load, save_file
 from weightsync.layout import DTYPE_BITS
 from weightsync_client import Client, InvalidError, PulledTensor
 from weightsync_client.shards import ShardDigester, cut, tensor_shard
-from weightsync_client.tensors import Scratch, wrap
+from weightsync_client.tensors import Scratch, settle, wrap
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16,
@@ -260,3 +260,24 @@ def test_pulled_tensors_become_arrays_where_numpy_can() -> None:
         PulledTensor("t", "BF16", (1,), bytearray(2)).numpy()
     with pytest.raises(InvalidError, match="use data"):
         PulledTensor("t", "F6_E2M3", (4,), bytearray(3)).torch()
+
+
+def test_a_device_without_streams_is_waited_for_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    class Queue:
+        @staticmethod
+        def synchronize() -> None:
+            waited.append("all")
+
+    class Streams(Queue):
+        @staticmethod
+        def current_stream(device: torch.device) -> Any:
+            waited.append(str(device))
+            return Queue
+
+    monkeypatch.setattr(torch, "mps", Queue)
+    monkeypatch.setattr(torch, "xpu", Streams)
+    for name in ("cpu", "mps", "xpu:1"):
+        settle(torch.device(name))
+    assert waited == ["all", "xpu:1", "all"]
