@@ -111,12 +111,17 @@ def test_pieces_go_to_who_can_look_at_them() -> None:
     assert list(other.pieces) == list(staged.blocks)
 
 
-@pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
-def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
+def _searching(kind: Any) -> tuple[Search, torch.Tensor]:
+    """Return what looks through all pieces, and the live parameter."""
     kernels = HostKernels()
     staged, row = _staged(torch.float32, kernels)
     facts = [kernels] if kind is KernelSearch else []
-    search = kind(staged, staged.blocks, *facts)
+    return kind(staged, staged.blocks, *facts), row
+
+
+@pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
+def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
+    search, row = _searching(kind)
     pace = Pace(torch.device("cpu"))
     count = sum(search.count(pace, bool))
     row[2000] ^= 1
@@ -126,10 +131,7 @@ def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
 def test_it_stops(kind: Any) -> None:
-    kernels = HostKernels()
-    staged, row = _staged(torch.float32, kernels)
-    facts = [kernels] if kind is KernelSearch else []
-    search = kind(staged, staged.blocks, *facts)
+    search, row = _searching(kind)
     pace = Pace(torch.device("cpu"))
     with pytest.raises(StoppedError):
         search.count(pace, lambda: True)
