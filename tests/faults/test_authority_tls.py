@@ -8,6 +8,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,10 +112,11 @@ def test_rotation_during_a_push(folder: Path, old_token_stays: bool) -> None:
     try:
         old = secured.bearer("push")
         first = _served(secured)
-        hold = _Steps()
+        go = threading.Event()
         stub = weightsync_pb2_grpc.WeightSyncStub(secured.channel())
-        push = stub.PushWeights.future(_push(hold), metadata=old, timeout=50)
-        hold.reached.wait(20)
+        push = stub.PushWeights.future(_push(go), metadata=old, timeout=50)
+        # What a client handed to gRPC may still lie there.
+        _admitted(secured)
         secured.ca.sign("server", "localhost", file="fresh").move_to(secured.pair)
         secured.write(**({} if old_token_stays else {"push": new_token()}))
         assert _served(secured) != first
@@ -122,7 +124,7 @@ def test_rotation_during_a_push(folder: Path, old_token_stays: bool) -> None:
         assert (code is grpc.StatusCode.OK) is old_token_stays
         assert code_of(secured.channel(), STATUS, secured.bearer("push")) is grpc.StatusCode.OK
         # The call under way was admitted; it ends as it would have.
-        hold.go.set()
+        go.set()
         assert push.result(timeout=30).commit.tensor_count == 1
     finally:
         assert secured.stop() == 0
@@ -164,12 +166,7 @@ def test_an_authority_file_that_breaks_changes_nothing(folder: Path) -> None:
         assert secured.stop() == 0
 
 
-class _Steps:
-    def __init__(self) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
-
-
-def _push(steps: _Steps) -> Iterator[pb.PushWeightsRequest]:
+def _push(go: threading.Event) -> Iterator[pb.PushWeightsRequest]:
     header = b'{"a":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (FLOATS, 4 * FLOATS)
     data = len(header).to_bytes(8, "little") + header + bytes(4 * FLOATS)
     begin = pb.BeginPushRequest(model="default", shard_count=1)
@@ -178,10 +175,17 @@ def _push(steps: _Steps) -> Iterator[pb.PushWeightsRequest]:
     for offset in range(0, len(data), 1 << 20):
         chunk = pb.Chunk(shard=0, offset=offset, data=data[offset : offset + (1 << 20)])
         yield pb.PushWeightsRequest(chunk=chunk)
-        if not steps.reached.is_set():
-            steps.reached.set()
-            steps.go.wait(40)
+        go.wait(40)
     yield pb.PushWeightsRequest(commit=pb.CommitPushRequest())
+
+
+def _admitted(secured: Secured) -> None:
+    """Return when the server has a push under way."""
+    stub = weightsync_pb2_grpc.WeightSyncStub(secured.channel(address=secured.socket("admin")))
+    deadline = time.monotonic() + 20
+    while not any(model.pushes for model in stub.GetStatus(pb.GetStatusRequest()).models):
+        assert time.monotonic() < deadline, "the push never reached the server"
+        time.sleep(0.01)
 
 
 def _served(secured: Secured) -> bytes:
