@@ -42,8 +42,8 @@ class Asking(ABC):
 
     @property
     @abstractmethod
-    def _idle(self) -> int:
-        """Return how many fetchers have nothing to compute."""
+    def _sharing(self) -> int:
+        """Return among how many fetchers the next digest is worth cutting."""
 
     @abstractmethod
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
@@ -69,10 +69,10 @@ class Asking(ABC):
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
     def _parts(self, shard: ShardEntry) -> int:
-        # Among those that have nothing to do: the last shards of a push would wait for a few only.
+        # Where others wait, all are busy anyway; the last shards of a push would keep a few only.
         # Each reads the header again, which takes as long as digesting some hundred times its size.
         least = max(_LEAST_PART, _HEADERS * shard.header_size)
-        return max(1, min(self._idle, shard.size // least))
+        return max(1, min(self._sharing, shard.size // least))
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
         """Write the first `size` bytes of a segment to the file `target`, replacing it.

@@ -75,8 +75,8 @@ class FetcherPool(Crew, Asking):
             member.warm()
 
     @property
-    def _idle(self) -> int:
-        return self._digests.idle
+    def _sharing(self) -> int:
+        return 1 if self._digests.backlog else len(self._members)
 
     def _compute(
         self, op: str, segment: Segment, size: int, **facts: Any

@@ -126,9 +126,9 @@ class TaskQueue(asyncio.PriorityQueue[Task]):
         self._waiting = 0
 
     @property
-    def idle(self) -> int:
-        """Fetchers that have nothing to do and for which nothing lies here."""
-        return max(0, self._waiting - self.qsize())
+    def backlog(self) -> int:
+        """Tasks that lie here until a fetcher has done what it is at."""
+        return max(0, self.qsize() - self._waiting)
 
     async def get(self) -> Task:
         """Return the earliest task, once there is one."""
