@@ -14,9 +14,10 @@ from dataclasses import replace
 import numpy as np
 
 from weightsync_client import messages
+from weightsync_client.digesting import ShardDigester
 from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES
-from weightsync_client.shards import Shard, ShardDigester
+from weightsync_client.shards import Shard
 from weightsync_client.sources import make_source
 from weightsync_client.streams import Lane, Messages
 

@@ -17,7 +17,6 @@ from weightsync_client.asking import Invoke
 from weightsync_client.deltas.pace import Pace
 from weightsync_client.deltas.room import roomy
 from weightsync_client.deltas.snapshot import Snapshot, read_held
-from weightsync_client.deltas.warmth import Warmth
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.fallback import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
@@ -25,6 +24,7 @@ from weightsync_client.pusher import Push
 from weightsync_client.samehost import why_streamed
 from weightsync_client.types import PushKind, PushResult, Version
 from weightsync_client.values import metadata, text, whole_number
+from weightsync_client.warmth import Warmth, compile_codec, compile_copier
 from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Memory:
     def __init__(self, address: str) -> None:
         self.snapshot = Snapshot()
         self.pace = Pace(address)
-        self.warmth = Warmth()
+        self.codec, self.copier = Warmth(compile_codec), Warmth(compile_copier)
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.copied = False
         #: It was tried whether the server does that.
@@ -340,7 +340,7 @@ class Delivery:
         push = self._begin(source, reason, taking)
         result = self._sent(push, reason)
         snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
-        self._memory.warmth.start()
+        self._memory.codec.start()
         if taking.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result
@@ -350,6 +350,8 @@ class Delivery:
         self._memory.copied = push.copied and not result.durable
         if result.way is Way.STREAM:
             self._memory.pace.note(result.sent_bytes, push.sending_s)
+        elif not push.copied:
+            self._memory.copier.start()
         return replace(result, fallback_reason=reason)
 
     # Both.

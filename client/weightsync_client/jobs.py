@@ -8,8 +8,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.digesting import ShardDigester
 from weightsync_client.messages import Message, heartbeat_message, join_message
-from weightsync_client.shards import Shard, ShardDigester
+from weightsync_client.shards import Shard
 
 __all__ = ["Job", "Jobs"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.shards import Part, Shard, ShardDigester, ShardReader
+from weightsync_client.digesting import ShardDigester
+from weightsync_client.shards import Part, Shard, ShardReader
 
 __all__ = [
     "Message",

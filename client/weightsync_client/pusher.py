@@ -11,6 +11,7 @@ from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import messages
 from weightsync_client.asking import Asking, Invoke
+from weightsync_client.digesting import ShardDigester
 from weightsync_client.errors import (
     AbortedError,
     ClientError,
@@ -22,7 +23,7 @@ from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.samehost import SameHost, why_streamed
 from weightsync_client.sending import Done, Opened, Sending
-from weightsync_client.shards import Keeper, Shard, ShardDigester
+from weightsync_client.shards import Keeper, Shard
 from weightsync_client.sources import Source
 from weightsync_client.tensors import Scratch
 from weightsync_client.types import PushResult

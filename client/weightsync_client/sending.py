@@ -13,11 +13,12 @@ from weightsync.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import messages
 from weightsync_client.asking import Asking
+from weightsync_client.digesting import ShardDigester
 from weightsync_client.errors import AbortedError, ClientError, passing
 from weightsync_client.jobs import Job, Jobs
 from weightsync_client.link import Link
 from weightsync_client.options import Retry
-from weightsync_client.shards import Keep, Shard, ShardDigester
+from weightsync_client.shards import Keep, Shard
 from weightsync_client.sources import Source
 from weightsync_client.streams import Lane
 

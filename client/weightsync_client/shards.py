@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import os
 import weakref
@@ -12,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from weightsync.digest import TensorDigester, tensor_digest
 from weightsync.errors import Reason
 from weightsync.layout import MAX_HEADER_BYTES, build_header, check_shard, parse_header
 from weightsync.manifest import ShardEntry, TensorEntry
@@ -24,12 +24,12 @@ __all__ = [
     "Keeper",
     "Part",
     "Shard",
-    "ShardDigester",
     "ShardReader",
     "blob_shard",
     "cut",
     "file_shard",
     "file_tensors",
+    "pieces",
     "tensor_shard",
 ]
 
@@ -262,53 +262,24 @@ def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[Sour
         yield group
 
 
-class ShardDigester:
-    """Digests a shard's tensors while its bytes go by; each byte is read once.
+def pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a shard in order, none of more than `size` bytes.
 
-    Bytes may go by again after a cut link: what was digested is skipped.
+    Those that end within a tensor end a multiple of `size` after its beginning.
 
     Args:
         shard: The shard.
-        keep: Gets the bytes that are digested, while they are still in the cache.
+        size: Bytes.
+        apart: None reaches into two tensors.
     """
-
-    def __init__(self, shard: Shard, keep: Keep | None = None) -> None:
-        self._names = [tensor.name for tensor in shard.tensors] if keep else []
-        self._keep = keep
-        start = shard.entry.data_start
-        self._bounds = [start + tensor.begin for tensor in shard.tensors]
-        self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
-        self._count = len(shard.tensors)
-        self._state: TensorDigester | None = None
-        self.digests: list[bytes] = []
-        #: Offset up to which the shard has been digested.
-        self.position = start
-
-    @property
-    def done(self) -> bool:
-        """True when every tensor has its digest."""
-        return len(self.digests) == self._count
-
-    def update(self, offset: int, data: Part) -> None:
-        """Take the bytes that begin at `offset`, which is not beyond `position`."""
-        view = memoryview(data)
-        limit = offset + len(data)
-        for index in range(len(self.digests), self._count):
-            begin, end = self._bounds[index], self._bounds[index + 1]
-            stop = min(end, limit)
-            if stop < self.position or stop == self.position < end:
-                return
-            piece = view[self.position - offset : stop - offset]
-            if self._keep is not None:
-                self._keep(self._names[index], self.position - begin, piece)
-            if self._state is None and self.position == begin and stop == end:
-                self.digests.append(tensor_digest(piece))
-            else:
-                self._state = self._state or TensorDigester()
-                self._state.update(piece)
-                if stop < end:
-                    self.position = stop
-                    return
-                self.digests.append(self._state.digest())
-                self._state = None
-            self.position = stop
+    begin, data = 0, shard.entry.data_start
+    ends = [data, *(data + tensor.end for tensor in shard.tensors), shard.entry.size]
+    for start, end in itertools.pairwise([0, *ends]):
+        if begin < start and (apart or end - begin > size):
+            yield begin, start
+            begin = start
+        while end - begin > size:
+            yield begin, begin + size
+            begin += size
+    if begin < shard.entry.size:
+        yield begin, shard.entry.size

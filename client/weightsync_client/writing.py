@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,9 @@ from weightsync.errors import WeightSyncError
 from weightsync.lending import Lent
 from weightsync.segments import reserved_size
 from weightsync_client.collecting import Collection
+from weightsync_client.digesting import ShardDigester
 from weightsync_client.errands import Errands
-from weightsync_client.shards import Keeper, Part, Shard, ShardDigester
+from weightsync_client.shards import Keeper, Part, Shard, pieces
 from weightsync_client.tensors import Scratch
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HandOff"]
 
-#: Bytes that are digested and then written, times the number of threads: between two pieces a
-#: thread waits for the interpreter, and the longer, the more there are.
+#: Bytes that are digested and written, times the number of threads: between two pieces a thread
+#: waits for the interpreter, and the longer, the more there are.
 _PIECE = 512 << 10
+#: At least so many, however few threads.
+_LEAST_PIECE = 4 << 20
 #: Parts in one call of pwritev(2) (IOV_MAX).
 _MOST_PARTS = 1024
 #: Threads at most; each fills one shard after the other.
@@ -70,7 +72,7 @@ class HandOff:
         self._devices = {t.device for t in source.tensors if t.device is not None}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._piece = _PIECE
+        self._piece = _LEAST_PIECE
         self._cancelled = False
         self._borrower: Borrower | None = None
         self._error: BaseException | None = None
@@ -97,7 +99,7 @@ class HandOff:
             waiting = collection.begin(self._borrower, waiting, self._stop)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
-            self._piece = _PIECE * count
+            self._piece = max(_LEAST_PIECE, _PIECE * count)
             # One more than can be written: its memory is ready when a thread comes for it.
             errands = Errands(self._borrower, iter(waiting), count + 1, self._fail)
             try:
@@ -171,10 +173,11 @@ class HandOff:
             self._fail(error)
 
     def _hand(self, errands: Errands, shard: Shard, lent: Lent, scratch: Scratch) -> None:
-        digester = ShardDigester(shard, self._keep)
         try:
-            with _writer(lent, shard.entry.size) as write:
-                self._fill(write, shard, digester, scratch)
+            with _mapped(lent, shard.entry.size) as target:
+                digester = ShardDigester(shard, self._keep, target)
+                write = partial(_pwrite, lent.fd) if target is None else None
+                self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
             if self._borrower is not None:
@@ -187,10 +190,12 @@ class HandOff:
         with self._lock:
             self.done[shard.index] = shard.tensors, digests
 
-    def _fill(self, write: _Write, shard: Shard, digester: ShardDigester, scratch: Scratch) -> None:
+    def _fill(
+        self, shard: Shard, digester: ShardDigester, write: _Write | None, scratch: Scratch
+    ) -> None:
         reader = shard.open(scratch)
         try:
-            for begin, end in _pieces(shard, self._piece, apart=bool(self._devices)):
+            for begin, end in pieces(shard, self._piece, apart=bool(self._devices)):
                 if self._stop.is_set():
                     return
                 parts = reader.read(begin, end)
@@ -198,7 +203,8 @@ class HandOff:
                 for part in parts:
                     digester.update(at, part)
                     at += len(part)
-                write(parts, begin)
+                if write is not None:
+                    write(parts, begin)
                 self._on_bytes(end - begin)
         finally:
             reader.close()
@@ -206,27 +212,18 @@ class HandOff:
         digester.update(shard.entry.size, b"")
 
 
-def _pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a shard in order; `apart`: none reaches into two tensors."""
-    start = shard.entry.data_start
-    ends = [start, *(start + tensor.end for tensor in shard.tensors)] if apart else []
-    for begin, end in itertools.pairwise([0, *ends, shard.entry.size]):
-        for at in range(begin, end, size):
-            yield at, min(at + size, end)
-
-
 @contextlib.contextmanager
-def _writer(lent: Lent, size: int) -> Iterator[_Write]:
-    """Lend a function that writes parts at a position."""
+def _mapped(lent: Lent, size: int) -> Iterator[memoryview | None]:
+    """Lend the memory itself where that is faster than pwrite(2)."""
     reserved = reserved_size(size)
     # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept
     # would cost nothing, but while it is there nobody can prove that nobody writes.
     if not lent.huge or os.fstat(lent.fd).st_size < reserved:
-        yield partial(_pwrite, lent.fd)
+        yield None
         return
     mapping = map_lent(lent, reserved)
     try:
-        yield partial(_copy, mapping.view)
+        yield mapping.view
     finally:
         mapping.close()
 
@@ -238,16 +235,6 @@ def _pwrite(fd: int, parts: Sequence[Part], position: int) -> None:
         while done < size:
             done += os.pwrite(fd, b"".join(some)[done:], position + done)
         position += size
-
-
-def _copy(view: memoryview, parts: Sequence[Part], position: int) -> None:
-    # NumPy lets other threads run meanwhile; a memoryview does not.
-    import numpy as np
-
-    for part in filter(len, parts):
-        end = position + len(part)
-        np.copyto(np.frombuffer(view[position:end], np.uint8), np.frombuffer(part, np.uint8))
-        position = end
 
 
 @contextlib.contextmanager

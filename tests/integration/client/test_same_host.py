@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -21,7 +22,9 @@ import pytest
 from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
+from weightsync import copying
 from weightsync.borrowing import Borrower, Placed
+from weightsync.copying import compiled, plain
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Lent
 from weightsync.v1 import weightsync_pb2 as pb
@@ -116,9 +119,11 @@ def nothing_came(client: Client, before: set[int]) -> bool:
 # What it brings.
 
 
+@pytest.mark.parametrize("copier", [plain, compiled], ids=["numpy", "compiled"])
 def test_a_state_dict_arrives_whole_whatever_its_layout(
-    server: WeightSyncServer, client: Client
+    server: WeightSyncServer, client: Client, copier: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(copying, "_chosen", [copier])
     told: list[int] = []
     for seed, size in enumerate((1_000_000, 3_000_000, 1_000_000)):
         # The third time the server knows the layout.

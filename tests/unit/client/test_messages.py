@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from weightsync.digest import tensor_digest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import messages
-from weightsync_client.shards import ShardDigester, tensor_shard
+from weightsync_client.digesting import ShardDigester
+from weightsync_client.shards import tensor_shard
 from weightsync_client.tensors import Scratch, wrap
 
 

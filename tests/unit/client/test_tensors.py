@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from weightsync.layout import DTYPE_BITS
 from weightsync_client import Client, InvalidError, PulledTensor
-from weightsync_client.shards import ShardDigester, cut, tensor_shard
+from weightsync_client.digesting import ShardDigester
+from weightsync_client.shards import cut, pieces, tensor_shard
 from weightsync_client.tensors import Scratch, settle, wrap
 
 TORCH_DTYPES = {
@@ -281,3 +284,47 @@ def test_a_device_without_streams_is_waited_for_as_a_whole(monkeypatch: pytest.M
     for name in ("cpu", "mps", "xpu:1"):
         settle(torch.device(name))
     assert waited == ["all", "xpu:1", "all"]
+
+
+def test_what_goes_by_is_copied_where_it_belongs() -> None:
+    sizes = {"a": 5, "b": 0, "c": 40_000, "d": 2 << 10, "e": 0}
+    content = np.random.default_rng(1)
+    tensors = [wrap(n, content.integers(0, 256, s, np.uint8)) for n, s in sizes.items()]
+    shard = tensor_shard(tensors, 0, "x")
+    reader, size = shard.open(Scratch()), shard.entry.size
+    whole = b"".join(reader.read(0, size))
+    plain = ShardDigester(shard)
+    plain.update(0, whole)
+    for step in (1 << 10, 16 << 10, 1 << 20):
+        target = memoryview(bytearray(size))
+        digester = ShardDigester(shard, target=target)
+        for begin, end in pieces(shard, step, apart=False):
+            at = begin
+            for part in reader.read(begin, end):
+                digester.update(at, part)
+                at += len(part)
+        digester.update(size, b"")
+        assert digester.digests == plain.digests
+        assert target == whole
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=12),
+    step=st.integers(1, 64),
+    apart=st.booleans(),
+)
+def test_pieces_cut_a_tensor_only_where_a_copier_can_go_on(
+    sizes: list[int], step: int, apart: bool
+) -> None:
+    tensors = [wrap(f"t{at}", np.zeros(size, np.uint8)) for at, size in enumerate(sizes)]
+    shard = tensor_shard(tensors, 0, "x")
+    found = [*pieces(shard, step, apart=apart)]
+    assert [end for _, end in found[:-1]] == [begin for begin, _ in found[1:]]
+    assert (found[0][0], found[-1][1]) == (0, shard.entry.size)
+    assert all(0 < end - begin <= step for begin, end in found)
+    start = shard.entry.data_start
+    for tensor in shard.tensors:
+        inside = [end for _, end in found if start + tensor.begin < end < start + tensor.end]
+        assert all((end - start - tensor.begin) % step == 0 for end in inside)
+        if apart:
+            assert not any(begin < start + tensor.begin < end for begin, end in found)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.delta.guarded import guarded, guarded_copy
+from tests.support.guard_pages import guarded, guarded_copy
 from weightsync.delta.errors import Broken
 from weightsync.delta.kernels import elements, plain_elements
 

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from tests.unit.delta.cases import changed_item, encode, items
 from weightsync.delta import Item, kernels
 from weightsync.delta.coding import Coding, Positions, Values
-from weightsync.delta.kernels import plain, processor
+from weightsync.delta.kernels import plain
+from weightsync.jit import processor
 from weightsync.layout import DTYPE_BITS
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ def test_kernels_stay_inside_their_memory(kind: str) -> None:
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_guards_bite(at_end: bool) -> None:
     program = f"""
-from tests.unit.delta.guarded import compiled, guarded
+from tests.support.guard_pages import guarded
+from weightsync.delta.kernels import compiled
 from weightsync.delta.kernels import decoding
 array = guarded(8, at_end={at_end})
 outside = compiled._address(array) + (8 if {at_end} else -1)
@@ -165,28 +167,6 @@ print(warm_up(), encode([changed_item("w", "BF16", (1000,), 0.1)]).stats[0].codi
         "-c", program.replace('sys.modules["numba"] = None', ""), NUMBA_DISABLE_JIT="1"
     )
     assert switched_off.stdout == ran.stdout, switched_off.stderr
-
-
-def test_code_is_not_loaded_from_a_folder_that_others_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from weightsync.delta.kernels import jit
-
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    folder = jit._folder.__wrapped__()
-    assert folder is not None
-    assert folder.parent.parent == tmp_path
-    folder.chmod(0o770)
-    assert jit._folder.__wrapped__() is None
-    folder.chmod(0o700)
-    folder.parent.chmod(0o777)
-    assert jit._folder.__wrapped__() is None
-    folder.parent.chmod(0o700)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")
-    assert jit._folder.__wrapped__() is None
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/nowhere")
-    assert jit._folder.__wrapped__() is None
 
 
 def test_kernels_work_where_no_code_can_be_kept() -> None:

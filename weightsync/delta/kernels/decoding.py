@@ -23,8 +23,8 @@ from weightsync.delta.kernels.intrinsics import (
     store32,
     store64,
 )
-from weightsync.delta.kernels.jit import inner, kernel
-from weightsync.delta.kernels.processor import PACKS, vectors
+from weightsync.jit.compiling import inner, kernel
+from weightsync.jit.processor import PACKS, vectors
 
 __all__ = [
     "add_changes",

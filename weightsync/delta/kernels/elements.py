@@ -18,8 +18,8 @@ from weightsync.delta.kernels.intrinsics import (
     prefetch,
     store32,
 )
-from weightsync.delta.kernels.jit import kernel
 from weightsync.delta.kernels.shapes import WRONG_PLACES
+from weightsync.jit.compiling import kernel
 
 if TYPE_CHECKING:
     from weightsync.delta.kernels.shapes import Indices, Words

@@ -18,7 +18,7 @@ from weightsync.delta.kernels.intrinsics import (
     store32,
     store64,
 )
-from weightsync.delta.kernels.jit import inner
+from weightsync.jit.compiling import inner
 
 __all__ = ["load", "load_place", "mark", "store"]
 

@@ -35,8 +35,8 @@ from weightsync.delta.kernels.intrinsics import (
     store16,
     store64,
 )
-from weightsync.delta.kernels.jit import inner, kernel
-from weightsync.delta.kernels.processor import PACKS, SHUFFLES, vectors
+from weightsync.jit.compiling import inner, kernel
+from weightsync.jit.processor import PACKS, SHUFFLES, vectors
 
 __all__ = ["count_changes", "encode_piece"]
 

@@ -27,8 +27,8 @@ from weightsync.delta.kernels.intrinsics import (
     store32,
     store64,
 )
-from weightsync.delta.kernels.jit import inner
-from weightsync.delta.kernels.processor import PACKS, SHUFFLES, vectors
+from weightsync.jit.compiling import inner
+from weightsync.jit.processor import PACKS, SHUFFLES, vectors
 
 __all__ = [
     "BLOCK",

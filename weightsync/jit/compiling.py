@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -13,24 +14,29 @@ from typing import TYPE_CHECKING, Any
 import numba
 import xxhash
 
-from weightsync.delta.kernels.processor import vectors
+from weightsync.jit.processor import vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = ["inner", "kernel"]
 
+#: numba's setting is the whole process's, and packages are warmed up by threads of their own.
+_declaring = threading.Lock()
+
 #: Bounds are checked where counts are; a division by zero does not occur.
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 
 @cache
-def _folder() -> Path | None:
-    """Return a folder for machine code that nobody else can write, or None.
+def _folder(package: Path) -> Path | None:
+    """Return a folder for the machine code of a package that nobody else can write, or None.
 
     Its name depends on all sources of the kernels: numba itself looks at one file only.
     """
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    folders = {package, Path(__file__).parent}
+    paths = sorted(path for folder in folders for path in folder.glob("*.py"))
+    sources = b"".join(path.read_bytes() for path in paths)
     name = f"{xxhash.xxh3_128_hexdigest(sources)}-{vectors()}"
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
@@ -68,5 +74,5 @@ def inner(function: Callable[..., Any]) -> Any:
 def kernel(function: Callable[..., Any]) -> Any:
     """Return the function compiled for int64 in and out; releases the GIL while it runs."""
     parameters = ",".join(["int64"] * len(signature(function).parameters))
-    with _keeping(_folder()) as kept:
+    with _declaring, _keeping(_folder(Path(function.__code__.co_filename).parent)) as kept:
         return numba.njit(f"int64({parameters})", cache=kept, **_OPTIONS)(function)

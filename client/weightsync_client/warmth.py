@@ -1,0 +1,46 @@
+"""Has loops compiled while nobody waits for them; what is imported for that, only then."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Warmth", "compile_codec", "compile_copier"]
+
+
+class Warmth:
+    """Compiles in a thread of its own, once; until then what is compiled is slower.
+
+    Args:
+        work: Compiles.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless it was begun; returns at once."""
+        with self._lock:
+            if self._thread is None:
+                # No daemon: a compiler that is torn down with the interpreter may crash it.
+                self._thread = threading.Thread(target=self._work, name="weightsync-warm-up")
+                self._thread.start()
+
+
+def compile_codec() -> None:
+    """Have the loops ready that make deltas."""
+    from weightsync.delta import warm_up
+
+    warm_up()
+
+
+def compile_copier() -> None:
+    """Have the loop ready that copies tensors to a server on this host."""
+    from weightsync.copying import warm_up
+
+    warm_up()

@@ -1,0 +1,1 @@
+"""Loops that numba compiles when a process begins, for what no library does."""
