@@ -21,7 +21,7 @@ from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 from weightsync_client import calls, convert, types
 from weightsync_client.access import Access
 from weightsync_client.asking import Patience
-from weightsync_client.delivery import Delivery, Memory
+from weightsync_client.delivery import Delivery
 from weightsync_client.errors import (
     AbortedError,
     ClientError,
@@ -32,6 +32,7 @@ from weightsync_client.errors import (
 )
 from weightsync_client.handle import PushHandle
 from weightsync_client.link import Link
+from weightsync_client.memory import Memory
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,

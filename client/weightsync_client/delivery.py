@@ -14,17 +14,14 @@ from weightsync.addresses import is_private
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.asking import Invoke
-from weightsync_client.deltas.pace import Pace
 from weightsync_client.deltas.room import roomy
-from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.fallback import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.pusher import Push
 from weightsync_client.samehost import why_streamed
-from weightsync_client.types import PushKind, PushResult, Version
+from weightsync_client.types import PushKind, PushResult
 from weightsync_client.values import metadata, text, whole_number
-from weightsync_client.warmth import Warmth, compile_codec, compile_copier
 from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
@@ -32,11 +29,12 @@ if TYPE_CHECKING:
     from weightsync_client.deltas.held import HeldTensor
     from weightsync_client.deltas.holding import Held, Taking
     from weightsync_client.link import Link
+    from weightsync_client.memory import Memory
     from weightsync_client.shards import Keeper
     from weightsync_client.sources import Source
     from weightsync_client.tensors import SourceTensor
 
-__all__ = ["Delivery", "Memory"]
+__all__ = ["Delivery"]
 
 # Where a delta fails so, all of the tensors may do better: the server lacks the base, found other
 # bytes than those that were made of ours, or knows no deltas.
@@ -48,48 +46,6 @@ _FALLBACKS = {
     Reason.NOT_SUPPORTED: Fallback.REFUSED,
     Reason.SHARD_INVALID: Fallback.REFUSED,
 }
-
-
-class Memory:
-    """What a client remembers from push to push.
-
-    Args:
-        address: Of the server.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.snapshot = Snapshot()
-        self.pace = Pace(address)
-        self.codec, self.copier = Warmth(compile_codec), Warmth(compile_copier)
-        #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
-        self.copied = False
-        #: It was tried whether the server does that.
-        self.tried = False
-
-    def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
-        """Take a copy of what the server holds as a version, for the next delta.
-
-        Args:
-            source: Tensors with the content of that version.
-            versions: Lists the versions of the server.
-
-        Raises:
-            ClientError: VERSION_UNKNOWN: no version has that content. MEMORY_EXHAUSTED.
-        """
-        if source.layout is None:
-            raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
-        with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
-            held = read_held(source.layout, source.tensors)
-            for version in versions():
-                if version.content_digest == held.content_digest:
-                    run_id = version.metadata.get("run_id", "")
-                    self.snapshot.held = replace(held, version=version.version, run_id=run_id)
-                    return version
-        raise refuse(
-            Reason.VERSION_UNKNOWN,
-            f"no version of the server has this content ({held.content_digest}); name the one that "
-            "was pushed or adopted, or push in full",
-        )
 
 
 def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -350,8 +306,11 @@ class Delivery:
         self._memory.copied = push.copied and not result.durable
         if result.way is Way.STREAM:
             self._memory.pace.note(result.sent_bytes, push.sending_s)
-        elif not push.copied:
-            self._memory.copier.start()
+        if push.mapped:
+            # Not for a single push, which would only end later for it.
+            if self._memory.mapped:
+                self._memory.copier.start()
+            self._memory.mapped = True
         return replace(result, fallback_reason=reason)
 
     # Both.

@@ -27,7 +27,8 @@ class _Copying:
 
     def update(self, piece: memoryview) -> None:
         end = self._at + len(piece)
-        self._copier.update(piece, self._target[self._at : end])
+        with self._target[self._at : end] as part:
+            self._copier.update(piece, part)
         self._at = end
 
     def digest(self) -> bytes:
@@ -35,15 +36,16 @@ class _Copying:
 
 
 class ShardDigester:
-    """Digests a shard's tensors while its bytes go by; each byte is read once.
+    """Digests a shard's tensors, and copies the shard, while its bytes go by.
 
     Bytes may go by again after a cut link: what was digested is skipped.
 
     Args:
         shard: The shard.
         keep: Gets the bytes that are digested, while they are still in the cache.
-        target: Memory for the shard: what goes by, once and in order, is copied there. Parts that
-            end within a tensor end a multiple of `weightsync.copying.STEP` after its beginning.
+        target: Memory for the shard, if it is to be copied: what goes by, once and in order, is
+            copied there. Parts that end within a tensor end a multiple of
+            `weightsync.copying.STEP` after its beginning.
     """
 
     def __init__(

@@ -80,6 +80,8 @@ class HandOff:
         self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
         #: Those of them that it copied from a GPU itself.
         self.copied: set[int] = set()
+        #: Some of them were copied into memory that was mapped.
+        self.mapped = False
 
     def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
         """Write every shard but those that were `begun` otherwise.
@@ -177,6 +179,7 @@ class HandOff:
             with _mapped(lent, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
                 write = partial(_pwrite, lent.fd) if target is None else None
+                self.mapped = self.mapped or target is not None
                 self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.

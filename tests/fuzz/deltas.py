@@ -55,7 +55,7 @@ def check_delta(blob: bytes) -> bool:
         return False
     outcomes = []
     for module in _MODULES:
-        kernels._chosen[:] = [module]
+        kernels._choice._made = module
         outcomes.append([_use(change) for change in delta.changes.values()])
     assert outcomes[0] == outcomes[-1], "numpy's kernels and the compiled ones differ"
     return None not in outcomes[0]

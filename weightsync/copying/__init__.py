@@ -5,8 +5,10 @@ Neither is imported with this module.
 
 from __future__ import annotations
 
-import threading
+import platform
 from typing import TYPE_CHECKING, Protocol
+
+from weightsync.jit.choosing import Choice
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -15,9 +17,6 @@ __all__ = ["STEP", "Copier", "copier_of", "warm_up"]
 
 #: All pieces but the last have a multiple of so many bytes.
 STEP = 1024
-
-_lock = threading.Lock()
-_chosen: list[ModuleType] = []
 
 
 class Copier(Protocol):
@@ -35,11 +34,27 @@ class Copier(Protocol):
         """Return the `weightsync.digest.tensor_digest` of all pieces."""
 
 
-def copier_of(size: int) -> Copier:
-    """Return what copies a text of so many bytes; compiled once `warm_up` has returned."""
+def _plain() -> ModuleType:
     from weightsync.copying import plain
 
-    copier: Copier = (_chosen[0] if _chosen else plain).make_copier(size)
+    return plain
+
+
+def _compiled() -> ModuleType:
+    # On other processors nobody has measured whether it is faster.
+    if platform.machine() != "x86_64":
+        return _plain()
+    from weightsync.copying import compiled
+
+    return compiled
+
+
+_choice = Choice(_plain, _compiled)
+
+
+def copier_of(size: int) -> Copier:
+    """Return what copies a text of so many bytes; compiled once `warm_up` has returned."""
+    copier: Copier = _choice.ready().make_copier(size)
     return copier
 
 
@@ -47,23 +62,6 @@ def warm_up() -> str:
     """Have the compiled copier ready: seconds the first time on a machine, later it is only loaded.
 
     Returns:
-        `compiled`, or `plain` where numba is not installed or is switched off.
+        `compiled`, or `plain` where numba is not installed or the processor is not x86-64.
     """
-    with _lock:
-        if not _chosen:
-            _chosen.append(_choose())
-    return _chosen[0].__name__.rpartition(".")[2]
-
-
-def _choose() -> ModuleType:
-    from weightsync.copying import plain
-
-    try:
-        import numba
-    except ImportError:
-        return plain
-    if numba.config.DISABLE_JIT:
-        return plain
-    from weightsync.copying import compiled
-
-    return compiled
+    return _choice.warm_up()

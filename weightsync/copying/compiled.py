@@ -1,7 +1,8 @@
 """One pass over the source: what is digested is written past the caches.
 
 A store that goes through a cache first reads what it will overwrite, and drives out what others
-work with. The target is read next by another process, and is too large to stay in any cache.
+work with. Memory of a push is read next by another process, when a shard of it is whole; few caches
+keep it for so long.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = ["CompiledCopier", "make_copier"]
 _SECRET = np.frombuffer(SECRET, np.uint8)
 #: Of a cache: only whole lines are written past it without being read.
 _LINE = 64
+_LONGEST_SHORT = 240
 #: Below this a call of numpy's and one of xxhash's are as fast.
 _LEAST = 16 << 10
 
@@ -113,13 +115,18 @@ def _address(data: npt.NDArray[Any]) -> int:
 
 
 class CompiledCopier:
-    """See `weightsync.copying.Copier`; pieces may be as large as they are.
+    """See `weightsync.copying.Copier`; as fast with pieces of any size.
 
     Args:
         size: More than 240 bytes: shorter texts are digested in another way.
+
+    Raises:
+        ValueError: It is less.
     """
 
     def __init__(self, size: int) -> None:
+        if size <= _LONGEST_SHORT:
+            raise ValueError(f"{size} bytes")
         self._size = size
         self._left = size
         self._accumulators = np.array(INITIAL, np.uint64)
@@ -127,15 +134,21 @@ class CompiledCopier:
         self._rest = np.empty(STRIPE + BLOCK, np.uint8)
 
     def update(self, piece: memoryview, target: memoryview) -> None:
-        """Digest and copy the next piece at once."""
+        """Digest and copy the next piece at once.
+
+        Raises:
+            ValueError: It is none that can come next; nothing was written.
+        """
+        size, left = len(piece), self._left - len(piece)
+        # Before there are arrays: in a traceback they would keep the memory.
+        if size != len(target) or left < 0 or (left and size % BLOCK) or not size:
+            raise ValueError(f"{size} bytes for {len(target)}, {self._left} of {self._size} left")
+        self._left = left
         data, place = np.frombuffer(piece, np.uint8), np.frombuffer(target, np.uint8)
-        self._left -= len(data)
         # The last block is digested in another way, also when it is a whole one.
-        blocks = (len(data) - (not self._left)) // BLOCK
+        blocks = (size if left else size - 1) // BLOCK
         whole = BLOCK * blocks
         rest = data[whole:]
-        if len(place) != len(data) or self._left < 0 or (self._left and len(rest)):
-            raise ValueError(f"{len(data)} bytes for {len(place)}, {self._left} of {self._size}")
         if blocks:
             _copy_blocks(_address(self._accumulators), _address(data), _address(place), blocks)
             self._rest[:STRIPE] = data[whole - STRIPE : whole]

@@ -1,1 +1,1 @@
-"""Loops that numba compiles when a process begins, for what no library does."""
+"""How loops are compiled with numba that no library has."""

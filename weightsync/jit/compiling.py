@@ -75,4 +75,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Return the function compiled for int64 in and out; releases the GIL while it runs."""
     parameters = ",".join(["int64"] * len(signature(function).parameters))
     with _declaring, _keeping(_folder(Path(function.__code__.co_filename).parent)) as kept:
-        return numba.njit(f"int64({parameters})", cache=kept, **_OPTIONS)(function)
+        declared = numba.njit(cache=kept, **_OPTIONS)(function)
+    declared.compile(f"int64({parameters})")
+    declared.disable_compile()
+    return declared

@@ -89,7 +89,7 @@ class FetcherPool(Crew, Asking):
     def _work(
         self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
     ) -> Coroutine[Any, Any, bytes]:
-        # Queued before anybody awaits it: who asks next sees who is idle then.
+        # Queued before anybody awaits it: who asks next sees it.
         if not self._running:
             raise _shutting_down()
         if not 0 <= size <= segment.capacity:

@@ -25,6 +25,7 @@ from tests.unit.server.versions.world import simple
 from weightsync import copying
 from weightsync.borrowing import Borrower, Placed
 from weightsync.copying import compiled, plain
+from weightsync.copying.compiled import CompiledCopier
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Lent
 from weightsync.v1 import weightsync_pb2 as pb
@@ -123,7 +124,15 @@ def nothing_came(client: Client, before: set[int]) -> bool:
 def test_a_state_dict_arrives_whole_whatever_its_layout(
     server: WeightSyncServer, client: Client, copier: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_chosen", [copier])
+    monkeypatch.setattr(copying._choice, "_made", copier)
+    copied: list[int] = []
+    update = CompiledCopier.update
+
+    def note(self: CompiledCopier, piece: memoryview, target: memoryview) -> None:
+        copied.append(len(piece))
+        update(self, piece, target)
+
+    monkeypatch.setattr(CompiledCopier, "update", note)
     told: list[int] = []
     for seed, size in enumerate((1_000_000, 3_000_000, 1_000_000)):
         # The third time the server knows the layout.
@@ -138,6 +147,9 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
         assert result.sent_bytes == result.size_bytes == max(told)
         assert client.get_version(result.version).trainer_verified
         assert same(client, result.version, weights(seed))
+    # Where the kernel makes huge pages, shards of 2 MiB and more are mapped.
+    mapped = client._memory.mapped
+    assert bool(copied) is (mapped and copier is compiled)
     lines = [json.loads(line[line.index("{") :]) for line in server.log.splitlines() if "{" in line]
     ours = [line for line in lines if line.get("method") == "same_host"]
     assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {

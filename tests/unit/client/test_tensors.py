@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import array
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
+from weightsync import copying
+from weightsync.copying import compiled, plain
 from weightsync.layout import DTYPE_BITS
 from weightsync_client import Client, InvalidError, PulledTensor
 from weightsync_client.digesting import ShardDigester
@@ -286,7 +289,11 @@ def test_a_device_without_streams_is_waited_for_as_a_whole(monkeypatch: pytest.M
     assert waited == ["all", "xpu:1", "all"]
 
 
-def test_what_goes_by_is_copied_where_it_belongs() -> None:
+@pytest.mark.parametrize("copier", [plain, compiled], ids=["numpy", "compiled"])
+def test_what_goes_by_is_copied_where_it_belongs(
+    copier: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying._choice, "_made", copier)
     sizes = {"a": 5, "b": 0, "c": 40_000, "d": 2 << 10, "e": 0}
     content = np.random.default_rng(1)
     tensors = [wrap(n, content.integers(0, 256, s, np.uint8)) for n, s in sizes.items()]

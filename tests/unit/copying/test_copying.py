@@ -73,8 +73,8 @@ def test_texts_of_any_size_have_a_copier(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "piece", "target"),
-    [(2000, 1000, 1000), (2000, 2001, 2001), (2048, 1024, 1023), (2000, 2000, 2001)],
-    ids=["within a block", "beyond the end", "less room", "more room"],
+    [(2000, 1000, 1000), (2000, 2001, 2001), (2048, 1024, 1023), (2000, 2000, 2001), (2000, 0, 0)],
+    ids=["within a block", "beyond the end", "less room", "more room", "nothing"],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
     size: int, piece: int, target: int
@@ -83,6 +83,18 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="bytes"):
         CompiledCopier(size).update(memoryview(b"x" * piece), memoryview(room))
     assert not any(room)
+
+
+def test_a_short_text_is_refused_and_nothing_comes_after_the_end() -> None:
+    with pytest.raises(ValueError, match="240 bytes"):
+        CompiledCopier(240)
+    room = bytearray(2048)
+    copier = CompiledCopier(2048)
+    copier.update(memoryview(bytes(2048)), memoryview(room))
+    for size in (0, 1024):
+        with pytest.raises(ValueError, match="0 of 2048 left"):
+            copier.update(memoryview(bytes(size)), memoryview(room)[:size])
+    assert copier.digest() == tensor_digest(bytes(2048))
 
 
 def test_nothing_is_touched_outside() -> None:

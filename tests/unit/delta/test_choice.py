@@ -9,6 +9,7 @@ import pytest
 
 from weightsync.delta import kernels
 from weightsync.delta.kernels import plain
+from weightsync.jit.choosing import Choice
 
 
 def test_numpy_serves_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,8 +21,7 @@ def test_numpy_serves_while_another_thread_compiles(monkeypatch: pytest.MonkeyPa
         go.wait(10)
         return made
 
-    monkeypatch.setattr(kernels, "_chosen", [])
-    monkeypatch.setattr(kernels, "_choose", compile_slowly)
+    monkeypatch.setattr(kernels, "_choice", Choice(kernels._plain, compile_slowly))
     told: list[str] = []
     thread = threading.Thread(target=lambda: told.append(kernels.warm_up()))
     thread.start()
@@ -35,6 +35,5 @@ def test_numpy_serves_while_another_thread_compiles(monkeypatch: pytest.MonkeyPa
 
 def test_the_first_who_asks_has_them_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ModuleType("made")
-    monkeypatch.setattr(kernels, "_chosen", [])
-    monkeypatch.setattr(kernels, "_choose", lambda: made)
+    monkeypatch.setattr(kernels, "_choice", Choice(kernels._plain, lambda: made))
     assert kernels.chosen() is made

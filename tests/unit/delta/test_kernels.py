@@ -36,10 +36,10 @@ pytest.importorskip("numba", reason="compiled kernels need numba")
 @pytest.fixture(scope="module", params=["compiled"], autouse=True)
 def used_kernels() -> Iterator[None]:
     """This file compares the two itself."""
-    before = kernels._chosen[:]
-    kernels._chosen.clear()
+    before = kernels._choice._made
+    kernels._choice._made = None
     yield
-    kernels._chosen[:] = before
+    kernels._choice._made = before
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

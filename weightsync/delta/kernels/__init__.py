@@ -6,32 +6,29 @@ with this module.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
+
+from weightsync.jit.choosing import Choice
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = ["chosen", "warm_up"]
 
-_lock = threading.Lock()
-_chosen: list[ModuleType] = []
+
+def _plain() -> ModuleType:
+    from weightsync.delta.kernels import plain
+
+    return plain
 
 
-def _choose() -> ModuleType:
-    try:
-        import numba
-    except ImportError:
-        from weightsync.delta.kernels import plain
-
-        return plain
-    if numba.config.DISABLE_JIT:
-        from weightsync.delta.kernels import plain
-
-        return plain
+def _compiled() -> ModuleType:
     from weightsync.delta.kernels import compiled
 
     return compiled
+
+
+_choice = Choice(_plain, _compiled)
 
 
 def chosen() -> ModuleType:
@@ -39,18 +36,7 @@ def chosen() -> ModuleType:
 
     While another thread does that, for seconds or on a busy host for a minute, numpy's serve.
     """
-    if not _chosen and _lock.locked():
-        from weightsync.delta.kernels import plain
-
-        return plain
-    _prepare()
-    return _chosen[0]
-
-
-def _prepare() -> None:
-    with _lock:
-        if not _chosen:
-            _chosen.append(_choose())
+    return _choice.ready() if _choice.under_way else _choice.make()
 
 
 def warm_up() -> str:
@@ -62,5 +48,4 @@ def warm_up() -> str:
     Returns:
         `compiled`, or `plain` for numpy's.
     """
-    _prepare()
-    return _chosen[0].__name__.rpartition(".")[2]
+    return _choice.warm_up()
