@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.copying import copier_of
 from weightsync.digest import TensorDigester, tensor_digest
+from weightsync_client.copying import copier_of
 
 if TYPE_CHECKING:
     from weightsync_client.shards import Keep, Part, Shard
@@ -45,7 +45,7 @@ class ShardDigester:
         keep: Gets the bytes that are digested, while they are still in the cache.
         target: Memory for the shard, if it is to be copied: what goes by, once and in order, is
             copied there. Parts that end within a tensor end a multiple of
-            `weightsync.copying.STEP` after its beginning.
+            `weightsync_client.copying.STEP` after its beginning.
     """
 
     def __init__(

@@ -41,6 +41,6 @@ def compile_codec() -> None:
 
 def compile_copier() -> None:
     """Have the loop ready that copies tensors to a server on this host."""
-    from weightsync.copying import warm_up
+    from weightsync_client.copying import warm_up
 
     warm_up()

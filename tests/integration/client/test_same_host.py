@@ -22,10 +22,7 @@ import pytest
 from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
-from weightsync import copying
 from weightsync.borrowing import Borrower, Placed
-from weightsync.copying import compiled, plain
-from weightsync.copying.compiled import CompiledCopier
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Lent
 from weightsync.v1 import weightsync_pb2 as pb
@@ -39,9 +36,12 @@ from weightsync_client import (
     PushKind,
     Streamed,
     Way,
+    copying,
     delivery,
 )
 from weightsync_client.collecting import Collection
+from weightsync_client.copying import compiled, plain
+from weightsync_client.copying.compiled import CompiledCopier
 from weightsync_client.samehost import SameHost
 from weightsync_client.shards import Shard
 from weightsync_client.tensors import Scratch

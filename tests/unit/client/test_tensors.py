@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
-from weightsync import copying
-from weightsync.copying import compiled, plain
 from weightsync.layout import DTYPE_BITS
-from weightsync_client import Client, InvalidError, PulledTensor
+from weightsync_client import Client, InvalidError, PulledTensor, copying
+from weightsync_client.copying import compiled, plain
 from weightsync_client.digesting import ShardDigester
 from weightsync_client.shards import cut, pieces, tensor_shard
 from weightsync_client.tensors import Scratch, settle, wrap

@@ -15,7 +15,7 @@ def make_copier(_size: int) -> PlainCopier:
 
 
 class PlainCopier:
-    """See `weightsync.copying.Copier`; fastest with pieces that fit into a cache."""
+    """See `weightsync_client.copying.Copier`; fastest with pieces that fit into a cache."""
 
     def __init__(self) -> None:
         self._digester = TensorDigester()

@@ -35,7 +35,7 @@ class Copier(Protocol):
 
 
 def _plain() -> ModuleType:
-    from weightsync.copying import plain
+    from weightsync_client.copying import plain
 
     return plain
 
@@ -44,7 +44,7 @@ def _compiled() -> ModuleType:
     # On other processors nobody has measured whether it is faster.
     if platform.machine() != "x86_64":
         return _plain()
-    from weightsync.copying import compiled
+    from weightsync_client.copying import compiled
 
     return compiled
 

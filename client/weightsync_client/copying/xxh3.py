@@ -1,6 +1,7 @@
 """XXH3 of 128 bits for more than 240 bytes, with seed 0 and the default secret.
 
 From the specification in the repository of xxHash, doc/xxhash_spec.md, whose names these are. The
+library of that name cannot write what it reads, and two passes take a third longer. The
 accumulators lie in memory: eight of 64 bits.
 """
 

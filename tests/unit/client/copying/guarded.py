@@ -1,4 +1,4 @@
-"""The compiled copier on memory that ends where it should: python -m tests.unit.copying.guarded."""
+"""The compiled copier on memory that ends where it should; a program of test_copying."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import numpy as np
 
 from tests.support.guard_pages import guarded, guarded_copy
-from weightsync.copying.compiled import CompiledCopier
 from weightsync.digest import tensor_digest
+from weightsync_client.copying.compiled import CompiledCopier
 
 
 def main() -> None:

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync import copying
-from weightsync.copying import STEP, plain
-from weightsync.copying.compiled import CompiledCopier, make_copier
 from weightsync.digest import tensor_digest
+from weightsync_client import copying
+from weightsync_client.copying import STEP, plain
+from weightsync_client.copying.compiled import CompiledCopier, make_copier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.copying import Copier
+    from weightsync_client.copying import Copier
 
 _TEXT = np.random.default_rng(3).integers(0, 256, 300_000, np.uint8)
 _PAINT = 0xA5
@@ -99,7 +99,7 @@ def test_a_short_text_is_refused_and_nothing_comes_after_the_end() -> None:
 
 def test_nothing_is_touched_outside() -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.unit.copying.guarded"],
+        [sys.executable, "-m", "tests.unit.client.copying.guarded"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -112,7 +112,7 @@ def test_nothing_is_touched_outside() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the name of an instruction of x86")
 def test_blocks_go_past_the_caches() -> None:
     program = """
-from weightsync.copying import compiled
+from weightsync_client.copying import compiled
 (machine_code,) = compiled._copy_blocks.inspect_asm().values()
 print("movnt" in machine_code)
 """
@@ -124,7 +124,7 @@ def test_until_it_is_ready_and_without_numba_numpy_copies() -> None:
     program = """
 import sys
 {}
-from weightsync import copying
+from weightsync_client import copying
 before = type(copying.copier_of(1 << 20)).__name__, "numba" in sys.modules
 print(*before, copying.warm_up(), type(copying.copier_of(1 << 20)).__name__)
 """

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llvmlite import ir
 
-from weightsync.copying.plain import PlainCopier
-from weightsync.copying.xxh3 import (
+from weightsync.jit.compiling import kernel
+from weightsync.jit.emitting import I64, ZERO, Value, load, made, store, vector
+from weightsync_client.copying.plain import PlainCopier
+from weightsync_client.copying.xxh3 import (
     BLOCK,
     INITIAL,
     SECRET,
@@ -24,13 +26,11 @@ from weightsync.copying.xxh3 import (
     merge_high,
     merge_low,
 )
-from weightsync.jit.compiling import kernel
-from weightsync.jit.emitting import I64, ZERO, Value, load, made, store, vector
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from weightsync.copying import Copier
+    from weightsync_client.copying import Copier
 
 __all__ = ["CompiledCopier", "make_copier"]
 
@@ -115,7 +115,7 @@ def _address(data: npt.NDArray[Any]) -> int:
 
 
 class CompiledCopier:
-    """See `weightsync.copying.Copier`; as fast with pieces of any size.
+    """See `weightsync_client.copying.Copier`; as fast with pieces of any size.
 
     Args:
         size: More than 240 bytes: shorter texts are digested in another way.
