@@ -293,10 +293,11 @@ class Delivery:
             source = replace(source, shards=source.flow.shards(_drained(self._before), taking.add))
         if taking is None:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
+        devices = taking.devices
         push = self._begin(source, reason, taking)
         result = self._sent(push, reason)
         snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
-        self._memory.codec.start()
+        self._memory.codec.start(devices)
         if taking.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+    import torch
 
 __all__ = ["Warmth", "compile_codec", "compile_copier"]
 
@@ -18,25 +21,45 @@ class Warmth:
         work: Compiles.
     """
 
-    def __init__(self, work: Callable[[], object]) -> None:
+    def __init__(self, work: Callable[..., object]) -> None:
         self._work = work
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin, unless it was begun; returns at once."""
+    def start(self, *facts: object) -> None:
+        """Begin, unless it was begun; returns at once.
+
+        Args:
+            facts: For the work.
+        """
         with self._lock:
             if self._thread is None:
                 # No daemon: a compiler that is torn down with the interpreter may crash it.
-                self._thread = threading.Thread(target=self._work, name="weightsync-warm-up")
+                self._thread = threading.Thread(
+                    target=self._work, args=facts, name="weightsync-warm-up"
+                )
                 self._thread.start()
 
 
-def compile_codec() -> None:
-    """Have the loops ready that make deltas."""
+def compile_codec(devices: Iterable[torch.device]) -> None:
+    """Have the loops ready that make deltas.
+
+    Args:
+        devices: Those where tensors will be compared.
+    """
     from weightsync.delta import warm_up
 
     warm_up()
+    if not devices:
+        return
+    from weightsync.cuda.kernels import Kernels
+    from weightsync.cuda.nvrtc import NvrtcError
+
+    for device in frozenset(devices):
+        # Who compares says why there are none. Nothing is loaded here: the trainer may be capturing
+        # a graph, which no other thread must disturb.
+        with contextlib.suppress(NvrtcError):
+            Kernels.compile_for(device)
 
 
 def compile_copier() -> None:

@@ -17,7 +17,9 @@ from weightsync.digest import content_digest, tensor_digest  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
 from weightsync_client.deltas import room  # noqa: E402
 from weightsync_client.deltas.device import DeviceTensor  # noqa: E402
+from weightsync_client.deltas.differing import differing  # noqa: E402
 from weightsync_client.deltas.held import HostTensor  # noqa: E402
+from weightsync_client.deltas.searching import DeviceDigests, kernels_of, search  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -68,6 +70,28 @@ def test_steps_on_the_device(client: Client, share: float) -> None:
         assert result.kind is PushKind.DELTA
         assert result.content_digest == digest_of(tensors)
         assert result.changed_fraction == pytest.approx(share, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_our_kernels_find_what_pytorch_finds(dtype: Any, share: float) -> None:
+    kernels = kernels_of(torch.device("cuda", 0))
+    assert kernels is not None
+    sizes = (1, 7, 1000, 65536, 65537, (1 << 24) + 3)
+    old = [torch.randint(0, 100, (n,), device="cuda").to(dtype) for n in sizes]
+    pairs = [(t, t + (torch.rand(t.shape, device="cuda") < share).to(dtype)) for t in old]
+    searched = search(kernels, pairs)
+    assert not searched.changed.any()
+    for found, wanted in zip(searched.differences, differing(pairs), strict=True):
+        assert found.index.dtype == wanted.index.dtype
+        for name in ("index", "before", "after"):
+            assert torch.equal(getattr(found, name), getattr(wanted, name))
+    tensors = {str(n): new.view(torch.uint8) for n, (_, new) in enumerate(pairs)}
+    digests = DeviceDigests(kernels, tensors)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for name in digests.names:
+            assert digests.of(name) == tensor_digest(tensors[name].cpu().numpy().data)
 
 
 def test_without_room_on_the_device_the_host_compares(

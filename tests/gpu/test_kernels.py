@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from weightsync.cuda import spans as spans_
+from weightsync.cuda.digests import Digests, digestible
+from weightsync.cuda.kernels import KernelError, Kernels, Launch
 from weightsync.digest import tensor_digest
-from weightsync.vllm.cuda import spans as spans_
 from weightsync.vllm.cuda.blocks import Block
-from weightsync.vllm.cuda.digests import Digests, digestible
-from weightsync.vllm.cuda.kernels import KernelError, Kernels, Launch
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
 from weightsync.vllm.cuda.search import KernelSearch, TorchSearch
 from weightsync.vllm.cuda.spans import Spans

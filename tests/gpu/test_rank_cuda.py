@@ -13,9 +13,9 @@ from safetensors.torch import save
 from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
+from weightsync.cuda.kernels import Kernels
 from weightsync.vllm.cuda import device as device_
 from weightsync.vllm.cuda import finding, patch
-from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.room import Room
 from weightsync.vllm.cuda.runtime import Runtime
 from weightsync.vllm.cuda.scatter import Scatters

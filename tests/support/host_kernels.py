@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsync.cuda.kernels import Kernels
 from weightsync.digest import tensor_digest
-from weightsync.vllm.cuda.kernels import Kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

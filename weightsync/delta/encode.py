@@ -82,6 +82,26 @@ class Item(NamedTuple):
         """Return all bytes after."""
         return self.new
 
+    def check(self) -> None:
+        """Prove what can be proved without a digest.
+
+        Raises:
+            DeltaError: LAYOUT_INVALID or REQUEST_INVALID.
+        """
+        entry = TensorEntry(self.name, self.dtype, self.shape, 0, 0, len(self.new))
+        try:
+            check_shard(ShardEntry("delta", 108 + len(self.new), 100), [entry])
+        except WeightSyncError as error:
+            raise DeltaError(error.reason, error.message) from None
+        for data in (self.base, self.new):
+            flat = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+            if not flat or len(data) != len(self.new):
+                raise DeltaError(
+                    Reason.REQUEST_INVALID,
+                    f"tensor {self.name[:100]!a} needs {len(self.new)} contiguous bytes before "
+                    f"and after; got {data.dtype} {list(data.shape)}",
+                )
+
     def new_digest(self) -> bytes:
         """Return xxh3-128 of them."""
         return tensor_digest(self.new.data)
@@ -155,22 +175,6 @@ class _Tensor(NamedTuple):
     record: Record | None
     positions: list[NDArray[np.uint8] | bytes]
     values: list[NDArray[np.uint8] | bytes]
-
-
-def _check(item: Item) -> None:
-    entry = TensorEntry(item.name, item.dtype, item.shape, 0, 0, len(item.new))
-    try:
-        check_shard(ShardEntry("delta", 108 + len(item.new), 100), [entry])
-    except WeightSyncError as error:
-        raise DeltaError(error.reason, error.message) from None
-    for data in (item.base, item.new):
-        flat = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
-        if not flat or len(data) != len(item.new):
-            raise DeltaError(
-                Reason.REQUEST_INVALID,
-                f"tensor {item.name[:100]!a} needs {len(item.new)} contiguous bytes before "
-                f"and after; got {data.dtype} {list(data.shape)}",
-            )
 
 
 def _check_bindings(digests: Sequence[str], index: int) -> None:
@@ -289,11 +293,6 @@ class Encoder:
         if len({item.name for item in given}) != len(given):
             raise DeltaError(Reason.LAYOUT_INVALID, "a tensor is given twice; give each once")
         _check_bindings((base_content_digest, layout_digest), index)
-        for item in given:
-            if isinstance(item, Changes):
-                item.check()
-            elif isinstance(item, Item):
-                _check(item)
         order = sorted(given, key=lambda item: -item.size)
         done = {tensor.stats.name: tensor for tensor in self._encode_all(order)}
         changed = [done[name] for name in sorted(done) if done[name].record]
@@ -319,7 +318,7 @@ class Encoder:
     def _encode(self, item: Item | Later | Changes) -> _Tensor:
         if isinstance(item, Later):
             item = item.read()
-            _check(item)
+        item.check()
         coding, (counts, positions, planes) = self._compared(item)
         nnz = counts.changed
         if not nnz:

@@ -92,13 +92,10 @@ def coded_changes(changes: Changes, coding: Coding) -> Coded:
     coded = chosen().encode(*values, width, Coding(Positions.BITMAP, coding.values))
     if coding.positions is Positions.BITMAP:
         return Coded(coded.counts, [_bitmap(changes.index, changes.size // width)], coded.values)
-    skip = SKIP[coding.positions]
-    skips, rest = np.divmod(np.diff(changes.index.astype(np.int64), prepend=-1) - 1, skip)
-    entries = np.full(len(rest) + int(skips.sum()), skip, "<u2" if skip > 0xFF else "u1")
-    entries[np.cumsum(skips + 1) - 1] = rest
+    entries = chosen().entries(changes.index, SKIP[coding.positions])
     columns = entries.view(np.uint8).reshape(-1, entries.itemsize)
     planes = [np.ascontiguousarray(columns[:, at]) for at in range(entries.itemsize)]
-    counts = replace(coded.counts, skips=len(entries) - len(rest))
+    counts = replace(coded.counts, skips=len(entries) - len(changes.index))
     return Coded(counts, planes, coded.values)
 
 

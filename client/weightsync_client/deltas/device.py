@@ -1,35 +1,44 @@
 """Tensors of the last version on the trainer's device: compared and advanced there.
 
-Of a changed tensor the positions, the values before and after and, to be digested, all bytes come
-to the host; of one that did not change, nothing does.
+Of a changed tensor the positions and the values before and after come to the host and, where the
+device cannot digest it, all its bytes; of one that did not change, nothing does.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from weightsync.cuda.kernels import KernelError
 from weightsync.delta import Changes
 from weightsync.delta.coding import element_width
 from weightsync.digest import TensorDigester
+from weightsync.errors import Reason
 from weightsync_client.deltas.differing import differing, on_host
 from weightsync_client.deltas.held import all_bytes, own_scratch
+from weightsync_client.deltas.searching import DeviceDigests, kernels_of, search, searchable
+from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
 from weightsync_client.tensors import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
+    from weightsync.cuda.kernels import Kernels
     from weightsync.delta import TensorChange
     from weightsync_client.deltas.differing import Difference
+    from weightsync_client.deltas.searching import Pair
     from weightsync_client.tensors import Scratch, SourceTensor
 
 __all__ = ["DeviceTensor", "changes_of"]
+
+logger = logging.getLogger(__name__)
 
 #: Bytes that are digested at a time; small pieces have threads wait for the interpreter.
 _BLOCK = 8 << 20
@@ -138,27 +147,86 @@ def changes_of(pairs: Sequence[tuple[DeviceTensor, SourceTensor]]) -> list[Chang
     """Return what differs in tensors that are held on one device; see `HeldTensor.item`.
 
     Raises:
+        ClientError: REQUEST_INVALID: a tensor was changed meanwhile.
         Unfit: The device has no room for that.
     """
+    kernels = kernels_of(pairs[0][0].device)
     try:
-        words = [held.words(tensor) for held, tensor in pairs]
-        found = differing(words)
-        for (held, _), difference, (_, new) in zip(pairs, found, words, strict=True):
-            held.found(difference, new)
-        told = iter(on_host([part for d in found for part in (d.index, d.before, d.after)]))
+        try:
+            return _changes_of(kernels, pairs)
+        except KernelError as error:
+            # Such as no room for them beside what PyTorch holds, whose own need no more of it.
+            logger.warning("weightsync: PyTorch's kernels compare, ours did not: %s", error)
+            return _changes_of(None, pairs)
     except torch.OutOfMemoryError as error:
         raise Unfit(Fallback.NO_ROOM, f"the device is too full to compare: {error}") from None
-    return [_changes(held, tensor, next(told), next(told), next(told)) for held, tensor in pairs]
+
+
+def _changes_of(
+    kernels: Kernels | None, pairs: Sequence[tuple[DeviceTensor, SourceTensor]]
+) -> list[Changes]:
+    words = [held.words(tensor) for held, tensor in pairs]
+    found, meanwhile = _found(kernels, words)
+    for (held, _), difference, (_, new) in zip(pairs, found, words, strict=True):
+        held.found(difference, new)
+    parts = [part for d in found for part in (d.index, d.before, d.after)]
+    told = iter(on_host([*parts, *meanwhile]))
+    taken = [(next(told), next(told), next(told)) for _ in pairs]
+    if any(flag.any() for flag in told):
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "the tensors changed while they were compared; change them once the push has returned, "
+            "or source_free is done",
+        )
+    digests = _digests(kernels, pairs, words, found)
+    return [
+        _changes(held, tensor, parts, digests)
+        for (held, tensor), parts in zip(pairs, taken, strict=True)
+    ]
+
+
+def _found(
+    kernels: Kernels | None, pairs: Sequence[Pair]
+) -> tuple[list[Difference], list[torch.Tensor]]:
+    """Return what differs in each pair, and flags that tell whether one was written meanwhile."""
+    ours = [kernels is not None and searchable(pair) for pair in pairs]
+    known = [pair for pair, own in zip(pairs, ours, strict=True) if own]
+    others = iter(differing([pair for pair, own in zip(pairs, ours, strict=True) if not own]))
+    if kernels is None or not known:
+        return list(others), []
+    searched = search(kernels, known)
+    mine = iter(searched.differences)
+    return [next(mine) if own else next(others) for own in ours], [searched.changed]
+
+
+def _digests(
+    kernels: Kernels | None,
+    pairs: Sequence[tuple[DeviceTensor, SourceTensor]],
+    words: Sequence[Pair],
+    found: Sequence[Difference],
+) -> DeviceDigests | None:
+    """Have the device digest what has changed; None: the host does."""
+    if kernels is None:
+        return None
+    return DeviceDigests(
+        kernels,
+        {
+            tensor.name: new.view(torch.uint8)
+            for (_, tensor), (_, new), difference in zip(pairs, words, found, strict=True)
+            if len(difference.index)
+        },
+    )
 
 
 def _changes(
     held: DeviceTensor,
     tensor: SourceTensor,
-    index: NDArray[np.int64],
-    before: NDArray[np.int64],
-    after: NDArray[np.int64],
+    parts: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    digests: DeviceDigests | None,
 ) -> Changes:
+    index, before, after = parts
     unsigned = f"<u{element_width(held.dtype)}"
+    known = digests is not None and tensor.name in digests.names
     return Changes(
         tensor.name,
         held.dtype,
@@ -166,7 +234,9 @@ def _changes(
         index,
         before.view(unsigned),
         after.view(unsigned),
-        new_digest=partial(_digest, tensor),
+        new_digest=partial(digests.of, tensor.name)
+        if digests is not None and known
+        else partial(_digest, tensor),
         same_digest=lambda: held.digest,
         all_bytes=lambda: all_bytes(tensor, own_scratch()),
     )

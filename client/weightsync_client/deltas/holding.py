@@ -111,6 +111,11 @@ class Taking:
         """Take bytes of one tensor as they are sent."""
         self._tensors[name].keep(offset, piece)
 
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where tensors are copied, but for the host."""
+        return {t.device for t in self._tensors.values() if t.device is not None}
+
     def copies(self, name: str) -> bool:
         """Whether a tensor is copied on its device, whole, at its first bytes."""
         tensor = self._tensors.get(name)

@@ -15,9 +15,9 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker, adopted, give_device
 from weightsync import failpoints
 from weightsync.arriving import ArrivalWriter
+from weightsync.cuda.kernels import Kernels
 from weightsync.vllm import arrivals
 from weightsync.vllm.cuda import finding
-from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of

@@ -12,10 +12,10 @@ from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.test_rank import Worker
 from weightsync import failpoints
+from weightsync.cuda.kernels import Kernels
 from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import finding, patch, staged
 from weightsync.vllm.cuda.device import _SCRATCH, Device
-from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.search import KernelSearch, Search, TorchSearch
 from weightsync.vllm.settings import Amount
 from weightsync.vllm.words import words_of

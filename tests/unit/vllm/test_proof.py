@@ -10,13 +10,14 @@ from safetensors.torch import save
 
 from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.test_rank import Worker
+from weightsync.cuda.digests import Digests, digestible
+from weightsync.cuda.kernels import Kernels
+from weightsync.cuda.spans import fits
 from weightsync.digest import tensor_digest
 from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import proof
 from weightsync.vllm.cuda.device import Device
-from weightsync.vllm.cuda.digests import Digests, digestible
-from weightsync.vllm.cuda.kernels import Kernels
-from weightsync.vllm.cuda.spans import Spans, fits
+from weightsync.vllm.cuda.spans import Spans
 from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
 
@@ -106,7 +107,7 @@ def test_what_the_kernel_cannot_digest_is_told() -> None:
 def test_spans_copy_and_compare_every_byte(
     kernels: HostKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.vllm.cuda.spans.SPAN", 64)
+    monkeypatch.setattr("weightsync.cuda.spans.SPAN", 64)
     sizes = (1, 16, 63, 64, 65, 1000)
     live = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     wanted = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]

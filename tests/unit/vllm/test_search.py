@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
+from weightsync.cuda import spans
 from weightsync.vllm.cuda import search as search_
-from weightsync.vllm.cuda import spans
 from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.scatter import Scatter
 from weightsync.vllm.cuda.search import KernelSearch, TorchSearch, searches

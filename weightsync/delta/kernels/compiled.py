@@ -30,6 +30,7 @@ __all__ = [
     "decode_gaps",
     "decode_sm",
     "encode",
+    "entries",
     "join",
     "scatter",
     "shift",
@@ -138,6 +139,14 @@ def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
         [arena.planes[at][:size] for at, size in enumerate(first)],
         [arena.planes[2 + at][:size] for at, size in enumerate(second)],
     )
+
+
+def entries(index: Indices, skip: int) -> Words:
+    """Return the gap entries of ascending positions, of one byte or two; see `plain.entries`."""
+    facts = _address(index), index.itemsize, len(index), skip
+    found: Words = np.empty(encoding.count_entries(*facts), "u1" if skip <= 0xFF else "<u2")
+    encoding.write_entries(*facts, _address(found), found.itemsize)
+    return found
 
 
 def decode_gaps(planes: Sequence[Bytes], elements: int, out: Indices) -> None:

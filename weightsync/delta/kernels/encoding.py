@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.delta.kernels.elementwise import mark
+from weightsync.delta.kernels.elementwise import load_place, mark, store
 from weightsync.delta.kernels.finding import (
     BLOCK,
     GROUP,
@@ -38,7 +38,7 @@ from weightsync.delta.kernels.intrinsics import (
 from weightsync.jit.compiling import inner, kernel
 from weightsync.jit.processor import PACKS, SHUFFLES, vectors
 
-__all__ = ["count_changes", "encode_piece"]
+__all__ = ["count_changes", "count_entries", "encode_piece", "write_entries"]
 
 _GAP8, _BITMAP = 2, 3
 _PACKS, _SHUFFLES = vectors() == PACKS, vectors() == SHUFFLES
@@ -298,3 +298,32 @@ def count_changes(
             end = GROUP * words * width
             count += count_ones(mark_tail(here + end, there + end, left, width, scratch))
     return count
+
+
+@kernel
+def count_entries(index: Any, size: Any, changed: Any, skip: Any) -> Any:
+    """Return how many gap entries positions take that only rise."""
+    found, expected = changed, 0
+    for at in range(changed):
+        place = load_place(index, at, size)
+        if place - expected >= skip:
+            found += (place - expected) // skip
+        expected = place + 1
+    return found
+
+
+@kernel
+def write_entries(index: Any, size: Any, changed: Any, skip: Any, out: Any, width: Any) -> Any:
+    """Write them, as many as `count_entries` tells."""
+    expected = 0
+    for at in range(changed):
+        place = load_place(index, at, size)
+        gap = place - expected
+        expected = place + 1
+        while gap >= skip:
+            store(out, width, skip)
+            out += width
+            gap -= skip
+        store(out, width, gap)
+        out += width
+    return 0

@@ -33,6 +33,7 @@ __all__ = [
     "decode_gaps",
     "decode_sm",
     "encode",
+    "entries",
     "join",
     "scatter",
     "shift",
@@ -60,9 +61,27 @@ def count(base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
 def _entries(where: NDArray[np.int64], last: int, skip: int) -> NDArray[np.int64]:
     """Return the gap entries of ascending positions after `last`."""
     skips, rest = np.divmod(np.diff(where, prepend=last) - 1, skip)
-    entries = np.full(len(where) + int(skips.sum()), skip, np.int64)
-    entries[np.cumsum(skips + 1) - 1] = rest
-    return entries
+    found = np.full(len(where) + int(skips.sum()), skip, np.int64)
+    found[np.cumsum(skips + 1) - 1] = rest
+    return found
+
+
+def entries(index: Indices, skip: int) -> Words:
+    """Return the gap entries of positions, of one byte or two.
+
+    Args:
+        index: Positions, strictly increasing.
+        skip: `weightsync.delta.coding.SKIP` of their coding.
+    """
+    kind = "u1" if skip <= 0xFF else "<u2"
+    found: list[Words] = []
+    last = -1
+    for piece in _pieces(len(index)):
+        where = index[piece].astype(np.int64)
+        found.append(_entries(where, last, skip).astype(kind))
+        last = int(where[-1])
+    joined: Words = _joined(found, kind)
+    return joined
 
 
 def _planar(words: Words) -> list[Bytes]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.cuda.kernels import Kernels
 from weightsync.vllm.cuda.ahead import Ahead
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.finding import fill, find
-from weightsync.vllm.cuda.kernels import Kernels
 from weightsync.vllm.cuda.patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.proof import Proof, Proved
 from weightsync.vllm.cuda.reading import Reading

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.crew import Crew
-    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.upload import Uploader
     from weightsync.vllm.live import Targets
     from weightsync.vllm.plan import Slice

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync.cuda.digests import Digests, digestible
 from weightsync.vllm.cuda.beside import Beside
-from weightsync.vllm.cuda.digests import Digests, digestible
 from weightsync.vllm.words import tensor_digest_of
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.cuda.kernels import Kernels
     from weightsync.manifest import Layout
     from weightsync.vllm.cuda.blocks import Block
-    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.plan import LoadPlan
     from weightsync.vllm.prepared import Prepared
 

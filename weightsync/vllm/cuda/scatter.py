@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weightsync.vllm.cuda.kernels import Launch
+from weightsync.cuda.kernels import Launch
 from weightsync.vllm.words import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from weightsync.vllm.cuda.kernels import Kernels
+    from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.cuda.room import Room
 
 __all__ = ["Scatter", "Scatters", "launch_of", "needed"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from weightsync.cuda.kernels import Launch
+from weightsync.cuda.spans import SPAN, THREADS, cut, fits
 from weightsync.vllm.cuda.compare import unequal
-from weightsync.vllm.cuda.kernels import Launch
-from weightsync.vllm.cuda.spans import SPAN, THREADS, cut, fits
 from weightsync.vllm.words import StoppedError, words_of
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.cuda.blocks import Block
-    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged import Staged
     from weightsync.vllm.cuda.upload import Pace

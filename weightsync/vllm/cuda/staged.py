@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync.cuda.spans import fits
 from weightsync.vllm.cuda.compare import Comparison, limit_of
-from weightsync.vllm.cuda.spans import Spans, fits
+from weightsync.vllm.cuda.spans import Spans
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Block, Blocks
-    from weightsync.vllm.cuda.kernels import Kernels
     from weightsync.vllm.cuda.reading import Reading
     from weightsync.vllm.cuda.room import Room
     from weightsync.vllm.cuda.upload import Pace, Uploader

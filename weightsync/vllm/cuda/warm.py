@@ -27,7 +27,7 @@ from weightsync.vllm.words import words_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from weightsync.vllm.cuda.kernels import Kernels
+    from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.cuda.upload import Uploader
 
 __all__ = ["warm_up"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weightsync.vllm.cuda import kernels, nvrtc
-from weightsync.vllm.cuda.kernels import Kernels
-from weightsync.vllm.cuda.nvrtc import NvrtcError, compile_source
+from weightsync.cuda import kernels, nvrtc
+from weightsync.cuda.kernels import Kernels
+from weightsync.cuda.nvrtc import NvrtcError, compile_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ def test_without_a_compiler_pytorchs_kernels_are_used(
         compile_source(_SOURCE, "kernels.cu", (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert Kernels.find(torch.device("cuda", 0)) is None
-    assert "commits take PyTorch's kernels" in caplog.text
+    assert "PyTorch's kernels are used on cuda" in caplog.text
 
 
 def test_a_host_without_a_driver_uses_pytorchs_kernels(

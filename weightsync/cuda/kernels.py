@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.cuda.nvrtc import NvrtcError, compile_source
+from weightsync.cuda.nvrtc import NvrtcError, compile_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,11 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuModuleGetFunction": (_Pointer, _Pointer, ctypes.c_char_p),
     "cuLaunchKernel": (_Pointer, *(ctypes.c_uint,) * 7, _Pointer, _Pointer, _Pointer),
 }
+
+
+@cache
+def _compiled(capability: tuple[int, int]) -> bytes:
+    return compile_source(_SOURCE.read_text(), _SOURCE.name, capability)
 
 
 class KernelError(Exception):
@@ -81,8 +87,7 @@ class Kernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        capability = torch.cuda.get_device_capability(device)
-        code = compile_source(_SOURCE.read_text(), _SOURCE.name, capability)
+        code = _compiled(torch.cuda.get_device_capability(device))
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -98,6 +103,16 @@ class Kernels:
             torch.cuda.current_stream(device).synchronize()
             self._call("cuModuleLoadData", ctypes.byref(self._module), code)
 
+    @staticmethod
+    def compile_for(device: torch.device) -> None:
+        """Have the kernels compiled for a device, which is not used for that.
+
+        Raises:
+            NvrtcError: There is no compiler, or it refuses them.
+        """
+        if device.type == "cuda":
+            _compiled(torch.cuda.get_device_capability(device))
+
     @classmethod
     def find(cls, device: torch.device) -> Kernels | None:
         """Return the kernels for a device; None: PyTorch's are used instead, and the log says why.
@@ -110,7 +125,7 @@ class Kernels:
         try:
             return cls(device)
         except (NvrtcError, KernelError) as error:
-            logger.warning("weightsync: commits take PyTorch's kernels: %s", error)
+            logger.warning("weightsync: PyTorch's kernels are used on %s: %s", device, error)
             return None
 
     def function(self, name: str) -> ctypes.c_void_p:
