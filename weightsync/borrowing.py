@@ -65,7 +65,7 @@ class Borrower:
         try:
             self._socket.settimeout(_ANSWER_S)
             self._socket.connect(str(path))
-            self._ask({"op": "redeem", "secret": secret})
+            self._knows = self._ask({"op": "redeem", "secret": secret}).get("knows") or ()
         except BaseException:
             self._socket.close()
             raise
@@ -105,6 +105,18 @@ class Borrower:
         with self._lock:
             self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
 
+    def lying(self, shards: dict[int, Placed]) -> None:
+        """Tell where shards lie that `collect` will be called for, where the server wants to know.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        if shards and "lying" in self._knows:
+            with self._lock:
+                told = {index: _told(where) for index, where in shards.items()}
+                self._ask({"op": "lying", "shards": told})
+
     def collect(self, shard: int, where: Placed) -> str:
         """Have the server copy a shard from a GPU; return why it declines, else "".
 
@@ -114,12 +126,7 @@ class Borrower:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
-        told = {
-            "device": where.device.hex(),
-            "header": where.header.hex(),
-            "handles": [handle.hex() for handle in where.handles],
-            "places": where.places,
-        }
+        told = {"header": where.header.hex(), **_told(where)}
         with self._lock:
             return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
 
@@ -164,6 +171,14 @@ class Borrower:
         if "error" in answer:
             raise WeightSyncError(_reason(answer.get("reason")), str(answer["error"]))
         return answer
+
+
+def _told(where: Placed) -> dict[str, Any]:
+    return {
+        "device": where.device.hex(),
+        "handles": [handle.hex() for handle in where.handles],
+        "places": where.places,
+    }
 
 
 def map_lent(lent: Lent, size: int) -> Mapping:

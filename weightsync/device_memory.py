@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HANDLE_BYTES", "Device", "DeviceError", "Place", "device_of", "place_of"]
+__all__ = [
+    "HANDLE_BYTES",
+    "UUID_BYTES",
+    "Device",
+    "DeviceError",
+    "Place",
+    "device_of",
+    "device_with",
+    "place_of",
+]
 
 #: Bytes of a handle by which another process opens memory.
 HANDLE_BYTES = 64
-_UUID_BYTES = 16
+#: Of what names a device.
+UUID_BYTES = 16
 _OK = 0
 #: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
 _REGISTERED = 712
@@ -38,7 +48,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Uuid(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * _UUID_BYTES),)
+    _fields_ = (("bytes", ctypes.c_ubyte * UUID_BYTES),)
 
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {
@@ -55,6 +65,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuIpcCloseMemHandle": (_Memory,),
     "cuMemHostRegister_v2": (_Pointer, _Size, ctypes.c_uint),
     "cuMemHostUnregister": (_Pointer,),
+    "cuMemcpyAsync": (_Memory, _Memory, _Size, _Pointer),
     "cuMemcpyDtoHAsync_v2": (_Pointer, _Memory, _Size, _Pointer),
     "cuStreamCreate": (_Pointer, ctypes.c_uint),
     "cuStreamSynchronize": (_Pointer,),
@@ -123,6 +134,17 @@ def place_of(address: int) -> Place:
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
     return Place(_uuid(ordinal.value), bytes(handle.bytes), address - base.value)
+
+
+def device_with(address: int) -> Device:
+    """Return the device of memory of this process; see `place_of`.
+
+    Raises:
+        DeviceError: The address is not on a device.
+    """
+    ordinal = ctypes.c_int()
+    _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
+    return device_of(_uuid(ordinal.value))
 
 
 #: Of two threads that ask for a device at once, only one makes it.
@@ -197,7 +219,17 @@ class Device:
         finally:
             # A device that has failed says so to everything; whoever copied was told.
             with self._lock, contextlib.suppress(DeviceError):
+                self._enter()
                 _call("cuIpcCloseMemHandle", address)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Queue a copy from one address on a device to another one, on a stream of this one.
+
+        Raises:
+            DeviceError: The driver refused it.
+        """
+        self._enter()
+        _call("cuMemcpyAsync", target, source, size, stream)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[Stream]:

@@ -5,10 +5,11 @@ answer with `error` and `reason` is a refusal.
 
 | op | request | answer | descriptors |
 | --- | --- | --- | --- |
-| redeem | secret, from BeginPush; the first request, once | {} | none |
+| redeem | secret, from BeginPush; the first request, once | knows: ops of later releases | none |
 | lend | shard | huge | one, writable: the shard's memory |
 | written | shard, digests: of its tensors in order, hexadecimal | {} | none |
 | collect | shard, device, header, handles, places | declined | none |
+| lying | shards: for each, by its index, device, handles, places | {} | none |
 | collected | shard | digests | none |
 | alive | | {} | none |
 
@@ -20,6 +21,9 @@ its UUID, `header` what comes before the first tensor, `handles` open allocation
 the number of its handle and its offset in bytes. The answer may come before the shard was copied;
 `declined` tells why the server cannot, else it is empty. The tensors must stay as they are until
 `collected` answers, with the digests that the server computed.
+
+With `lying`, where `redeem` has told that the server knows it, the trainer may tell where shards
+lie before it asks for each: engines on this host may copy them from there at once.
 
 `alive` is a sign of life while large shards are being written: who says nothing for a minute is not
 waited for. With `written` the trainer tells that the whole shard lies there, that it has closed the
@@ -86,6 +90,9 @@ class Desk(Protocol):
 
     def collect(self, shard: int, where: dict[str, Any]) -> str:
         """Begin to copy a shard from a GPU; return why that cannot be, else ""."""
+
+    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        """Take note of where shards lie that `collect` will be asked for."""
 
     def collected(self, shard: int) -> bytes:
         """Return the digests of a shard once it was copied."""
@@ -157,7 +164,7 @@ class LendingServer:
         desk = self._desk(Peer(pid, uid))
         try:
             peer.settimeout(_REDEEM_S)
-            self._answer(peer, lambda: desk.redeem(_secret(receive(peer))))
+            self._answer(peer, lambda: _redeemed(desk, receive(peer)))
             peer.settimeout(self._silence_s)
             while True:
                 request = receive(peer)
@@ -192,17 +199,20 @@ class _RefusedError(Exception):
     """The peer was told why; nothing more is done for it on this connection."""
 
 
-def _secret(request: dict[str, Any]) -> str:
+def _redeemed(desk: Desk, request: dict[str, Any]) -> dict[str, Any]:
     if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
         msg = "the first request must redeem a secret"
         raise ValueError(msg)
-    secret: str = request["secret"]
-    return secret
+    desk.redeem(request["secret"])
+    return {"knows": ["lying"]}
 
 
 def _asked(desk: Desk, request: dict[str, Any]) -> Lent | dict[str, Any] | None:
     op, shard = request.get("op"), request.get("shard")
     if op == "alive":
+        return None
+    if op == "lying":
+        desk.lying(_by_index(request.get("shards")))
         return None
     if type(shard) is not int:
         raise _refused("the index of a shard is an integer")
@@ -216,6 +226,15 @@ def _asked(desk: Desk, request: dict[str, Any]) -> Lent | dict[str, Any] | None:
     if op == "collected":
         return {"digests": desk.collected(shard).hex()}
     raise _refused(f"this server knows no request {str(op)[:40]!r}; see weightsync.lending")
+
+
+def _by_index(shards: object) -> dict[int, dict[str, Any]]:
+    if isinstance(shards, dict):
+        with contextlib.suppress(ValueError):
+            told = {int(index): where for index, where in shards.items()}
+            if all(isinstance(where, dict) for where in told.values()):
+                return told
+    raise _refused("shards that lie on a GPU are told by their indices")
 
 
 def _digests(request: dict[str, Any]) -> bytes:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Collection"]
 
+#: Shards that are told one by one before all others are: the server is at work on them meanwhile.
+_FIRST = 3
+
 
 class Collection:
     """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
@@ -38,6 +41,8 @@ class Collection:
         self._tensors = tensors
         self._keeper = keeper
         self._begun: list[Shard] = []
+        #: Where shards lie of which that was found out ahead, by index.
+        self._known: dict[int, Placed | None] = {}
         #: Memory that must stay as it is.
         self._held: list[torch.Tensor] = []
 
@@ -51,8 +56,10 @@ class Collection:
             WeightSyncError: The server refused; the connection has ended.
         """
         left: list[Shard] = []
-        declined = False
-        for shard in shards:
+        declined, waiting = False, list(shards)
+        for number, shard in enumerate(waiting):
+            if len(self._begun) == _FIRST and not self._known:
+                self._tell(borrower, waiting[number:])
             where = None if declined or stop.is_set() else self._placed(shard)
             if where is None:
                 left.append(shard)
@@ -85,7 +92,15 @@ class Collection:
         """Hold no memory any more: all was copied, or the connection has ended."""
         self._held.clear()
 
+    def _tell(self, borrower: Borrower, shards: Iterable[Shard]) -> None:
+        self._known = {shard.index: self._found(shard) for shard in shards}
+        known = {index: where for index, where in self._known.items() if where is not None}
+        borrower.lying(known)
+
     def _placed(self, shard: Shard) -> Placed | None:
+        return self._known[shard.index] if shard.index in self._known else self._found(shard)
+
+    def _found(self, shard: Shard) -> Placed | None:
         """Return where a shard lies; None: not on one GPU, or not where the server can reach it."""
         tensors = [self._tensors.get(entry.name) for entry in shard.tensors]
         filled = [tensor for tensor in tensors if tensor is not None and tensor.size]

@@ -30,7 +30,7 @@ PROTOCOL_VERSION = 1
 BETWEEN_STEPS = "between_steps"
 
 #: The capability of engines whose ranks read a version while it still comes in.
-READ_AHEAD = "read_ahead"
+READ_AHEAD = "reads_arrivals"
 
 
 class EngineState(enum.StrEnum):

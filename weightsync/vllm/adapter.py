@@ -45,7 +45,7 @@ _ASK_S = 1.0
 _SETTLE_S = 0.05
 #: Worker methods that read or write live parameters, which sleep mode takes away.
 _TOUCH_WEIGHTS = frozenset(
-    f"weightsync_{word}" for word in ("capture", "prepare", "commit", "switch", "verify")
+    f"weightsync_{word}" for word in ("ahead", "capture", "prepare", "commit", "switch", "verify")
 )
 _COMMIT = "weightsync_commit"
 
@@ -225,7 +225,7 @@ class VllmEngine:
     async def _settle(self) -> None:
         busy = True
         while busy:
-            replies = await self._rpc("weightsync_state", {})
+            replies = await self._rpc("weightsync_state", {"settle": True})
             busy = any(reply.get("busy") for reply in replies)
             await asyncio.sleep(_SETTLE_S if busy else 0)
 

@@ -12,6 +12,7 @@ from weightsync.segments import MappedSegment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from weightsync.arriving import Lying
     from weightsync.vllm.jobs import Job
 
 __all__ = ["open_arrivals", "turns"]
@@ -43,8 +44,11 @@ def open_arrivals(socket: str, document: str) -> Iterator[ArrivalReader | None]:
         mapped.close()
 
 
-def turns(reader: ArrivalReader, job: Job) -> Iterator[int]:
-    """Yield the place in `Layout.largest_first` of each shard that has come; ends with the job."""
+def turns(reader: ArrivalReader, job: Job) -> Iterator[tuple[int, Lying | None]]:
+    """Yield the place in `Layout.largest_first` of each shard that has come; ends with the job.
+
+    With one that has not, but lies on a GPU, where that is.
+    """
     place = {shard: turn for turn, shard in enumerate(reader.layout.largest_first)}
-    for shard in reader.arrivals(job.cancelled.wait, _PATIENCE_S):
-        yield place[shard]
+    for shard, lies in reader.arrivals(job.cancelled.wait, _PATIENCE_S):
+        yield place[shard], reader.lying(shard) if lies else None

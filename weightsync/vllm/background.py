@@ -56,6 +56,12 @@ class Background:
         """Apply id of the job that runs, unless it reads ahead; "": none does."""
         return self.job.apply_id if self.job.running() and not self.job.ahead else ""
 
+    def settle(self) -> str:
+        """End a job that reads ahead; return the apply id of what still runs; "": nothing."""
+        if self.job.ahead:
+            self.job.cancelled.set()
+        return self.job.apply_id if self.job.running() else ""
+
     def start(
         self, args: Mapping[str, Any], work: Work, *, stages: bool = False, ahead: bool = False
     ) -> None:

@@ -38,7 +38,7 @@ class Job:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays.
         stages: Whether it writes staging memory.
-        ahead: Whether it reads what still comes in: nothing that is live or prepared.
+        ahead: Whether it reads what still comes in; at last it looks at what is live.
         tell: Called with n when it will not read the first n shards of its version any more, in the
             order of `Layout.largest_first`.
         over: All is done but the telling: who is told may ask for the next one at once.

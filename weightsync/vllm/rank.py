@@ -103,8 +103,10 @@ class Rank:
         return {**about, "reason": reason, **self.state(args)}
 
     def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Tell what the live parameters were last proved to hold; "" if unknown or half written."""
-        del args
+        """Tell what the live parameters were last proved to hold; "" if unknown or half written.
+
+        With `settle` whatever reads ahead is ended, and counts as busy until it has.
+        """
         failpoints.hit("worker.state")
         held = self._holding
         return {
@@ -112,7 +114,7 @@ class Rank:
             "content_digest": held.proved,
             "dirty": held.dirty,
             "prepared": sorted(self._prepared),
-            "busy": self._background.busy,
+            "busy": self._background.settle() if args.get("settle") else self._background.busy,
             "segments": len(self._mappings),
             **self._told(),
         }
@@ -159,6 +161,8 @@ class Rank:
         ready = self._known(apply_id)
         failpoints.hit("worker.commit")
         self._end_staging()
+        if self._beside is not None:
+            self._beside.written()
         held, sent = self._holding, self._sent
         work = ready.work(held.proved)
         held.apply_id, held.content_digest, held.dirty = apply_id, "", True
@@ -338,7 +342,9 @@ class Rank:
                     plan,
                     self._views.targets(plan),
                     read,
+                    reader.layout,
                     turns(reader, job),
+                    self._holding.proved,
                     job.cancelled.is_set,
                 )
             finally:

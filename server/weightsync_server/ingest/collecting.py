@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from weightsync.arriving import Lying
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import MOST_PLACES
 from weightsync_server.ingest.checks import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.manifest import TensorEntry
     from weightsync.segments import Segment
     from weightsync_server.fetchers.asking import Piece
+    from weightsync_server.ingest.places import Places
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.upload import ShardUpload
 
@@ -42,17 +43,42 @@ class Collects(Protocol):
         """See `weightsync_server.fetchers.asking.Asking.collect`."""
 
 
+class _Told(NamedTuple):
+    """Where a shard lies: checked for its form, and believed no further.
+
+    Attributes:
+        device: UUID of its GPU, hexadecimal.
+        handles: Open allocations, hexadecimal.
+        pieces: What goes where.
+    """
+
+    device: str
+    handles: Sequence[str]
+    pieces: Sequence[Piece]
+
+    @property
+    def lying(self) -> Lying:
+        places = [(bytes.fromhex(self.handles[piece[0]]), piece[1]) for piece in self.pieces]
+        return Lying(bytes.fromhex(self.device), places)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for *_, size in self.pieces]
+
+
 class Collecting:
     """Copies the shards of one connection.
 
     Args:
         collector: Does the work.
         owner: Who owns the shards meanwhile.
+        places: What engines may copy from themselves, of all connections.
     """
 
-    def __init__(self, collector: Collects, owner: object) -> None:
+    def __init__(self, collector: Collects, owner: object, places: Places) -> None:
         self._collector = collector
         self._owner = owner
+        self._places = places
         #: Devices from which a shard was copied.
         self._reached: set[str] = set()
         #: What was begun, by shard.
@@ -65,22 +91,52 @@ class Collecting:
             WeightSyncError: REQUEST_INVALID, and nothing has changed; SHARD_BUSY; or why the push
                 has failed, or the first copy from a device.
         """
-        filled = [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
+        filled = _filled(upload)
         if len(filled) > MOST_PLACES:
             return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
-        header, pieces = _header(upload, where), _pieces(upload, filled, where)
-        device, handles = where["device"], where["handles"]
+        header, told = _header(upload, where), _told(upload, filled, where)
         upload.own(self._owner)
         segment = await push.ready(upload)
         if not push.first_byte_at:
             push.first_byte_at = asyncio.get_running_loop().time()
         segment.view[: len(header)] = header
-        copy = partial(self._collector.collect, segment, device, handles, pieces)
-        task = asyncio.create_task(_collected(push, upload, segment, copy))
+        self._tell(push, upload, told)
+        task = asyncio.create_task(self._collected(push, upload, segment, told))
         # Retrieved: the trainer may never ask.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         upload.collecting = self._tasks[upload.index] = task
-        return "" if device in self._reached else await self._reach(push, upload, device)
+        return "" if told.device in self._reached else await self._reach(push, upload, told.device)
+
+    def lying(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> None:
+        """Take note of where a shard lies for which `begin` will be asked.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID, and nothing has changed.
+        """
+        filled = _filled(upload)
+        if len(filled) <= MOST_PLACES:
+            self._tell(push, upload, _told(upload, filled, where))
+
+    def _tell(self, push: Push, upload: ShardUpload, told: _Told) -> None:
+        """Let engines know, if it was read from there before."""
+        if self._places.have(told.lying, told.sizes):
+            push.lies(upload, told.lying)
+
+    async def _collected(
+        self, push: Push, upload: ShardUpload, segment: Segment, told: _Told
+    ) -> None:
+        lying, sizes = told.lying, told.sizes
+        try:
+            await self._collector.collect(segment, told.device, told.handles, told.pieces)
+        except WeightSyncError:
+            self._places.discard(lying, sizes)
+            raise
+        self._places.add(lying, sizes)
+        push.check_open()
+        push.lies(upload, lying)
+        upload.received = upload.entry.size
+        push.meters.add_received(upload.received)
+        await push.advance(upload, segment)
 
     async def _reach(self, push: Push, upload: ShardUpload, device: str) -> str:
         """Wait for the first one from a device: what it meets, the others would."""
@@ -131,14 +187,8 @@ class Collecting:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _collected(
-    push: Push, upload: ShardUpload, segment: Segment, copy: Callable[[], Awaitable[None]]
-) -> None:
-    await copy()
-    push.check_open()
-    upload.received = upload.entry.size
-    push.meters.add_received(upload.received)
-    await push.advance(upload, segment)
+def _filled(upload: ShardUpload) -> list[TensorEntry]:
+    return [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
 
 
 def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
@@ -154,11 +204,9 @@ def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _pieces(
-    upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]
-) -> list[Piece]:
+def _told(upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]) -> _Told:
     device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
-    told = (
+    formed = (
         isinstance(device, str)
         and _DEVICE.fullmatch(device)
         and isinstance(handles, list)
@@ -168,16 +216,17 @@ def _pieces(
         and len(places) == len(filled)
         and all(_is_place(place, len(handles)) for place in places)
     )
-    if not told:
+    if not formed:
         raise refused(
             f"shard {upload.index} needs a device, handles of {HANDLE_BYTES} bytes, and for each "
             f"of its {len(filled)} tensors that are not empty a number of a handle and an offset"
         )
     start = upload.entry.data_start
-    return [
+    pieces = [
         (place[0], place[1], start + tensor.begin, tensor.end - tensor.begin)
         for place, tensor in zip(where["places"], filled, strict=True)
     ]
+    return _Told(where["device"], where["handles"], pieces)
 
 
 def _is_place(place: object, handles: int) -> bool:

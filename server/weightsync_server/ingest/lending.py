@@ -26,6 +26,7 @@ from weightsync_server.callers import caller
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import refused
 from weightsync_server.ingest.collecting import Collecting
+from weightsync_server.ingest.places import Places
 from weightsync_server.ingest.push import FATAL
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class Lender:
     def __init__(self, pushes: Pushes, socket: Path, collector: Collects) -> None:
         self._pushes = pushes
         self.collector = collector
+        self.places = Places()
         self._socket = socket
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, _Offer] = {}
@@ -185,7 +187,7 @@ class LendingDesk:
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
-        self._collecting = Collecting(lender.collector, self)
+        self._collecting = Collecting(lender.collector, self, lender.places)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
@@ -202,6 +204,10 @@ class LendingDesk:
     def collect(self, shard: int, where: dict[str, Any]) -> str:
         """Begin to copy a shard of which nothing is here from a GPU; tells why that cannot be."""
         return self._do(self._collect(shard, where))
+
+    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        """Take note of where shards lie that `collect` will be asked for."""
+        self._do(self._lying(shards))
 
     def collected(self, shard: int) -> bytes:
         """Return the digests of a shard that was copied."""
@@ -237,6 +243,10 @@ class LendingDesk:
         await failpoints.reach("receive.collect")
         _check_nothing_here(upload)
         return await self._collecting.begin(push, upload, where)
+
+    async def _lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        for shard, where in shards.items():
+            self._collecting.lying(*self._upload(shard), where)
 
     async def _digests(self, shard: int) -> bytes:
         push, upload = self._upload(shard)

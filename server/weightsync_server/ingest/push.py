@@ -20,6 +20,7 @@ from weightsync_server.ingest.telling import progress
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from weightsync.arriving import Lying
     from weightsync.manifest import Layout, Manifest
     from weightsync.segments import Segment
     from weightsync_server.ingest.distant import Distant
@@ -225,6 +226,11 @@ class Push:
         known = [segment for segment in segments if segment is not None]
         if len(known) == len(segments):
             self.arriving = self.versions.arrivals.announce(self.record, layout, known)
+
+    def lies(self, upload: ShardUpload, where: Lying) -> None:
+        """Take note of where a trainer has a shard on a GPU."""
+        if self.arriving is not None:
+            self.arriving.lies(upload.index, where)
 
     def came(self, upload: ShardUpload) -> None:
         """Take note that a shard is proved."""

@@ -14,6 +14,7 @@ from weightsync.arriving import ArrivalWriter
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from weightsync.arriving import Lying
     from weightsync.manifest import Layout
     from weightsync.segments import Segment
     from weightsync_server.versions.keeper import SegmentKeeper
@@ -50,6 +51,7 @@ class Arriving:
         self._keeper = keeper
         self._slot, self._life = record.place, record.place.lives
         self._came: set[int] = set()
+        self._lies: dict[int, Lying] = {}
         self.ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
 
@@ -57,6 +59,12 @@ class Arriving:
     def stays(self) -> bool:
         """Whether its bytes lie where they came, and nobody else's came there since."""
         return self.record.slot is self._slot and self._slot.lives == self._life
+
+    def lies(self, shard: int, where: Lying) -> None:
+        """Take note that a trainer has a shard on a GPU, where readers may copy it themselves."""
+        self._lies[shard] = where
+        if self._writer is not None:
+            self._writer.lies(shard, where)
 
     def came(self, shard: int) -> None:
         """Take note that all bytes of a shard are here and proved; they do not change any more."""
@@ -91,6 +99,8 @@ class Arriving:
         if self.ended_at is not None:
             self.end()
             return ""
+        for shard, where in self._lies.items():
+            self._writer.lies(shard, where)
         for shard in self._came:
             self._writer.mark(shard)
         self._keeper.expose([self._writer.segment.id, *self._ids])

@@ -61,12 +61,17 @@ class Server:
 
     def __init__(self) -> None:
         self.told: dict[int, Placed] = {}
+        self.ahead: dict[int, Placed] = {}
         self.declines: set[int] = set()
         self.error: Exception | None = None
 
     def collect(self, shard: int, where: Placed) -> str:
         self.told[shard] = where
         return "no driver" if shard in self.declines else ""
+
+    def lying(self, shards: dict[int, Placed]) -> None:
+        assert len(self.told) == 3, "the server has something to do meanwhile"
+        self.ahead |= shards
 
     def collected(self, shard: int) -> bytes:
         if self.error is not None:
@@ -102,6 +107,23 @@ def begin(
         ended.set()
     left = collection.begin(cast("Any", server), shards, ended)
     return collection, [shard.index for shard in left]
+
+
+def test_it_tells_ahead_where_all_shards_after_the_first_few_lie(gpu: Gpu) -> None:
+    server = Server()
+    groups = [[on(None, "host")], *([on(GPU, f"t{n}")] for n in range(6)), [on(None, "other")]]
+    server.declines = {5}
+    _, left = begin(server, *groups)
+    assert left == [0, 5, 6, 7]
+    assert sorted(server.ahead) == [4, 5, 6]
+    assert {n: server.ahead[n] for n in (4, 5)} == {n: server.told[n] for n in (4, 5)}
+    assert len(gpu.asked) == 6, "each is looked up once"
+
+
+def test_few_shards_are_not_told_ahead() -> None:
+    server = Server()
+    _, left = begin(server, *([on(GPU, f"t{n}")] for n in range(3)))
+    assert (left, server.ahead, sorted(server.told)) == ([], {}, [0, 1, 2])
 
 
 def test_it_tells_where_every_tensor_lies_and_gives_the_digests_by_tensor() -> None:
@@ -257,6 +279,9 @@ class StuckDesk:
 
     def collect(self, _shard: int, _where: dict[str, Any]) -> str:
         return ""
+
+    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        raise AssertionError(shards)
 
     def collected(self, _: int) -> bytes:
         self._asked.set()

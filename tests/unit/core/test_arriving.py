@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.vllm.conftest import layout_of, toy_tensors
-from weightsync.arriving import ArrivalReader, ArrivalWriter
-from weightsync.manifest import Layout, ShardEntry
+from weightsync.arriving import Arrival, ArrivalReader, ArrivalWriter, Lying
+from weightsync.manifest import Layout, ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +22,58 @@ def writer() -> Iterator[ArrivalWriter]:
     made = ArrivalWriter(_LAYOUT, _IDS)
     yield made
     made.segment.close()
+
+
+def _shards(arrivals: Iterator[Arrival]) -> list[int]:
+    found = list(arrivals)
+    assert not any(arrival.lies for arrival in found)
+    return [arrival.shard for arrival in found]
+
+
+def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
+    entries = [("a", 0, 8), ("none", 8, 8), ("b", 8, 24)]
+    tensors = [TensorEntry(name, "U8", (end - at,), 1, at, end) for name, at, end in entries]
+    tensors.append(TensorEntry("c", "U8", (8,), 0, 0, 8))
+    shards = ShardEntry("0", 24, 8), ShardEntry("1", 40, 8)
+    writer = ArrivalWriter(Layout(shards, tuple(tensors)), ["aa", "bb"])
+    # An empty tensor has no place.
+    here = Lying(b"d" * 16, [(b"\1" * 64, 7), (b"\2" * 64, 1 << 40)])
+    there = Lying(b"e" * 16, [(b"\3" * 64, 0)])
+    steps = iter([lambda: writer.lies(1, here), lambda: writer.lies(0, there),
+                  lambda: writer.mark(1), lambda: writer.lies(1, there), writer.end])  # fmt: skip
+
+    def wait(_: float) -> bool:
+        next(steps)()
+        return False
+
+    reader = ArrivalReader(writer.segment.view)
+    told = [
+        (shard, lies, reader.lying(shard) if lies else None)
+        for shard, lies in reader.arrivals(wait, 60)
+    ]
+    assert told == [(1, True, here), (0, True, there), (1, False, None)]
+    writer.segment.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_when_all_is_over_nothing_lies_anywhere(writer: ArrivalWriter, ended: bool) -> None:
+    for shard in range(3):
+        writer.lies(shard, Lying(b"d" * 16, []))
+    arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
+    assert next(arrivals) == (0, True)
+    writer.mark(1)
+    if ended:
+        writer.end()
+    assert list(arrivals) == [*([] if ended else [(1, True), (2, True)]), (1, False)]
+
+
+def test_what_lies_on_a_gpu_is_told_before_what_came(writer: ArrivalWriter) -> None:
+    writer.mark(0)
+    for shard in (1, 2):
+        writer.lies(shard, Lying(b"d" * 16, []))
+        writer.mark(shard)
+    arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
+    assert list(arrivals) == [(1, True), (2, True), (0, False), (1, False), (2, False)]
 
 
 def test_the_reader_finds_layout_and_segments() -> None:
@@ -46,25 +98,25 @@ def test_each_shard_is_told_once_as_it_comes(writer: ArrivalWriter) -> None:
             writer.mark(shard)
         return False
 
-    assert list(ArrivalReader(writer.segment.view).arrivals(wait, 60)) == [2, 0, 1]
+    assert _shards(ArrivalReader(writer.segment.view).arrivals(wait, 60)) == [2, 0, 1]
 
 
 def test_what_came_before_the_end_is_told_after_it(writer: ArrivalWriter) -> None:
     writer.mark(1)
     writer.mark(0)
     writer.end()
-    assert list(ArrivalReader(writer.segment.view).arrivals(lambda _: False, 60)) == [0, 1]
+    assert _shards(ArrivalReader(writer.segment.view).arrivals(lambda _: False, 60)) == [0, 1]
 
 
 def test_it_ends_when_the_reader_is_called_off_or_nothing_comes(writer: ArrivalWriter) -> None:
     writer.mark(1)
     reader = ArrivalReader(writer.segment.view)
-    assert list(reader.arrivals(lambda _: True, 60)) == [1]
+    assert _shards(reader.arrivals(lambda _: True, 60)) == [1]
 
     def never(seconds: float) -> bool:
         raise AssertionError(seconds)
 
-    assert list(reader.arrivals(never, 0.0)) == [1]
+    assert _shards(reader.arrivals(never, 0.0)) == [1]
 
 
 def test_other_memory_is_refused(writer: ArrivalWriter) -> None:

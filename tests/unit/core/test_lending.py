@@ -99,6 +99,7 @@ class Desk:
         self.peer = peer
         self.told: list[tuple[int, bytes]] = []
         self.places: list[list[list[int]]] = []
+        self.lie: list[dict[int, dict[str, Any]]] = []
         self.closed = False
 
     def redeem(self, secret: str) -> None:
@@ -116,6 +117,9 @@ class Desk:
     def collect(self, shard: int, where: dict[str, Any]) -> str:
         self.places.append(where["places"])
         return "there is no GPU" if shard else ""
+
+    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        self.lie.append(shards)
 
     def collected(self, shard: int) -> bytes:
         return bytes([shard] * 16)
@@ -185,6 +189,19 @@ def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
     assert office.gone()
 
 
+def test_where_shards_lie_is_told_at_once_to_who_knows_that(office: Office) -> None:
+    borrower = Borrower(office.server.path, office.secret)
+    where = Placed(b"u" * 16, b"header", [b"h" * 64], [(0, 512), (0, 0)])
+    borrower.lying({})
+    borrower.lying({3: where, 7: where})
+    borrower._knows = ()
+    borrower.lying({9: where})
+    borrower.close()
+    told = {"device": "75" * 16, "handles": ["68" * 64], "places": [[0, 512], [0, 0]]}
+    assert office.gone()
+    assert office.desks[0].lie == [{3: told, 7: told}]
+
+
 def test_a_refusal_ends_the_connection(office: Office) -> None:
     with pytest.raises(WeightSyncError, match="not the secret") as told:
         Borrower(office.server.path, "other")
@@ -220,6 +237,10 @@ def test_what_is_no_request_ends_its_connection_only(office: Office, first: byte
         {"op": "collected", "shard": None},
         {"op": "collected", "shard": 0.0},
         {"op": "collected", "shard": [0]},
+        {"op": "lying"},
+        {"op": "lying", "shards": [{}]},
+        {"op": "lying", "shards": {"0": []}},
+        {"op": "lying", "shards": {"first": {}}},
         {"op": "written", "shard": 0},
         {"op": "written", "shard": 0, "digests": 7},
         {"op": "written", "shard": 0, "digests": "no"},
@@ -238,7 +259,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_a_sentence(
     borrower.close()
     assert office.gone()
     (desk,) = office.desks
-    assert (desk.told, desk.places) == ([], [])
+    assert (desk.told, desk.places, desk.lie) == ([], [], [])
     assert not caplog.text
 
 

@@ -47,7 +47,7 @@ class _Coming:
         staging.publish(self.writer.segment)
         # What did not come yet holds something else.
         self._bytes = [bytes(segment.view) for segment in version.segments]
-        for index in range(len(_FILES)):
+        for index in range(len(version.segments)):
             self.spoil(index)
 
     def spoil(self, shard: int) -> None:

@@ -1,14 +1,14 @@
 """What of a version lies in staging memory before the version is complete.
 
 Nothing is proved by it. Whoever makes the version live digests its shards after they were read
-here, as those that are read later.
+here, as those that are read later; what was copied from a trainer's GPU is digested here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync.vllm.cuda.staged import send_block
 
@@ -17,12 +17,24 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.arriving import Lying
     from weightsync.vllm.cuda.blocks import Block, Blocks
+    from weightsync.vllm.cuda.patch import DevicePatch
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
     from weightsync.vllm.views import Read
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "Lender"]
+
+
+class Lender(Protocol):
+    """Copies blocks from trainers' GPUs."""
+
+    def note(self, turn: int, where: Lying) -> None:
+        """Take note of where a shard lies; `turn` is its place in `Layout.largest_first`."""
+
+    def take(self, block: Block, memory: torch.Tensor, stop: Callable[[], bool]) -> bool:
+        """Queue the copies of a block of which all was noted; return False: it cannot be."""
 
 
 @dataclass
@@ -36,6 +48,8 @@ class Ahead:
         memory: Where it is sent.
         there: The blocks that are there, by where they begin.
         sent: Bytes that were sent for them.
+        lent: Some were copied from a trainer's GPU, and are proved by their digests alone.
+        patch: What all of it changes in what was live then.
     """
 
     ticket: str
@@ -44,6 +58,8 @@ class Ahead:
     memory: torch.Tensor
     there: set[int] = field(default_factory=set)
     sent: int = 0
+    lent: bool = False
+    patch: DevicePatch | None = None
 
     def is_of(
         self, ticket: str, segments: tuple[str, ...], targets: Targets, memory: torch.Tensor
@@ -60,35 +76,52 @@ class Ahead:
         self,
         blocks: Blocks,
         read: Read,
-        turns: Iterable[int],
+        turns: Iterable[tuple[int, Lying | None]],
         uploader: Uploader,
         pace: Pace,
         stop: Callable[[], bool],
         sent: Callable[[Block], None],
+        lender: Lender | None = None,
     ) -> None:
-        """Send each block when all shards that it is made of have come.
+        """Send each block as soon as all shards that it is made of lie on a GPU, or have come.
+
+        Returns when no more will come, or all blocks are there.
 
         Args:
             blocks: Of the version.
             read: What they are made of.
-            turns: Yields the place in `Layout.largest_first` of each shard, once it has come.
+            turns: Yields the place in `Layout.largest_first` of each shard, once it has come, and
+                before that, if it lies on a GPU, with where.
             uploader: Sends.
             pace: Of its stream.
             stop: Asked before every piece; True raises `StoppedError`.
             sent: Called with each block whose copy was queued.
+            lender: Copies from GPUs; None: nobody does.
         """
         waiting = _by_turn(blocks.all, read.turns)
         missing = {block.at: len(_turns(block, read.turns)) for block in blocks.all}
+        unknown = dict(missing)
         before = uploader.sent
-        queued = []
+        queued: set[int] = set()
         try:
-            for turn in turns:
+            for turn, lies in turns:
+                if lies is not None and lender is not None:
+                    lender.note(turn, lies)
+                left = missing if lies is None else unknown
                 for block in waiting[turn]:
-                    missing[block.at] -= 1
-                    if not missing[block.at] and block.at not in self.there:
+                    left[block.at] -= 1
+                    if left[block.at] or block.at in self.there or block.at in queued:
+                        continue
+                    if lies is None:
                         send_block(block, read.sources, self.memory, uploader, pace, stop)
-                        sent(block)
-                        queued.append(block.at)
+                    elif lender is None or not lender.take(block, self.memory, stop):
+                        continue
+                    else:
+                        self.lent = True
+                    sent(block)
+                    queued.add(block.at)
+                if len(self.there) + len(queued) == len(blocks.all):
+                    break
         finally:
             # Nothing may still be under way when its source is unmapped.
             pace.drain()

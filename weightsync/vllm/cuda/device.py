@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.digests import digests_of
 from weightsync.vllm.cuda.direct import Direct
 from weightsync.vllm.cuda.finding import fill, find
+from weightsync.vllm.cuda.lent import Lent, Loan
 from weightsync.vllm.cuda.patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.proof import Proof, Proved
 from weightsync.vllm.cuda.reading import Reading
@@ -27,8 +30,10 @@ from weightsync.vllm.cuda.warm import warm_up
 from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
+    from weightsync.arriving import Lying
+    from weightsync.manifest import Layout
     from weightsync.vllm.crew import Crew
     from weightsync.vllm.cuda.blocks import Blocks
     from weightsync.vllm.live import Targets
@@ -129,10 +134,14 @@ class Device:
         plan: LoadPlan,
         targets: Targets,
         read: Read,
-        turns: Iterable[int],
+        layout: Layout,
+        turns: Iterable[tuple[int, Lying | None]],
+        live: str,
         stop: Callable[[], bool],
     ) -> None:
         """Send what there is of a version that still comes in, as far as there is room.
+
+        When all of it is there, it finds what that changes.
 
         Beside generation, on the calling thread's stream. No commit may run meanwhile.
 
@@ -142,7 +151,10 @@ class Device:
             plan: Of its layout.
             targets: The live destinations.
             read: What the plan reads.
-            turns: Yields the place in `Layout.largest_first` of each shard, once it has come.
+            layout: Of the version.
+            turns: Yields the place in `Layout.largest_first` of each shard, once it has come, and
+                before that, if it lies on a GPU, with where.
+            live: Content digest of what the live parameters are proved to hold; "": not known.
             stop: Asked before every piece; True raises `StoppedError`.
         """
         self._let_go()
@@ -155,9 +167,16 @@ class Device:
         if begun is None or not begun.is_of(ticket, segments, targets, memory):
             begun = Ahead(ticket, segments, targets, memory)
         self._ahead = begun
+        # What it was found with is about to be used again.
+        begun.patch = None
         proof = self._proof_of(blocks, plan, memory)
-        sent = proof.begin if proof is not None else _nothing
-        begun.fill(blocks, read, turns, self._uploader, Pace(self.device), stop, sent)
+        pace = Pace(self.device)
+        with _lent(memory) as lent:
+            loan = Loan(lent, layout, plan, proof) if proof is not None else None
+            sent = proof.begin if proof is not None else _nothing
+            begun.fill(blocks, read, turns, self._uploader, pace, stop, sent, loan)
+        if live and len(begun.there) == len(blocks.all):
+            begun.patch = self._found_here(self._staged_of(targets, blocks, memory), live, stop)
 
     @torch.inference_mode()
     def make_ready(
@@ -203,37 +222,53 @@ class Device:
         proof = self._proof_of(blocks, ready.plan, memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
         reading = Reading(ready.turns, len(ready.segments), tell if proof is None else _nothing)
-        there = begun.there if begun is not None else frozenset()
-        ready.whole = staged = self._stage(ready, blocks, memory, proof, reading, there, stop)
-        if base is not None:
-            try:
-                ready.patch = self._found_here(staged, base, stop)
-            except torch.OutOfMemoryError:
-                logger.warning("weightsync: no memory to find what changes; all is copied")
-        proved = proof.end(ready, stop) if proof is not None else Proved()
+        rest = ready, blocks, memory, proof, reading, base, stop
+        proved = self._staged_and_proved(begun, *rest)
+        if proved.unlike and begun is not None and begun.lent:
+            # Its trainer has written to it, or has let go of it, before the rank had read it.
+            logger.warning("weightsync: what was copied from a trainer's GPU is read again")
+            proved = self._staged_and_proved(None, *rest)
         # A commit uses another stream.
         Pace(self.device).drain()
         return Made(begun.sent if begun is not None else 0, proved)
 
-    def _stage(
+    def _staged_and_proved(
         self,
+        begun: Ahead | None,
         ready: Prepared,
         blocks: Blocks,
         memory: torch.Tensor,
         proof: Proof | None,
         reading: Reading,
-        there: Container[int],
+        base: Prepared | None,
         stop: Callable[[], bool],
-    ) -> Staged:
-        """Send the blocks that are not there; return what writes them all."""
+    ) -> Proved:
+        """Send the blocks that are not there, find what they change, and prove them all."""
+        there = begun.there if begun is not None else frozenset()
         sent = proof.begin if proof is not None else _nothing
         pace = Pace(self.device)
         send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
+        ready.whole = staged = self._staged_of(ready.targets, blocks, memory)
+        live = base.content_digest if base is not None else ""
+        known = begun.patch if begun is not None else None
+        if known is not None and known.base == live:
+            ready.patch = known
+        else:
+            ready.patch = self._found_here(staged, live, stop) if live else None
+        return proof.end(ready, stop) if proof is not None else Proved()
+
+    def _staged_of(self, targets: Targets, blocks: Blocks, memory: torch.Tensor) -> Staged:
+        """Return what writes all blocks, once they are there."""
         if self._staged is None or self._staged.memory is not memory:
             # Its views are those of the version before, as long as that lay in the same place.
-            self._staged = Staged(ready.targets, blocks.all, memory, self._mask, self._kernels)
+            self._staged = Staged(targets, blocks.all, memory, self._mask, self._kernels)
         self._staged.make_views()
         return self._staged
+
+    def written(self) -> None:
+        """Forget what was found in live parameters that are about to be written."""
+        if self._ahead is not None:
+            self._ahead.patch = None
 
     @torch.inference_mode()
     def digests(self, targets: Targets, stop: Callable[[], bool]) -> dict[int, bytes]:
@@ -291,8 +326,16 @@ class Device:
         )
 
     def _found_here(
-        self, staged: Staged, base: Prepared, stop: Callable[[], bool]
+        self, staged: Staged, live: str, stop: Callable[[], bool]
     ) -> DevicePatch | None:
+        """Return what turns the live parameters, of that content digest, into what is staged."""
+        try:
+            return self._searched(staged, live, stop)
+        except torch.OutOfMemoryError:
+            logger.warning("weightsync: no memory to find what changes; all is copied")
+            return None
+
+    def _searched(self, staged: Staged, live: str, stop: Callable[[], bool]) -> DevicePatch | None:
         pace = Pace(self.device)
         found = find(staged, pace, stop)
         if found is None:
@@ -305,7 +348,7 @@ class Device:
         pace.drain()
         rest = Staged(staged.targets, found.dense, staged.memory, self._mask, self._kernels)
         rest.make_views()
-        return DevicePatch(base.content_digest, staged.targets, list(made.values()), rest)
+        return DevicePatch(live, staged.targets, list(made.values()), rest)
 
     def _found_on_host(
         self, ready: Prepared, base: Prepared, crew: Crew, stop: Callable[[], bool]
@@ -328,6 +371,16 @@ class Device:
         fill_sent(changes, made, targets, self._uploader, Pace(self.device))
         rest = self._direct(ready, sorted(found.dense))
         return DevicePatch(base.content_digest, targets, list(made.values()), rest)
+
+
+@contextlib.contextmanager
+def _lent(memory: torch.Tensor) -> Iterator[Lent]:
+    lent = Lent(memory)
+    try:
+        yield lent
+    finally:
+        # Closing a trainer's 155 allocations took 40 ms beside generation; nobody waits for it.
+        threading.Thread(target=lent.close, name="weightsync", daemon=True).start()
 
 
 def _nothing(what: object) -> None:

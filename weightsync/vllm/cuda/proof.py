@@ -98,6 +98,16 @@ class Proof:
         """Have the current stream wait for all digests that were begun."""
         self._beside.settle()
 
+    def covers(self, block: Block) -> bool:
+        """Tell whether the digests prove all of a block, and no other proof is needed."""
+        begin, end = self._rows[block.at]
+        digested = set(self._order[begin:end])
+        return all(
+            part.index in digested
+            or (part.index in self._whole and self._whole[part.index].nbytes <= _FETCHED)
+            for part in block.parts
+        )
+
     def begin(self, block: Block) -> None:
         """Digest a block as soon as it is there: what the current stream was given before."""
         begin, end = self._rows[block.at]

@@ -20,7 +20,6 @@ __all__ = ["CHUNK", "Pace", "Uploader"]
 #: a stop until the queue was empty: on an H200 steps of 5 ms took 20 to 25 while a tensor of 1.1 GB
 #: was on its way, in pieces of 16 MiB and of 8; one at a time the longest took 7 to 9.
 CHUNK = 16 << 20
-#: Less is not waited for: it goes with what comes next.
 _LITTLE = 1 << 20
 
 
@@ -29,21 +28,23 @@ class Pace:
 
     Args:
         device: Where the work is done; on a CPU it is done at once.
+        least: Bytes; less is not waited for: it goes with what comes next.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, least: int = _LITTLE) -> None:
         cuda = device.type == "cuda"
         self._queued = 0
+        self._least = least
         self._event = torch.cuda.Event(blocking=True) if cuda else None  # type: ignore[no-untyped-call]  # torch's own gap
 
     def step(self, size: int = CHUNK) -> None:
-        """Wait for what the current stream was given, unless it was little.
+        """Wait for what the current stream was given, unless it is little.
 
         Args:
             size: Bytes of the last piece.
         """
         self._queued += size
-        if self._queued >= _LITTLE:
+        if self._queued >= self._least:
             self.drain()
 
     def drain(self) -> None:

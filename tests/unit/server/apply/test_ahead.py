@@ -78,8 +78,8 @@ class Reader(Engine):
                 MappedSegment(fd, size).close()
             # Only now: it cannot come too late any more.
             came = self.came[name] = []
-            for shard in reader.arrivals(ended.wait, 20):
-                came.append(shard)  # noqa: PERF402 - the test looks at it meanwhile
+            for shard, _ in reader.arrivals(ended.wait, 20):
+                came.append(shard)
 
     def end(self) -> None:
         self._ended.set()

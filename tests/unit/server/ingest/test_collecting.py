@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.unit.server.versions.world import MODEL, begin, content, simple, world
+from weightsync.arriving import ArrivalReader, Lying
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Peer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tests.unit.server.versions.world import Shard, World
     from weightsync.segments import Segment
     from weightsync_server.fetchers.asking import Piece
+    from weightsync_server.versions import Arriving
 
 DEVICE, OTHER = "ab" * 16, "cd" * 16
 
@@ -84,6 +86,8 @@ class Site:
     lender: Lender
     copier: Copier
     shards: list[Shard]
+    key: str = "k"
+    layout: str = ""
     push_id: str = ""
     desks: list[LendingDesk] = field(default_factory=list)
 
@@ -100,8 +104,8 @@ class Site:
         return desk
 
     def _begin(self) -> pb.BeginPushRequest:
-        key, count = "k", len(self.shards)
-        return begin(same_host=pb.SameHostSource(), idempotency_key=key, shard_count=count)
+        facts = {"idempotency_key": self.key, "layout_digest": self.layout}
+        return begin(same_host=pb.SameHostSource(), shard_count=len(self.shards), **facts)
 
     def where(self, index: int, **other: Any) -> dict[str, Any]:
         """Return what a trainer tells of a shard, whose tensors lie in the order of the file."""
@@ -186,6 +190,88 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
     # Nobody but the server has computed them.
     assert not commit.trainer_verified
     assert site.world.meters.received == sum(len(shard.data) for shard in site.shards)
+
+
+async def coming_to(site: Site) -> tuple[LendingDesk, Arriving]:
+    """Return the desk of a push that engines may read as it comes."""
+    coming: list[Arriving] = []
+    site.world.versions.arrivals.listener = coming.append
+    while not coming:
+        # Slots are used again whose segments fit.
+        site.shards, site.key = simple(len(site.desks)), str(len(site.desks))
+        desk = await site.connect()
+        if not coming:
+            await begun(desk, site, 0, 1)
+            version = await site.commit()
+            site.layout = site.world.versions.get(version).to_info().layout_digest
+    await coming[0].offer()
+    return desk, coming[0]
+
+
+def marks(arriving: Arriving) -> list[tuple[int, bool]]:
+    """Return the shards that engines may read, and whether on a GPU."""
+    assert arriving._writer is not None
+    reader = ArrivalReader(arriving._writer.segment.view)
+    return [(mark.shard, mark.lies) for mark in reader.arrivals(lambda _: True, 60)]
+
+
+async def test_engines_are_told_where_shards_lie_that_were_read_from_there_before(
+    site: Site,
+) -> None:
+    desk, arriving = await coming_to(site)
+    told = site.where(0)
+    site.copier.gate.clear()
+    asked = asyncio.create_task(asyncio.to_thread(desk.collect, 0, told))
+    await until(lambda: site.copier.busy == 1)
+    assert marks(arriving) == [], "nobody has read from there"
+    site.copier.gate.set()
+    assert await asked == ""
+    await asyncio.to_thread(desk.collected, 0)
+    assert marks(arriving) == [(0, True), (0, False)]
+    await begun(desk, site, 1)
+    await site.commit()
+
+    # The next version lies where this one did.
+    site.key = "next"
+    desk, arriving = await coming_to(site)
+    site.copier.gate.clear()
+    other = site.where(1)
+    await asyncio.to_thread(desk.lying, {0: told, 1: other})
+    assert marks(arriving) == [(0, True)]
+    assert arriving._writer is not None
+    device, places = ArrivalReader(arriving._writer.segment.view).lying(0)
+    assert device == bytes.fromhex(DEVICE)
+    assert places == [(bytes.fromhex(told["handles"][n]), at) for n, at in told["places"]]
+    for index, where in enumerate((told, other)):
+        site.copier.gate.set()
+        assert await asyncio.to_thread(desk.collect, index, where) == ""
+    for index in (0, 1):
+        await asyncio.to_thread(desk.collected, index)
+    assert marks(arriving) == [(0, True), (1, True), (0, False), (1, False)]
+
+
+async def test_engines_are_not_told_of_memory_of_which_reading_failed(site: Site) -> None:
+    desk, arriving = await coming_to(site)
+    told = site.where(0)
+    desk._collecting._places.add(*lying_of(told, site))
+    site.copier.errors = [WeightSyncError(Reason.FETCHER_FAILED, "the device failed; push again")]
+    await refused(asyncio.to_thread(desk.collect, 0, told))
+    assert not desk._collecting._places.have(*lying_of(told, site))
+    assert marks(arriving) == [(0, True)]
+
+
+def lying_of(told: dict[str, Any], site: Site) -> tuple[Lying, list[int]]:
+    places = [(bytes.fromhex(told["handles"][n]), at) for n, at in told["places"]]
+    sizes = [entry.end - entry.begin for entry in site.shards[0].entries]
+    return Lying(bytes.fromhex(told["device"]), places), sizes
+
+
+@pytest.mark.parametrize("wrong", [{"places": []}, {"device": "x"}, {"handles": ["00"]}])
+async def test_where_shards_lie_is_checked_for_its_form(site: Site, wrong: dict[str, Any]) -> None:
+    desk, arriving = await coming_to(site)
+    error = await refused(asyncio.to_thread(desk.lying, {0: site.where(0) | wrong}))
+    assert error.reason is Reason.REQUEST_INVALID
+    assert marks(arriving) == []
 
 
 async def test_only_the_first_of_each_device_is_waited_for(site: Site) -> None:

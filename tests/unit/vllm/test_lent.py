@@ -1,0 +1,343 @@
+"""A rank copies what a trainer has on a GPU; the trainer's memory, and the GPU, are the host's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.support.host_kernels import HostKernels
+from tests.unit.vllm.test_ahead import _at_work, _begin, _Coming, _until
+from tests.unit.vllm.test_proof import Tensors, _Model, _tensors
+from tests.unit.vllm.test_rank import Worker
+from weightsync.arriving import Lying
+from weightsync.cuda.kernels import Kernels
+from weightsync.device_memory import HANDLE_BYTES, DeviceError
+from weightsync.vllm import worker as worker_
+from weightsync.vllm.cuda import device as device_
+from weightsync.vllm.cuda import finding, lent, proof
+from weightsync.vllm.cuda.device import Device
+from weightsync.vllm.cuda.upload import Uploader
+from weightsync.vllm.settings import Amount
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.support.staging import Staging, Version
+
+#: `odd` and `after` are fused.
+_FILES = (("wide", "tiny"), ("odd",), ("after",))
+_UUID = b"u" * 16
+#: Where a trainer's tensors begin in its allocations, bytes.
+_OFFSET = 32
+
+
+class _Gpu:
+    """A trainer's allocations, and the device that opens them."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+        self.asked = 0
+        self.open = 0
+        self.copied = 0
+        self.refuses = False
+
+    def put(self, tensor: torch.Tensor) -> tuple[bytes, int]:
+        """Allocate a tensor; return where it lies."""
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._memory.append(torch.cat([torch.zeros(_OFFSET, dtype=torch.uint8), data]))
+        return bytes([len(self._memory)]) * HANDLE_BYTES, _OFFSET
+
+    def spoil(self) -> None:
+        for memory in self._memory:
+            memory.fill_(0xDD)
+
+    @contextlib.contextmanager
+    def opened(self, handle: bytes) -> Iterator[tuple[int, int]]:
+        self.asked += 1
+        if self.refuses:
+            raise DeviceError("cuIpcOpenMemHandle answered 201")
+        memory = self._memory[handle[0] - 1]
+        self.open += 1
+        yield memory.data_ptr(), memory.nbytes
+        self.open -= 1
+
+    def closed(self) -> None:
+        """Wait until nothing is open."""
+        deadline = time.monotonic() + 20
+        while self.open:
+            assert time.monotonic() < deadline, f"{self.open} allocations stay open"
+            time.sleep(0.001)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        assert stream == 0
+        ctypes.memmove(target, source, size)
+        self.copied += size
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    gpu = _Gpu()
+    monkeypatch.setattr(lent, "device_with", lambda _: gpu)
+    monkeypatch.setattr(lent, "_PIECE", 100)
+    return gpu
+
+
+@pytest.fixture
+def make(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    def made(*, kernels: bool = True, dtype: Any = torch.float32) -> Worker:
+        monkeypatch.setattr(Kernels, "find", lambda _: HostKernels() if kernels else None)
+        monkeypatch.setattr(finding, "_WORTH", 1)
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, Amount(1 << 20), 1.0))
+        model = _Model(dtype)
+        model.load_weights(_tensors(1).items())
+        found = Worker(model, staging)
+        found.adopt(_staged(staging, _tensors(1)))
+        return found
+
+    return made
+
+
+def _staged(staging: Staging, tensors: Tensors) -> Version:
+    return staging.stage_files([save({n: tensors[n] for n in names}) for names in _FILES])
+
+
+@pytest.fixture
+def coming(staging: Staging) -> _Coming:
+    return _Coming(staging, _staged(staging, _tensors(2)))
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each slice that is sent from the host, from here on."""
+    sizes: list[int] = []
+    send_all = Uploader.send_all
+
+    def noted(self: Uploader, target: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
+        send_all(self, target, source, *more)
+        # Not before: what is interrupted is sent again.
+        sizes.append(source.nbytes)
+
+    monkeypatch.setattr(Uploader, "send_all", noted)
+    return sizes
+
+
+def _lie(coming: _Coming, gpu: _Gpu, *shards: int, tensors: Tensors | None = None) -> int:
+    """Tell that shards lie on the GPU; return their bytes."""
+    tensors, size = tensors or _tensors(2), 0
+    by_shard = coming.version.staged.manifest.layout.by_shard
+    for shard in shards:
+        names = [entry.name for entry in by_shard[shard] if entry.end > entry.begin]
+        coming.writer.lies(shard, Lying(_UUID, [gpu.put(tensors[name]) for name in names]))
+        size += sum(tensors[name].nbytes for name in names)
+    return size
+
+
+def _end(worker: Worker, coming: _Coming) -> None:
+    coming.writer.end()
+    _until(lambda: not _at_work(worker))
+
+
+def _holds(worker: Worker, dtype: Any = torch.float32, tensors: Tensors | None = None) -> bool:
+    wanted = _Model(dtype)
+    wanted.load_weights((tensors or _tensors(2)).items())
+    pairs = zip(worker.model.parameters(), wanted.parameters(), strict=True)
+    return all(torch.equal(live, whole) for live, whole in pairs)
+
+
+_ALL = tuple(range(len(_FILES)))
+
+
+def test_what_lies_on_a_gpu_is_copied_and_proved_by_its_digests(
+    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, sent: list[int]
+) -> None:
+    worker = make()
+    sent.clear()
+    _begin(worker, coming)
+    size = _lie(coming, gpu, *_ALL)
+    _until(lambda: gpu.copied == size)
+    coming.come(*_ALL)
+    _end(worker, coming)
+    gpu.closed()
+    report = worker.job("prepare", "two", coming.version, base="base", ahead="early")
+    assert (report["phase"], report["h2d_bytes"], sent) == ("ready", 0, [])
+    assert (report["shards"], report["unlike"]) == ([*_ALL], [])
+    assert worker.call("commit", apply_id="two")["content_digest"] == coming.version.content_digest
+    assert _holds(worker)
+    assert worker.job("verify", "two")["proved"] is True
+
+
+@pytest.mark.parametrize("meanwhile", ["", "base", "three"])
+def test_what_few_values_change_is_found_before_the_version_is_complete(
+    make: Callable[..., Worker],
+    gpu: _Gpu,
+    staging: Staging,
+    meanwhile: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+    look = device_.find  # type: ignore[attr-defined] # where it is called
+
+    def find(*given: Any) -> Any:
+        looked.append(1)
+        return look(*given)
+
+    monkeypatch.setattr(device_, "find", find)
+    worker = make()
+    coming = _Coming(staging, _staged(staging, _near(2)))
+    worker.job("prepare", "three", _staged(staging, _near(3)), base="base")
+    looked.clear()
+    _begin(worker, coming)
+    _lie(coming, gpu, *_ALL, tensors=_near(2))
+    # Nothing has come yet, and it waits for nothing.
+    _until(lambda: not _at_work(worker))
+    assert len(looked) == 1
+    coming.come(*_ALL)
+    if meanwhile:
+        # Not what it was compared with, or perhaps not.
+        assert worker.call("commit", apply_id=meanwhile)["ok"]
+    base = meanwhile or "base"
+    report = worker.job("prepare", "two", coming.version, base=base, ahead="early")
+    seen = report["patched"], report["unlike"], len(looked)
+    assert seen == (True, [], 1 + bool(meanwhile))
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, tensors=_near(2))
+
+
+def _near(seed: int) -> Tensors:
+    """Return what differs from the first version in two values."""
+    tensors = _tensors(1)
+    tensors["wide"][0, seed] += 1
+    tensors["after"][seed] += 1
+    return tensors
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_what_the_trainer_has_written_to_is_read_again(
+    make: Callable[..., Worker],
+    gpu: _Gpu,
+    sent: list[int],
+    staging: Staging,
+    patched: bool,
+) -> None:
+    """With a patch that was found with wrong values, and without one."""
+    wanted = _near(2) if patched else _tensors(2)
+    coming = _Coming(staging, _staged(staging, wanted))
+    worker = make()
+    told = {name: tensor.clone() for name, tensor in wanted.items()}
+    told["wide"][7, 15] += 1
+    told["odd"][80] += 1
+    _begin(worker, coming)
+    size = _lie(coming, gpu, *_ALL, tensors=told)
+    _until(lambda: not _at_work(worker))
+    assert gpu.copied == size
+    begun = worker._weightsync_rank._beside._ahead  # type: ignore[attr-defined] # as it is set up
+    assert (begun.patch is not None) is patched
+    coming.come(*_ALL)
+    sent.clear()
+    report = worker.job("prepare", "two", coming.version, base="base", ahead="early")
+    assert (report["shards"], report["unlike"], report["patched"]) == ([*_ALL], [], patched)
+    assert len(sent) == 4
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, tensors=wanted)
+
+
+def test_damage_in_host_memory_is_named_all_the_same(
+    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu
+) -> None:
+    worker = make()
+    _lie(coming, gpu, *_ALL)
+    gpu.spoil()
+    _begin(worker, coming)
+    _until(lambda: not _at_work(worker))
+    coming.come(*_ALL)
+    coming.version.tensor_bytes("wide")[5] ^= 1
+    report = worker.job("prepare", "two", coming.version, base="base", ahead="early")
+    assert report["unlike"] == ["wide"]
+
+
+def test_it_ends_before_vllm_takes_the_parameters_away(
+    make: Callable[..., Worker],
+    gpu: _Gpu,
+    staging: Staging,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looking, go = threading.Event(), threading.Event()
+    look = device_.find  # type: ignore[attr-defined] # where it is called
+
+    def find(staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
+        looking.set()
+        assert go.wait(20)
+        return look(staged, pace, stop)
+
+    worker = make()
+    monkeypatch.setattr(device_, "find", find)
+    coming = _Coming(staging, _staged(staging, _near(2)))
+    _begin(worker, coming)
+    _lie(coming, gpu, *_ALL, tensors=_near(2))
+    assert looking.wait(20)
+    # To a server it is not busy; to who is about to sleep it is, until it has looked away.
+    assert worker.call("state")["busy"] == ""
+    assert worker.call("state", settle=True)["busy"] == "early"
+    go.set()
+    _until(lambda: worker.call("state", settle=True)["busy"] == "")
+    begun = worker._weightsync_rank._beside._ahead  # type: ignore[attr-defined] # as it is set up
+    assert begun.patch is None
+
+
+@pytest.mark.parametrize("why", ["refused", "outside", "torch", "converted", "not provable"])
+def test_what_cannot_be_copied_or_proved_comes_from_the_host(
+    make: Callable[..., Worker],
+    coming: _Coming,
+    gpu: _Gpu,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu.refuses = why == "refused"
+    if why == "outside":
+        put = gpu.put
+        monkeypatch.setattr(gpu, "put", lambda tensor: (put(tensor)[0], _OFFSET + 1))
+    if why == "not provable":
+        # `after` begins at no multiple of 16 bytes, and `tiny` is short.
+        monkeypatch.setattr(proof, "_FETCHED", 1)
+    dtype = torch.bfloat16 if why == "converted" else torch.float32
+    worker = make(kernels=why != "torch", dtype=dtype)
+    _begin(worker, coming)
+    _lie(coming, gpu, *_ALL)
+    if why not in ("torch", "converted"):
+        _until(lambda: gpu.asked > 0)
+    if why == "not provable":
+        _until(lambda: gpu.copied == _tensors(2)["wide"].nbytes)
+    coming.come(*_ALL)
+    _end(worker, coming)
+    gpu.closed()
+    assert (gpu.copied > 0) is (why == "not provable")
+    assert worker.job("prepare", "two", coming.version, base="base", ahead="early")["h2d_bytes"]
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, dtype)
+
+
+def test_a_block_of_two_shards_is_taken_where_both_lie_there_or_both_have_come(
+    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, sent: list[int]
+) -> None:
+    worker = make()
+    sent.clear()
+    _begin(worker, coming)
+    tensors = _tensors(2)
+    size = _lie(coming, gpu, 1, 0)
+    # `odd` is fused with `after`, which is sent.
+    _until(lambda: gpu.copied == size - tensors["odd"].nbytes)
+    coming.come(2, 1, 0)
+    _until(lambda: sorted(sent) == sorted(tensors[name].nbytes for name in ("odd", "after")))
+    _end(worker, coming)
+    report = worker.job("prepare", "two", coming.version, base="base", ahead="early")
+    assert (report["shards"], len(sent)) == ([*_ALL], 2)
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker)
