@@ -170,11 +170,15 @@ class ArrivalReader:
         ]
         return Lying(bytes(self._view[at : at + UUID_BYTES]), places)
 
+    def _more(self, marks: slice) -> bool:
+        return not self._view[self._table.over] and not all(
+            mark & _CAME for mark in self._view[marks]
+        )
+
     def arrivals(self, wait: Callable[[float], bool], patience_s: float) -> Iterator[Arrival]:
         """Yield each mark once: that a shard lies on a GPU, and that it came.
 
-        It ends when no more will come. Until then a trainer keeps what it has on a GPU, as a rule
-        also of shards that came.
+        It ends when no more will come. A trainer keeps what it has on a GPU until all has come.
 
         Args:
             wait: Called with seconds between two looks; returns after them, or True at once: then
@@ -190,8 +194,8 @@ class ArrivalReader:
             now = bytes(self._view[marks])
             for kind in (_LIES, _CAME):
                 for shard in _new(now, seen, kind):
-                    # Whoever takes what is told takes his time: all may be over since.
-                    if kind == _CAME or not self._view[self._table.over]:
+                    # Whoever takes what is told takes his time: all may have come since.
+                    if kind == _CAME or self._more(marks):
                         yield Arrival(shard, kind == _LIES)
             if now != seen:
                 seen, until = now, clock.monotonic() + patience_s

@@ -108,6 +108,9 @@ class Borrower:
     def lying(self, shards: dict[int, Placed]) -> None:
         """Tell where shards lie that `collect` will be called for, where the server wants to know.
 
+        Args:
+            shards: By their index; a few thousand tensors in all, for one message.
+
         Raises:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.

@@ -94,8 +94,17 @@ class Collection:
 
     def _tell(self, borrower: Borrower, shards: Iterable[Shard]) -> None:
         self._known = {shard.index: self._found(shard) for shard in shards}
-        known = {index: where for index, where in self._known.items() if where is not None}
-        borrower.lying(known)
+        batch: dict[int, Placed] = {}
+        places = 0
+        for index, where in self._known.items():
+            if where is None:
+                continue
+            batch[index] = where
+            places += len(where.places)
+            if places >= MOST_PLACES:
+                borrower.lying(batch)
+                batch, places = {}, 0
+        borrower.lying(batch)
 
     def _placed(self, shard: Shard) -> Placed | None:
         return self._known[shard.index] if shard.index in self._known else self._found(shard)

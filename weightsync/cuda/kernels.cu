@@ -1,6 +1,8 @@
-// What a commit, its proof and a digest do on the device, each in one launch for all parameters.
+// What a commit, its proof, a search for changes and a digest do on the device, each in one launch
+// for all parameters, or in a few.
 //
-// Compiled by NVRTC when a worker starts; `kernels.py` launches it and says what the arguments are.
+// Compiled by NVRTC when a worker starts, and by a trainer that encodes deltas on its GPU;
+// `kernels.py` launches it and says what the arguments are.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

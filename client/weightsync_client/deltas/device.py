@@ -226,7 +226,9 @@ def _changes(
 ) -> Changes:
     index, before, after = parts
     unsigned = f"<u{element_width(held.dtype)}"
-    known = digests is not None and tensor.name in digests.names
+    new_digest = partial(_digest, tensor)
+    if digests is not None and tensor.name in digests.names:
+        new_digest = partial(digests.of, tensor.name)
     return Changes(
         tensor.name,
         held.dtype,
@@ -234,9 +236,7 @@ def _changes(
         index,
         before.view(unsigned),
         after.view(unsigned),
-        new_digest=partial(digests.of, tensor.name)
-        if digests is not None and known
-        else partial(_digest, tensor),
+        new_digest=new_digest,
         same_digest=lambda: held.digest,
         all_bytes=lambda: all_bytes(tensor, own_scratch()),
     )

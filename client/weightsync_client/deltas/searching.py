@@ -96,7 +96,7 @@ def _counted(
     """Return how many elements of each span differ."""
     counts = torch.zeros(len(table), dtype=torch.int32, device=table.device)
     for (old, _), part in zip(pairs, spans, strict=True):
-        _queue(kernels, "count_changes", old, [table[part], counts[part]])
+        _queue(kernels, "count_changes", old, table[part], counts[part])
     return counts.cpu().numpy().astype(np.int64)
 
 
@@ -116,18 +116,16 @@ def _taken(
         # Should fewer differ by now, the first element takes the place of the others.
         places.zero_()
         row = old.data_ptr()
-        _queue(kernels, "take_changes", old, [table, borders, row, places, after, changed])
+        _queue(kernels, "take_changes", old, table, borders, row, places, after, changed)
     index = places.to(narrow, copy=True)
     return Difference(index, old.index_select(0, index), after)
 
 
 def _queue(
-    kernels: Kernels, name: str, words: torch.Tensor, arguments: Sequence[torch.Tensor | int]
+    kernels: Kernels, name: str, words: torch.Tensor, table: torch.Tensor, *rest: torch.Tensor | int
 ) -> None:
-    table = arguments[0]
-    assert isinstance(table, torch.Tensor)  # noqa: S101 - the callers' own
     bits = 8 * words.element_size()
-    Launch(kernels, f"{name}_{bits}", (len(table), THREADS), arguments).queue()
+    Launch(kernels, f"{name}_{bits}", (len(table), THREADS), [table, *rest]).queue()
 
 
 class DeviceDigests:

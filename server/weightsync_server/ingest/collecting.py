@@ -119,8 +119,9 @@ class Collecting:
 
     def _tell(self, push: Push, upload: ShardUpload, told: _Told) -> None:
         """Let engines know, if it was read from there before."""
-        if self._places.have(told.lying, told.sizes):
-            push.lies(upload, told.lying)
+        lying = told.lying
+        if self._places.have(lying, told.sizes):
+            push.lies(upload, lying)
 
     async def _collected(
         self, push: Push, upload: ShardUpload, segment: Segment, told: _Told

@@ -247,6 +247,8 @@ class LendingDesk:
     async def _lying(self, shards: dict[int, dict[str, Any]]) -> None:
         for shard, where in shards.items():
             self._collecting.lying(*self._upload(shard), where)
+            # What is told of many tensors keeps nobody else waiting.
+            await asyncio.sleep(0)
 
     async def _digests(self, shard: int) -> bytes:
         push, upload = self._upload(shard)

@@ -44,8 +44,8 @@ class Places:
         for place in _each(where, sizes):
             self._read.pop(place, None)
             self._read[place] = None
-        for place in list(self._read)[: max(0, len(self._read) - self._most)]:
-            del self._read[place]
+        while len(self._read) > self._most:
+            del self._read[next(iter(self._read))]
 
     def discard(self, where: Lying, sizes: Sequence[int]) -> None:
         """Take note that a shard could not be read; see `add`."""

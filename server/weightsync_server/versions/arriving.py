@@ -1,6 +1,7 @@
 """A version that comes in shard by shard, for whoever reads what is there already.
 
-What is read so is proved like everything else: by digests that begin after it was read.
+What is read so is proved like everything else: by digests that begin after it was read, or, where
+engines copied it from a trainer's GPU themselves, by digests of what they have.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Arrivals", "Arriving"]
 
 
 class Arriving:
-    """Tells readers which shards of a version are complete and proved.
+    """Tells readers which shards of a version are complete and proved, and which lie on a GPU.
 
     Args:
         record: The version.

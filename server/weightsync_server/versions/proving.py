@@ -45,7 +45,10 @@ class ShardDigests:
         self._begun: list[asyncio.Task[list[bytes]]] = []
 
     def trust(self, shards: frozenset[int]) -> None:
-        """Take note that every reader has proved what it has read of these shards by itself."""
+        """Take note that every reader has proved by itself what it has of these shards.
+
+        Wherever it has that from: if not from the segments, they are as they were when they came.
+        """
         told = _by_shard(self._manifest) if shards else []
         self._trusted = {index: told[index] for index in shards}
 

@@ -62,6 +62,7 @@ class Server:
     def __init__(self) -> None:
         self.told: dict[int, Placed] = {}
         self.ahead: dict[int, Placed] = {}
+        self.messages: list[dict[int, Placed]] = []
         self.declines: set[int] = set()
         self.error: Exception | None = None
 
@@ -72,6 +73,7 @@ class Server:
     def lying(self, shards: dict[int, Placed]) -> None:
         assert len(self.told) == 3, "the server has something to do meanwhile"
         self.ahead |= shards
+        self.messages.append(shards)
 
     def collected(self, shard: int) -> bytes:
         if self.error is not None:
@@ -118,6 +120,14 @@ def test_it_tells_ahead_where_all_shards_after_the_first_few_lie(gpu: Gpu) -> No
     assert sorted(server.ahead) == [4, 5, 6]
     assert {n: server.ahead[n] for n in (4, 5)} == {n: server.told[n] for n in (4, 5)}
     assert len(gpu.asked) == 6, "each is looked up once"
+
+
+def test_many_tensors_are_told_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "MOST_PLACES", 4)
+    server = Server()
+    groups = [[on(GPU, f"{n}{m}") for m in range(2)] for n in range(8)]
+    begin(server, *groups)
+    assert [sorted(told) for told in server.messages] == [[3, 4], [5, 6], [7]]
 
 
 def test_few_shards_are_not_told_ahead() -> None:

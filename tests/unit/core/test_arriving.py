@@ -55,25 +55,28 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
     writer.segment.close()
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_when_all_is_over_nothing_lies_anywhere(writer: ArrivalWriter, ended: bool) -> None:
+@pytest.mark.parametrize("over", ["", "ended", "all came"])
+def test_when_all_has_come_nothing_lies_anywhere(writer: ArrivalWriter, over: str) -> None:
     for shard in range(3):
         writer.lies(shard, Lying(b"d" * 16, []))
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
     assert next(arrivals) == (0, True)
-    writer.mark(1)
-    if ended:
+    came = range(3) if over == "all came" else [1]
+    for shard in came:
+        writer.mark(shard)
+    if over == "ended":
         writer.end()
-    assert list(arrivals) == [*([] if ended else [(1, True), (2, True)]), (1, False)]
+    lie = [] if over else [(1, True), (2, True)]
+    assert list(arrivals) == [*lie, *((shard, False) for shard in came)]
 
 
 def test_what_lies_on_a_gpu_is_told_before_what_came(writer: ArrivalWriter) -> None:
     writer.mark(0)
     for shard in (1, 2):
         writer.lies(shard, Lying(b"d" * 16, []))
-        writer.mark(shard)
+    writer.mark(1)
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
-    assert list(arrivals) == [(1, True), (2, True), (0, False), (1, False), (2, False)]
+    assert list(arrivals) == [(1, True), (2, True), (0, False), (1, False)]
 
 
 def test_the_reader_finds_layout_and_segments() -> None:

@@ -70,6 +70,15 @@ def test_a_bitmap_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blob(changes_of(before, after), zstd=False) == blob(item, zstd=False)
 
 
+@pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int64, ">i4"])
+def test_positions_may_have_any_form(dtype: Any) -> None:
+    before, after = np.zeros(3000, np.uint16), np.zeros(3000, np.uint16)
+    after[7::301] = 5
+    good = changes_of(before, after)
+    apart = np.repeat(good.index, 2).astype(dtype)[::2]
+    assert blob(replace(good, index=apart), zstd=False) == blob(good, zstd=False)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

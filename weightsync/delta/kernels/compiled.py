@@ -143,6 +143,7 @@ def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
 
 def entries(index: Indices, skip: int) -> Words:
     """Return the gap entries of ascending positions, of one byte or two; see `plain.entries`."""
+    index = np.ascontiguousarray(index, np.int32 if index.dtype == np.int32 else np.int64)
     facts = _address(index), index.itemsize, len(index), skip
     found: Words = np.empty(encoding.count_entries(*facts), "u1" if skip <= 0xFF else "<u2")
     encoding.write_entries(*facts, _address(found), found.itemsize)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.patch import DevicePatch
     from weightsync.vllm.cuda.upload import Pace, Uploader
     from weightsync.vllm.live import Targets
+    from weightsync.vllm.plan import LoadPlan
     from weightsync.vllm.views import Read
 
 __all__ = ["Ahead", "Lender"]
@@ -71,6 +72,15 @@ class Ahead:
             and self.targets is targets
             and self.memory is memory
         )
+
+    def drop(self, blocks: Blocks, plan: LoadPlan, tensors: frozenset[str]) -> None:
+        """Forget the blocks that are made of these tensors, and what was found with them."""
+        self.patch = None
+        self.there -= {
+            block.at
+            for block in blocks.all
+            if any(plan.slices[part.index].tensor in tensors for part in block.parts)
+        }
 
     def fill(
         self,

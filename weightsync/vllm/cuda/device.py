@@ -227,7 +227,8 @@ class Device:
         if proved.unlike and begun is not None and begun.lent:
             # Its trainer has written to it, or has let go of it, before the rank had read it.
             logger.warning("weightsync: what was copied from a trainer's GPU is read again")
-            proved = self._staged_and_proved(None, *rest)
+            begun.drop(blocks, ready.plan, frozenset(proved.unlike))
+            proved = self._staged_and_proved(begun, *rest)
         # A commit uses another stream.
         Pace(self.device).drain()
         return Made(begun.sent if begun is not None else 0, proved)
@@ -379,8 +380,9 @@ def _lent(memory: torch.Tensor) -> Iterator[Lent]:
     try:
         yield lent
     finally:
-        # Closing a trainer's 155 allocations took 40 ms beside generation; nobody waits for it.
-        threading.Thread(target=lent.close, name="weightsync", daemon=True).start()
+        if lent.opened:
+            # Closing 155 allocations took 40 ms beside generation; nobody waits for it.
+            threading.Thread(target=lent.close, name="weightsync", daemon=True).start()
 
 
 def _nothing(what: object) -> None:

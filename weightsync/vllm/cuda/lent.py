@@ -52,6 +52,11 @@ class Lent:
         self._tensors: dict[str, tuple[bytes, int]] = {}
         self._refused = False
 
+    @property
+    def opened(self) -> int:
+        """How many allocations are open."""
+        return len(self._bases)
+
     def note(self, names: Sequence[str], where: Lying) -> None:
         """Take note of where tensors lie, in the order of its places."""
         self._tensors |= dict(zip(names, where.places, strict=True))

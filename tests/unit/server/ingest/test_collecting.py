@@ -247,10 +247,10 @@ async def test_engines_are_told_where_shards_lie_that_were_read_from_there_befor
         assert await asyncio.to_thread(desk.collect, index, where) == ""
     for index in (0, 1):
         await asyncio.to_thread(desk.collected, index)
-    assert marks(arriving) == [(0, True), (1, True), (0, False), (1, False)]
+    assert marks(arriving) == [(0, False), (1, False)]
 
 
-async def test_engines_are_not_told_of_memory_of_which_reading_failed(site: Site) -> None:
+async def test_memory_of_which_reading_failed_is_not_known_any_more(site: Site) -> None:
     desk, arriving = await coming_to(site)
     told = site.where(0)
     desk._collecting._places.add(*lying_of(told, site))
