@@ -8,22 +8,23 @@ has on a GPU gets a mark for that too, with where each of its tensors lies.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync import clock
-from weightsync.device_memory import HANDLE_BYTES, UUID_BYTES
+from weightsync.device_memory import HANDLE_BYTES
 from weightsync.manifest import Manifest
 from weightsync.segments import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from weightsync.manifest import Layout
 
 __all__ = ["Arrival", "ArrivalReader", "ArrivalWriter", "Lying"]
 
 #: Magic, shards, tensors, bytes of the segments' ids and of the layout. After it come a byte that
-#: tells the end, the marks, a device for each shard, a place for each tensor, the ids, the layout.
+#: tells the end, the marks, a place for each tensor, the ids, the layout.
 _HEAD = struct.Struct("<8sIIII")
 _MAGIC = b"WSCOMES2"
 #: Handle of an allocation, and an offset within it, bytes.
@@ -31,6 +32,11 @@ _PLACE = struct.Struct(f"<{HANDLE_BYTES}sQ")
 _CAME, _LIES = 1, 2
 #: From one look at the marks to the next, seconds.
 _LOOK_S = 0.005
+
+
+#: Where a shard lies on a GPU for as long as its push lasts: of each tensor that is not empty, in
+#: the order of their bytes, the handle that opens its allocation, and its offset in that, in bytes.
+Lying = Sequence[tuple[bytes, int]]
 
 
 class Arrival(NamedTuple):
@@ -45,34 +51,19 @@ class Arrival(NamedTuple):
     lies: bool
 
 
-class Lying(NamedTuple):
-    """Where a shard lies on a GPU, for as long as its push lasts.
-
-    Attributes:
-        device: UUID of the GPU.
-        places: Of each tensor that is not empty, in the order of their bytes: the handle that opens
-            its allocation, and its offset within that, in bytes.
-    """
-
-    device: bytes
-    places: Sequence[tuple[bytes, int]]
-
-
 class _Table(NamedTuple):
     """Where the parts of a document begin, in bytes."""
 
     over: int
     marks: int
-    devices: int
     places: int
     ids: int
 
 
 def _table(shards: int, tensors: int) -> _Table:
     marks = _HEAD.size + 1
-    devices = marks + shards
-    places = devices + UUID_BYTES * shards
-    return _Table(_HEAD.size, marks, devices, places, places + _PLACE.size * tensors)
+    places = marks + shards
+    return _Table(_HEAD.size, marks, places, places + _PLACE.size * tensors)
 
 
 def _rows(layout: Layout) -> list[list[int]]:
@@ -116,9 +107,7 @@ class ArrivalWriter:
         view, table = self.segment.view, self._table
         if view[table.marks + shard]:
             return
-        at = table.devices + UUID_BYTES * shard
-        view[at : at + UUID_BYTES] = where.device
-        for row, place in zip(self._rows[shard], where.places, strict=True):
+        for row, place in zip(self._rows[shard], where, strict=True):
             _PLACE.pack_into(view, table.places + _PLACE.size * row, *place)
         view[table.marks + shard] = _LIES
 
@@ -163,12 +152,10 @@ class ArrivalReader:
 
     def lying(self, shard: int) -> Lying:
         """Return where a shard lies that was marked so."""
-        at = self._table.devices + UUID_BYTES * shard
-        places = [
+        return [
             _PLACE.unpack_from(self._view, self._table.places + _PLACE.size * row)
             for row in self._rows[shard]
         ]
-        return Lying(bytes(self._view[at : at + UUID_BYTES]), places)
 
     def _more(self, marks: slice) -> bool:
         return not self._view[self._table.over] and not all(
@@ -187,7 +174,7 @@ class ArrivalReader:
         """
         seen = bytes(len(self.segments))
         until = clock.monotonic() + patience_s
-        marks = slice(self._table.marks, self._table.devices)
+        marks = slice(self._table.marks, self._table.places)
         while True:
             # Before the marks: what is marked before the end shall be seen.
             over = self._view[self._table.over]

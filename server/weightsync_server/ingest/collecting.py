@@ -58,8 +58,7 @@ class _Told(NamedTuple):
 
     @property
     def lying(self) -> Lying:
-        places = [(bytes.fromhex(self.handles[piece[0]]), piece[1]) for piece in self.pieces]
-        return Lying(bytes.fromhex(self.device), places)
+        return [(bytes.fromhex(self.handles[piece[0]]), piece[1]) for piece in self.pieces]
 
     @property
     def sizes(self) -> list[int]:

@@ -18,8 +18,8 @@ __all__ = ["Places"]
 #: Tensors of a few trainers of large models.
 _MOST = 1 << 16
 
-#: Device, handle, offset and size.
-_Place = tuple[bytes, bytes, int, int]
+#: Handle, offset and size.
+_Place = tuple[bytes, int, int]
 
 
 class Places:
@@ -58,5 +58,5 @@ class Places:
 
 
 def _each(where: Lying, sizes: Sequence[int]) -> Iterator[_Place]:
-    for (handle, offset), size in zip(where.places, sizes, strict=True):
-        yield where.device, handle, offset, size
+    for (handle, offset), size in zip(where, sizes, strict=True):
+        yield handle, offset, size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.vllm.conftest import layout_of, toy_tensors
-from weightsync.arriving import Arrival, ArrivalReader, ArrivalWriter, Lying
+from weightsync.arriving import Arrival, ArrivalReader, ArrivalWriter
 from weightsync.manifest import Layout, ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
     shards = ShardEntry("0", 24, 8), ShardEntry("1", 40, 8)
     writer = ArrivalWriter(Layout(shards, tuple(tensors)), ["aa", "bb"])
     # An empty tensor has no place.
-    here = Lying(b"d" * 16, [(b"\1" * 64, 7), (b"\2" * 64, 1 << 40)])
-    there = Lying(b"e" * 16, [(b"\3" * 64, 0)])
+    here = [(b"\1" * 64, 7), (b"\2" * 64, 1 << 40)]
+    there = [(b"\3" * 64, 0)]
     steps = iter([lambda: writer.lies(1, here), lambda: writer.lies(0, there),
                   lambda: writer.mark(1), lambda: writer.lies(1, there), writer.end])  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
 @pytest.mark.parametrize("over", ["", "ended", "all came"])
 def test_when_all_has_come_nothing_lies_anywhere(writer: ArrivalWriter, over: str) -> None:
     for shard in range(3):
-        writer.lies(shard, Lying(b"d" * 16, []))
+        writer.lies(shard, [])
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
     assert next(arrivals) == (0, True)
     came = range(3) if over == "all came" else [1]
@@ -73,7 +73,7 @@ def test_when_all_has_come_nothing_lies_anywhere(writer: ArrivalWriter, over: st
 def test_what_lies_on_a_gpu_is_told_before_what_came(writer: ArrivalWriter) -> None:
     writer.mark(0)
     for shard in (1, 2):
-        writer.lies(shard, Lying(b"d" * 16, []))
+        writer.lies(shard, [])
     writer.mark(1)
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
     assert list(arrivals) == [(1, True), (2, True), (0, False), (1, False)]

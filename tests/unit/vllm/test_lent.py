@@ -16,7 +16,6 @@ from tests.support.host_kernels import HostKernels
 from tests.unit.vllm.test_ahead import _at_work, _begin, _Coming, _until
 from tests.unit.vllm.test_proof import Tensors, _Model, _tensors
 from tests.unit.vllm.test_rank import Worker
-from weightsync.arriving import Lying
 from weightsync.cuda.kernels import Kernels
 from weightsync.device_memory import HANDLE_BYTES, DeviceError
 from weightsync.vllm import worker as worker_
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 #: `odd` and `after` are fused.
 _FILES = (("wide", "tiny"), ("odd",), ("after",))
-_UUID = b"u" * 16
 #: Where a trainer's tensors begin in its allocations, bytes.
 _OFFSET = 32
 
@@ -135,7 +133,7 @@ def _lie(coming: _Coming, gpu: _Gpu, *shards: int, tensors: Tensors | None = Non
     by_shard = coming.version.staged.manifest.layout.by_shard
     for shard in shards:
         names = [entry.name for entry in by_shard[shard] if entry.end > entry.begin]
-        coming.writer.lies(shard, Lying(_UUID, [gpu.put(tensors[name]) for name in names]))
+        coming.writer.lies(shard, [gpu.put(tensors[name]) for name in names])
         size += sum(tensors[name].nbytes for name in names)
     return size
 

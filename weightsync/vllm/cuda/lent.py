@@ -59,7 +59,7 @@ class Lent:
 
     def note(self, names: Sequence[str], where: Lying) -> None:
         """Take note of where tensors lie, in the order of its places."""
-        self._tensors |= dict(zip(names, where.places, strict=True))
+        self._tensors |= dict(zip(names, where, strict=True))
 
     def copy(self, name: str, target: torch.Tensor, stop: Callable[[], bool]) -> bool:
         """Queue a copy of a whole tensor; return False where it cannot be reached from here.

@@ -7,11 +7,11 @@ import pytest
 from weightsync.arriving import Lying
 from weightsync_server.ingest.places import Places
 
-_DEVICE, _HANDLE = b"d" * 16, b"h" * 64
+_HANDLE = b"h" * 64
 
 
-def lying(*offsets: int, device: bytes = _DEVICE, handle: bytes = _HANDLE) -> Lying:
-    return Lying(device, [(handle, offset) for offset in offsets])
+def lying(*offsets: int, handle: bytes = _HANDLE) -> Lying:
+    return [(handle, offset) for offset in offsets]
 
 
 def test_only_what_was_read_is_known() -> None:
@@ -28,7 +28,6 @@ def test_only_what_was_read_is_known() -> None:
     [
         (lying(0), 9),
         (lying(1), 8),
-        (lying(0, device=b"e" * 16), 8),
         (lying(0, handle=b"h" * 63 + b"i"), 8),
     ],
 )
