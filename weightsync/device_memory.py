@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HANDLE_BYTES",
-    "UUID_BYTES",
     "Device",
     "DeviceError",
     "Place",
@@ -29,7 +28,7 @@ __all__ = [
 #: Bytes of a handle by which another process opens memory.
 HANDLE_BYTES = 64
 #: Of what names a device.
-UUID_BYTES = 16
+_UUID_BYTES = 16
 _OK = 0
 #: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
 _REGISTERED = 712
@@ -48,7 +47,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Uuid(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * UUID_BYTES),)
+    _fields_ = (("bytes", ctypes.c_ubyte * _UUID_BYTES),)
 
 
 _SIGNATURES: dict[str, tuple[object, ...]] = {

@@ -38,16 +38,12 @@ extern "C" __global__ void copy_spans(const Span* spans) {
     if (rest < span.size) ((u8*)to)[rest] = ((const u8*)from)[rest];
 }
 
-__device__ __forceinline__ u32 unlike(uint4 left, uint4 right) {
-    return (left.x ^ right.x) | (left.y ^ right.y) | (left.z ^ right.z) | (left.w ^ right.w);
-}
-
-extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
-    const Span span = spans[blockIdx.x];
-    const uint4* left = (const uint4*)span.live;
-    const uint4* right = (const uint4*)span.staged;
-    const u32 count = span.size / 16, step = blockDim.x;
-    u32 at = threadIdx.x, bad = 0;
+// Has this thread look at its share of `count` pairs of 16 bytes.
+template <typename Look>
+__device__ __forceinline__ void each_pair(const uint4* left, const uint4* right, u32 count,
+                                          Look look) {
+    const u32 step = blockDim.x;
+    u32 at = threadIdx.x;
     for (; at + (DEEP / 2 - 1) * step < count; at += DEEP / 2 * step) {
         uint4 a[DEEP / 2], b[DEEP / 2];
 #pragma unroll
@@ -56,9 +52,22 @@ extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
             b[i] = right[at + i * step];
         }
 #pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) bad |= unlike(a[i], b[i]);
+        for (int i = 0; i < DEEP / 2; i++) look(a[i], b[i]);
     }
-    for (; at < count; at += step) bad |= unlike(left[at], right[at]);
+    for (; at < count; at += step) look(left[at], right[at]);
+}
+
+__device__ __forceinline__ u32 unlike(uint4 left, uint4 right) {
+    return (left.x ^ right.x) | (left.y ^ right.y) | (left.z ^ right.z) | (left.w ^ right.w);
+}
+
+extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
+    const Span span = spans[blockIdx.x];
+    const uint4* left = (const uint4*)span.live;
+    const uint4* right = (const uint4*)span.staged;
+    const u32 count = span.size / 16;
+    u32 bad = 0;
+    each_pair(left, right, count, [&](uint4 a, uint4 b) { bad |= unlike(a, b); });
     const u32 rest = count * 16 + threadIdx.x;
     if (rest < span.size) bad |= ((const u8*)left)[rest] ^ ((const u8*)right)[rest];
     // Many may write: all write the same.
@@ -103,19 +112,9 @@ template <typename Word> __device__ void count_changes(const Span* spans, u32* c
     const Span span = spans[blockIdx.x];
     const uint4* left = (const uint4*)span.live;
     const uint4* right = (const uint4*)span.staged;
-    const u32 count = span.size / 16, step = blockDim.x;
-    u32 at = threadIdx.x, found = 0;
-    for (; at + (DEEP / 2 - 1) * step < count; at += DEEP / 2 * step) {
-        uint4 a[DEEP / 2], b[DEEP / 2];
-#pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) {
-            a[i] = left[at + i * step];
-            b[i] = right[at + i * step];
-        }
-#pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) found += __popc(differing<Word>(a[i], b[i]));
-    }
-    for (; at < count; at += step) found += __popc(differing<Word>(left[at], right[at]));
+    const u32 count = span.size / 16;
+    u32 found = 0;
+    each_pair(left, right, count, [&](uint4 a, uint4 b) { found += __popc(differing<Word>(a, b)); });
     const u32 rest = count * (16 / sizeof(Word)) + threadIdx.x;
     if (rest < span.size / sizeof(Word))
         found += ((const Word*)left)[rest] != ((const Word*)right)[rest];

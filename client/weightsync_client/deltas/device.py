@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync.cuda.kernels import KernelError
+from weightsync.cuda.spans import fits
 from weightsync.delta import Changes
 from weightsync.delta.coding import element_width
 from weightsync.digest import TensorDigester
 from weightsync.errors import Reason
 from weightsync_client.deltas.differing import differing, on_host
 from weightsync_client.deltas.held import all_bytes, own_scratch
-from weightsync_client.deltas.searching import DeviceDigests, kernels_of, search, searchable
+from weightsync_client.deltas.searching import DeviceDigests, kernels_of, search
 from weightsync_client.errors import refuse
 from weightsync_client.fallback import Fallback, Unfit
 from weightsync_client.tensors import settle
@@ -189,7 +190,7 @@ def _found(
     kernels: Kernels | None, pairs: Sequence[Pair]
 ) -> tuple[list[Difference], list[torch.Tensor]]:
     """Return what differs in each pair, and flags that tell whether one was written meanwhile."""
-    ours = [kernels is not None and searchable(pair) for pair in pairs]
+    ours = [kernels is not None and fits(*pair) for pair in pairs]
     known = [pair for pair, own in zip(pairs, ours, strict=True) if own]
     others = iter(differing([pair for pair, own in zip(pairs, ours, strict=True) if not own]))
     if kernels is None or not known:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from weightsync.cuda.digests import Digests, digestible
 from weightsync.cuda.kernels import Kernels, Launch
-from weightsync.cuda.spans import THREADS, cut, fits
+from weightsync.cuda.spans import THREADS, cut
 from weightsync_client.deltas.differing import Difference
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DeviceDigests", "Pair", "Searched", "kernels_of", "search", "searchable"]
+__all__ = ["DeviceDigests", "Pair", "Searched", "kernels_of", "search"]
 
 #: Words before and after, flat, of one dtype and length.
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -42,12 +42,7 @@ def _kernels(device: torch.device) -> Kernels | None:
     return Kernels.find(device)
 
 
-def searchable(pair: Pair) -> bool:
-    """Return whether the kernels can compare two tensors."""
-    return fits(*pair)
-
-
-class Searched:
+class Searched(NamedTuple):
     """What differs in tensors of one device.
 
     Attributes:
@@ -55,9 +50,8 @@ class Searched:
         changed: An integer on the device: other than 0 if a tensor was written meanwhile.
     """
 
-    def __init__(self, differences: list[Difference], changed: torch.Tensor) -> None:
-        self.differences = differences
-        self.changed = changed
+    differences: list[Difference]
+    changed: torch.Tensor
 
 
 def search(kernels: Kernels, pairs: Sequence[Pair]) -> Searched:
@@ -65,7 +59,7 @@ def search(kernels: Kernels, pairs: Sequence[Pair]) -> Searched:
 
     Args:
         kernels: Of their device.
-        pairs: Which `searchable` has accepted; at least one.
+        pairs: Which `weightsync.cuda.spans.fits` has accepted; at least one.
 
     Raises:
         torch.OutOfMemoryError: The device has no room for what was found.

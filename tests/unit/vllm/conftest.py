@@ -11,6 +11,7 @@ from safetensors.torch import save
 from tests.support.staging import Staging
 from weightsync.layout import check_shard, check_version, parse_header
 from weightsync.manifest import ShardEntry
+from weightsync.vllm.cuda.upload import Uploader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -96,6 +97,21 @@ def load_for_real(model: ToyModel, tensors: dict[str, torch.Tensor]) -> ToyModel
     with torch.no_grad():
         model.load_weights(tensors.items())
     return model
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each slice that is sent to a device."""
+    sizes: list[int] = []
+    send_all = Uploader.send_all
+
+    def noted(self: Uploader, target: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
+        send_all(self, target, source, *more)
+        # Not before: what is interrupted is sent again.
+        sizes.append(source.nbytes)
+
+    monkeypatch.setattr(Uploader, "send_all", noted)
+    return sizes
 
 
 @pytest.fixture

@@ -90,21 +90,6 @@ def coming(staging: Staging) -> Callable[[int], _Coming]:
     return lambda seed: _Coming(staging, staging.stage_files(_files(seed)))
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each slice that is sent to a device."""
-    sizes: list[int] = []
-    send_all = Uploader.send_all
-
-    def noted(self: Uploader, target: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
-        send_all(self, target, source, *more)
-        # Not before: what is interrupted is sent again.
-        sizes.append(source.nbytes)
-
-    monkeypatch.setattr(Uploader, "send_all", noted)
-    return sizes
-
-
 def _files(seed: int) -> list[bytes]:
     tensors = toy_tensors(seed)
     return [save({name: tensors[name] for name in names}) for names in _FILES]

@@ -22,7 +22,6 @@ from weightsync.vllm import worker as worker_
 from weightsync.vllm.cuda import device as device_
 from weightsync.vllm.cuda import finding, lent, proof
 from weightsync.vllm.cuda.device import Device
-from weightsync.vllm.cuda.upload import Uploader
 from weightsync.vllm.settings import Amount
 
 if TYPE_CHECKING:
@@ -113,18 +112,12 @@ def coming(staging: Staging) -> _Coming:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of each slice that is sent from the host, from here on."""
-    sizes: list[int] = []
-    send_all = Uploader.send_all
-
-    def noted(self: Uploader, target: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
-        send_all(self, target, source, *more)
-        # Not before: what is interrupted is sent again.
-        sizes.append(source.nbytes)
-
-    monkeypatch.setattr(Uploader, "send_all", noted)
-    return sizes
+def reading(make: Callable[..., Worker], coming: _Coming, sent: list[int]) -> Worker:
+    """A rank that reads what comes, of which nothing was sent yet."""
+    worker = make()
+    sent.clear()
+    _begin(worker, coming)
+    return worker
 
 
 def _lie(coming: _Coming, gpu: _Gpu, *shards: int, tensors: Tensors | None = None) -> int:
@@ -154,11 +147,9 @@ _ALL = tuple(range(len(_FILES)))
 
 
 def test_what_lies_on_a_gpu_is_copied_and_proved_by_its_digests(
-    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, sent: list[int]
+    reading: Worker, coming: _Coming, gpu: _Gpu, sent: list[int]
 ) -> None:
-    worker = make()
-    sent.clear()
-    _begin(worker, coming)
+    worker = reading
     size = _lie(coming, gpu, *_ALL)
     _until(lambda: gpu.copied == size)
     coming.come(*_ALL)
@@ -324,11 +315,9 @@ def test_what_cannot_be_copied_or_proved_comes_from_the_host(
 
 
 def test_a_block_of_two_shards_is_taken_where_both_lie_there_or_both_have_come(
-    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, sent: list[int]
+    reading: Worker, coming: _Coming, gpu: _Gpu, sent: list[int]
 ) -> None:
-    worker = make()
-    sent.clear()
-    _begin(worker, coming)
+    worker = reading
     tensors = _tensors(2)
     size = _lie(coming, gpu, 1, 0)
     # `odd` is fused with `after`, which is sent.
