@@ -132,12 +132,20 @@ class Asking(ABC):
             await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
 
     async def collect(
-        self, segment: Segment, device: str, handles: Sequence[str], pieces: Sequence[Piece]
+        self,
+        segment: Segment,
+        trainer: str,
+        device: str,
+        handles: Sequence[str],
+        pieces: Sequence[Piece],
     ) -> None:
         """Fill parts of a segment with memory that another process holds on a GPU.
 
+        What was opened for that is closed once nothing is copied for the same trainer.
+
         Args:
             segment: Takes the bytes; when this raises, the parts hold anything.
+            trainer: Names whose memory it is.
             device: UUID of the GPU, hexadecimal.
             handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
             pieces: What goes where.
@@ -146,7 +154,8 @@ class Asking(ABC):
             WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
                 REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
-        facts = {"device": device, "handles": [*handles], "pieces": [*pieces]}
+        where = {"device": device, "handles": [*handles], "pieces": [*pieces]}
+        facts = {"trainer": trainer, **where}
         with _noted(facts) as fd:
             # Never again: what a device failed at once, it fails at again.
             how: dict[str, Any] = {"fills": True, "again": False, "source_fd": fd}

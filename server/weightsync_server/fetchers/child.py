@@ -23,7 +23,7 @@ from weightsync_server.faults import read_fault, write_fault
 from weightsync_server.fetchers import keeping, tasks
 
 if TYPE_CHECKING:
-    from weightsync_server.fetchers.collecting import Registered
+    from weightsync_server.fetchers.collecting import Opened, Registered
 
 __all__ = ["main"]
 
@@ -34,6 +34,7 @@ class _Child:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._registered: Registered | None = None
+        self._opened: Opened | None = None
         self._maps = Maps(before_unmapping=self._let_go)
         self._send_lock = threading.Lock()
         self._stops: dict[int, threading.Event] = {}
@@ -164,8 +165,9 @@ class _Child:
         from weightsync_server.fetchers import collecting
 
         with self._send_lock:
-            self._registered = self._registered or collecting.Registered()
-        collecting.collect(view, collecting.read_order(fd), self._registered, stop)
+            registered = self._registered = self._registered or collecting.Registered()
+            opened = self._opened = self._opened or collecting.Opened()
+        collecting.collect(view, collecting.read_order(fd), registered, opened, stop)
 
     def _let_go(self, view: memoryview) -> None:
         if self._registered is not None:

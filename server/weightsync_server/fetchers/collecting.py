@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.device_memory import DeviceError, device_of
@@ -16,12 +17,11 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.fetchers.tasks import BrokenError, look
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from weightsync.device_memory import Device, Stream
 
-__all__ = ["Order", "Piece", "Registered", "collect", "read_order"]
+__all__ = ["Opened", "Order", "Piece", "Registered", "collect", "read_order"]
 
 #: Bytes between two looks at whether the server still wants the result.
 _STEP = 64 << 20
@@ -34,11 +34,13 @@ class Order(NamedTuple):
     """What is to be copied.
 
     Attributes:
+        trainer: Names whose memory it is.
         uuid: Of the device.
         handles: Open the allocations.
         pieces: What goes where.
     """
 
+    trainer: str
     uuid: bytes
     handles: Sequence[bytes]
     pieces: Sequence[Piece]
@@ -48,7 +50,7 @@ def read_order(fd: int) -> Order:
     """Return what `weightsync_server.fetchers.asking.Asking.collect` has noted in a file."""
     told = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     handles = [bytes.fromhex(handle) for handle in told["handles"]]
-    return Order(bytes.fromhex(told["device"]), handles, told["pieces"])
+    return Order(told["trainer"], bytes.fromhex(told["device"]), handles, told["pieces"])
 
 
 class Registered:
@@ -75,13 +77,70 @@ class Registered:
                 device.unregister(view)
 
 
-def collect(view: memoryview, order: Order, registered: Registered, stop: threading.Event) -> None:
+class Opened:
+    """Allocations of other processes, open while anything of the same trainer is copied.
+
+    To close one waits for every copy under way on its device, so that closing each shard's kept the
+    bus idle for a tenth of a push. Once all copies for a trainer have ended none of its allocations
+    is open, and it may free them. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loans: dict[str, _Loan] = {}
+
+    @contextlib.contextmanager
+    def of(self, trainer: str) -> Iterator[_Loan]:
+        """Lend what opens allocations of a trainer, for one copy."""
+        with self._lock:
+            loan = self._loans.setdefault(trainer, _Loan())
+            loan.users += 1
+        try:
+            yield loan
+        finally:
+            with self._lock:
+                loan.users -= 1
+                last = not loan.users
+                if last:
+                    del self._loans[trainer]
+            if last:
+                loan.close()
+
+
+class _Loan:
+    def __init__(self) -> None:
+        self.users = 0
+        self._lock = threading.Lock()
+        self._open = contextlib.ExitStack()
+        self._places: dict[tuple[Device, bytes], tuple[int, int]] = {}
+
+    def open(self, device: Device, handle: bytes) -> tuple[int, int]:
+        """Return address and size of what a handle opens.
+
+        Raises:
+            DeviceError: It opens nothing here.
+        """
+        with self._lock:
+            place = self._places.get((device, handle))
+            if place is None:
+                place = self._open.enter_context(device.opened(handle))
+                self._places[device, handle] = place
+            return place
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def collect(
+    view: memoryview, order: Order, registered: Registered, opened: Opened, stop: threading.Event
+) -> None:
     """Fill parts of a segment from allocations of another process on a GPU.
 
     Args:
         view: The whole mapping of the segment.
         order: What goes where.
         registered: Keeps the mapping known to the device.
+        opened: Keeps what was opened for other copies of the same trainer.
         stop: Set when the server no longer wants it.
 
     Raises:
@@ -90,11 +149,11 @@ def collect(view: memoryview, order: Order, registered: Registered, stop: thread
         BrokenError: The device failed.
         Cancelled: The server no longer wants it.
     """
-    with contextlib.ExitStack() as opened:
+    with opened.of(order.trainer) as loan:
         try:
             device = device_of(order.uuid)
             registered.add(device, view)
-            places = [opened.enter_context(device.opened(handle)) for handle in order.handles]
+            places = [loan.open(device, handle) for handle in order.handles]
         except DeviceError as error:
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"

@@ -43,13 +43,18 @@ class Collector(FetcherPool):
         self._closed = False
 
     async def collect(
-        self, segment: Segment, device: str, handles: Sequence[str], pieces: Sequence[Piece]
+        self,
+        segment: Segment,
+        trainer: str,
+        device: str,
+        handles: Sequence[str],
+        pieces: Sequence[Piece],
     ) -> None:
         """See `Asking.collect`; starts the process where there is none yet."""
         async with self._starting:
             if not self._running and not self._closed:
                 await self._start()
-        await super().collect(segment, device, handles, pieces)
+        await super().collect(segment, trainer, device, handles, pieces)
 
     async def close(self) -> None:
         """End the process for good, also one that is being started."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weightsync.arriving import Lying
@@ -38,7 +39,12 @@ class Collects(Protocol):
     """Copies from GPUs; `weightsync_server.fetchers.collector.Collector` does."""
 
     async def collect(
-        self, segment: Segment, device: str, handles: Sequence[str], pieces: Sequence[Piece]
+        self,
+        segment: Segment,
+        trainer: str,
+        device: str,
+        handles: Sequence[str],
+        pieces: Sequence[Piece],
     ) -> None:
         """See `weightsync_server.fetchers.asking.Asking.collect`."""
 
@@ -78,6 +84,7 @@ class Collecting:
         self._collector = collector
         self._owner = owner
         self._places = places
+        self._trainer = secrets.token_hex(8)
         #: Devices from which a shard was copied.
         self._reached: set[str] = set()
         #: What was begun, by shard.
@@ -127,7 +134,7 @@ class Collecting:
     ) -> None:
         lying, sizes = told.lying, told.sizes
         try:
-            await self._collector.collect(segment, told.device, told.handles, told.pieces)
+            await self._collector.collect(segment, self._trainer, *told)
         except WeightSyncError:
             self._places.discard(lying, sizes)
             raise

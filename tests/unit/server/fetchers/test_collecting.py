@@ -49,7 +49,7 @@ async def outcome(collector: Collector, segment: Segment, count: int = 1) -> Wei
     handles = [f"{number:0{2 * HANDLE_BYTES}x}" for number in range(count)]
     pieces = [(number, (1 << 62) + number, 16 * number, 16) for number in range(count)]
     with pytest.raises(WeightSyncError) as told:
-        await collector.collect(segment, DEVICE, handles, pieces)
+        await collector.collect(segment, "trainer", DEVICE, handles, pieces)
     return told.value
 
 
@@ -252,9 +252,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def collect(segment: Segment, handles: list[bytes], pieces: list[collecting.Piece]) -> None:
-    order = collecting.Order(b"u", handles, pieces)
-    collecting.collect(segment.view, order, collecting.Registered(), threading.Event())
+def collect(
+    segment: Segment,
+    handles: list[bytes],
+    pieces: list[collecting.Piece],
+    *,
+    opened: collecting.Opened | None = None,
+    trainer: str = "trainer",
+    stop: threading.Event | None = None,
+) -> None:
+    order = collecting.Order(trainer, b"u", handles, pieces)
+    opened = opened or collecting.Opened()
+    registered = collecting.Registered()
+    collecting.collect(segment.view, order, registered, opened, stop or threading.Event())
 
 
 def test_pieces_go_where_they_belong(
@@ -308,10 +318,54 @@ def test_a_driver_that_refuses_is_not_used_and_one_that_fails_is_left(
 def test_a_copy_that_is_called_off_ends_between_two_steps(driver: Driver, segment: Segment) -> None:
     stop = threading.Event()
     stop.set()
-    order = collecting.Order(b"u", [driver.allocate(b"x" * 10)], [(0, 0, 0, 10)])
     with pytest.raises(Cancelled):
-        collecting.collect(segment.view, order, collecting.Registered(), stop)
+        collect(segment, [driver.allocate(b"x" * 10)], [(0, 0, 0, 10)], stop=stop)
     assert (driver.opened, driver.streams) == (0, 0)
+
+
+def test_an_allocation_is_open_once_until_nothing_is_copied_for_its_trainer(
+    driver: Driver, segment: Segment
+) -> None:
+    opened, handles = collecting.Opened(), [driver.allocate(b"x" * 10) for _ in range(3)]
+    seen: list[tuple[str, int]] = []
+
+    def copied(number: int, trainer: str) -> None:
+        collect(segment, [handles[number]], [(0, 0, 0, 10)], opened=opened, trainer=trainer)
+        seen.append((trainer, driver.opened))
+
+    with opened.of("first"):
+        for number in (0, 1, 1, 0):
+            copied(number, "first")
+        copied(2, "second")
+        with pytest.raises(WeightSyncError, match="cannot be opened"):
+            collect(segment, [b"?" * HANDLE_BYTES], [(0, 0, 0, 10)], opened=opened, trainer="first")
+        copied(2, "first")
+    assert seen == [*(("first", open_) for open_ in (1, 2, 2, 2)), ("second", 2), ("first", 3)]
+    assert driver.opened == 0
+    copied(0, "first")
+    assert seen[-1] == ("first", 0)
+
+
+def test_copies_of_one_trainer_in_many_threads_leave_nothing_open(
+    driver: Driver, segment: Segment
+) -> None:
+    opened, handles = collecting.Opened(), [driver.allocate(b"x" * 10) for _ in range(4)]
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                collect(segment, handles, [(3, 0, 0, 10)], opened=opened)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (failed, driver.opened, driver.streams) == ([], 0, 0)
 
 
 def test_a_mapping_is_registered_once_and_let_go_of_before_it_is_unmapped(

@@ -36,6 +36,7 @@ class Copier:
         gate: Set: nothing holds it up.
         errors: Raised one after the other, before anything is copied.
         begun: Devices that it was asked to copy from.
+        trainers: For whom, each.
         busy: Copies under way.
     """
 
@@ -44,6 +45,7 @@ class Copier:
         self.gate.set()
         self.errors: list[WeightSyncError] = []
         self.begun: list[str] = []
+        self.trainers: list[str] = []
         self.busy = 0
         self._memory: dict[str, bytes] = {}
 
@@ -53,8 +55,14 @@ class Copier:
         return handle
 
     async def collect(
-        self, segment: Segment, device: str, handles: Sequence[str], pieces: Sequence[Piece]
+        self,
+        segment: Segment,
+        trainer: str,
+        device: str,
+        handles: Sequence[str],
+        pieces: Sequence[Piece],
     ) -> None:
+        self.trainers.append(trainer)
         self.begun.append(device)
         self.busy += 1
         try:
@@ -190,6 +198,7 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
     # Nobody but the server has computed them.
     assert not commit.trainer_verified
     assert site.world.meters.received == sum(len(shard.data) for shard in site.shards)
+    assert len(set(site.copier.trainers)) == 1
 
 
 async def coming_to(site: Site) -> tuple[LendingDesk, Arriving]:
@@ -309,6 +318,13 @@ async def test_a_shard_of_very_many_tensors_is_declined_unread(
     desk = await site.connect()
     assert "2 tensors" in await asyncio.to_thread(desk.collect, 0, {})
     assert not site.copier.begun
+
+
+async def test_what_is_opened_for_one_connection_is_not_kept_open_by_another(site: Site) -> None:
+    first, other = await site.connect(), await site.connect()
+    for index, desk in enumerate((first, other)):
+        assert await collect(desk, site, index) == ""
+    assert len(set(site.copier.trainers)) == 2
 
 
 async def test_a_shard_being_copied_is_neither_copied_again_nor_lent_nor_sent(
