@@ -56,18 +56,16 @@ _FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120")
 
 
 @contextlib.asynccontextmanager
-async def serving(site: Site, folder: Path, fetchers: int) -> AsyncIterator[Client]:
+async def serving(site: Site, folder: Path) -> AsyncIterator[Client]:
     """Run a server beside the engine until the block ends, and wait until it serves.
 
     Args:
         site: The engine; its bridge is served here.
         folder: For sockets, state and log.
-        fetchers: Processes of the server.
     """
     address = f"unix:{folder}/push.sock"
-    flags = (*_FLAGS, "--fetchers", str(fetchers))
     async with bridge(site.llm):
-        server = weightsync_server(folder, [address], *flags, engine=str(folder / "engine.sock"))
+        server = weightsync_server(folder, [address], *_FLAGS, engine=str(folder / "engine.sock"))
         begin = time.perf_counter()
         # Starting and stopping wait, and the bridge lives on this loop.
         await asyncio.to_thread(server.__enter__)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -33,7 +32,6 @@ _LIMITS_S = 120.0
 _TRAINER_S = 120.0
 #: Layers of what the push part streams, at a tenth of the speed of what it hands over.
 _STREAM_LAYERS = 4
-_FETCHERS = 16
 
 
 @dataclass(frozen=True)
@@ -55,11 +53,6 @@ class Order:
     requests: int
     executor: str
     small: bool
-
-    @property
-    def fetchers(self) -> int:
-        """Processes of the server."""
-        return min(_FETCHERS, max(2, (os.cpu_count() or 2) // 2))
 
 
 Part = Callable[[Order, Results], Coroutine[Any, Any, None]]
@@ -117,7 +110,7 @@ def _apply(tp: int, cache: str = "keep") -> Part:
         exact = cache != "keep"
         async with _room(order, results, tp=tp) as room:
             site, folder = room.site, room.folder
-            async with serving(site, folder, order.fetchers) as client, site.load.running():
+            async with serving(site, folder) as client, site.load.running():
                 with results.attempt("pauses"):
                     await measure_pauses(site, order.rounds, clear=exact)
                 ours = Ours(
@@ -151,9 +144,7 @@ async def _push(order: Order, results: Results) -> None:
             await asyncio.to_thread(write_checkpoint, place / measure.__name__, shape)
             own = folder / measure.__name__
             own.mkdir()
-            await measure(
-                results, own, place / measure.__name__, devices, order.rounds, order.fetchers
-            )
+            await measure(results, own, place / measure.__name__, devices, order.rounds)
 
 
 PARTS: dict[str, Part] = {

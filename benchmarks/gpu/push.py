@@ -45,22 +45,22 @@ _KEYS = {
 
 
 async def measure_hand_offs(
-    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int, fetchers: int
+    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int
 ) -> None:
     """Measure pushes into the server's memory, from each device."""
     # Both fill the same slots, and only the first pushes make them.
-    async with _server(folder, fetchers) as address:
+    async with _server(folder) as address:
         for device in devices:
             with results.attempt(f"pushes from {device}"):
                 await _from(device, "auto", results, address, checkpoint, _WARM_UP + rounds)
 
 
 async def measure_streams(
-    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int, fetchers: int
+    results: Results, folder: Path, checkpoint: Path, devices: list[str], rounds: int
 ) -> None:
     """Measure streamed pushes from each device, those of many clients, and the floor."""
     nbytes = int(results.parameters["bytes_streamed"])
-    async with _server(folder, fetchers) as address:
+    async with _server(folder) as address:
         for device in devices:
             with results.attempt(f"streams from {device}"):
                 await _from(device, "never", results, address, checkpoint, _WARM_UP + rounds)
@@ -68,10 +68,7 @@ async def measure_streams(
     for key, count in (("push_stream_gbps", crowd), ("push_stream_one_gbps", 1)):
         with results.attempt(f"clients and ingest processes, {count} each"):
             own = folder / key
-            flags = ("--fetchers", str(fetchers))
-            speeds = await asyncio.to_thread(
-                crowd_samples, own, count, count, nbytes, rounds, *flags
-            )
+            speeds = await asyncio.to_thread(crowd_samples, own, count, count, nbytes, rounds)
             for gbps in speeds:
                 results.add(**{key: gbps})
     place = folder / "bare"
@@ -83,10 +80,10 @@ async def measure_streams(
 
 
 @contextlib.asynccontextmanager
-async def _server(folder: Path, fetchers: int) -> AsyncIterator[str]:
+async def _server(folder: Path) -> AsyncIterator[str]:
     """Run a server until the block ends; gives its address."""
     address = f"unix:{folder}/push.sock"
-    server = weightsync_server(folder, [address], "--fetchers", str(fetchers))
+    server = weightsync_server(folder, [address])
     await asyncio.to_thread(server.__enter__)
     try:
         yield address

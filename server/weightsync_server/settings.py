@@ -128,10 +128,10 @@ class Settings(BaseSettings):
         description="Free space of the store's disk that pushes leave to journal and records.",
     )
     fetchers: int = Field(
-        default_factory=lambda: min(16, max(2, len(os.sched_getaffinity(0)) // 2)),
+        default_factory=lambda: min(16, max(2, len(os.sched_getaffinity(0)) * 5 // 8)),
         ge=1,
         le=64,
-        description="Processes that digest and write shards. Default: half of the cores, 2 to 16.",
+        description="Processes that digest and write shards. Default: 5/8 of the cores, 2 to 16.",
     )
     ingest: int = Field(
         0,
