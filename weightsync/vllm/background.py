@@ -67,6 +67,9 @@ class Background:
     ) -> None:
         """Start a job, and end one that gives way.
 
+        One that reads ahead what the new one prepares waits for no more of it, but ends what it is
+        about to find.
+
         Args:
             args: Of the call.
             work: What it does.
@@ -77,13 +80,15 @@ class Background:
             RefusedCallError: Another job is at work.
         """
         before = self.job
+        gives_way = ahead or bool(args.get("gives_way"))
+        job = Job(str(args["apply_id"]), gives_way, stages=stages, ahead=ahead)
         if before.gives_way:
+            if before.ahead and args.get("ahead") == before.apply_id:
+                before.follower = job
             before.cancelled.set()
         if before.running() and not before.cancelled.is_set():
             msg = f"apply {before.apply_id} is still at work on this rank; release it or wait"
             raise RefusedCallError(msg)
-        gives_way = ahead or bool(args.get("gives_way"))
-        job = Job(str(args["apply_id"]), gives_way, stages=stages, ahead=ahead)
         job.thread = threading.Thread(
             target=self._run, args=(job, before, dict(args), work), name="weightsync", daemon=True
         )

@@ -42,6 +42,7 @@ class Job:
         tell: Called with n when it will not read the first n shards of its version any more, in the
             order of `Layout.largest_first`.
         over: All is done but the telling: who is told may ask for the next one at once.
+        follower: Goes on from what this one leaves, and waits for it.
     """
 
     apply_id: str
@@ -52,6 +53,13 @@ class Job:
     over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
+    follower: Job | None = None
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it was ended, and nobody goes on from what it would still find."""
+        follower = self.follower
+        return self.cancelled.is_set() and (follower is None or follower.cancelled.is_set())
 
     def running(self) -> bool:
         """Whether it has not ended."""

@@ -346,6 +346,7 @@ class Rank:
                     turns(reader, job),
                     self._holding.proved,
                     job.cancelled.is_set,
+                    lambda: job.unwanted,
                 )
             finally:
                 self._reading = ()

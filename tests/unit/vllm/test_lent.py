@@ -163,14 +163,9 @@ def test_what_lies_on_a_gpu_is_copied_and_proved_by_its_digests(
     assert worker.job("verify", "two")["proved"] is True
 
 
-@pytest.mark.parametrize("meanwhile", ["", "base", "three"])
-def test_what_few_values_change_is_found_before_the_version_is_complete(
-    make: Callable[..., Worker],
-    gpu: _Gpu,
-    staging: Staging,
-    meanwhile: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows whenever somebody looks for what a version changes."""
     looked: list[int] = []
     look = device_.find  # type: ignore[attr-defined] # where it is called
 
@@ -179,6 +174,32 @@ def test_what_few_values_change_is_found_before_the_version_is_complete(
         return look(*given)
 
     monkeypatch.setattr(device_, "find", find)
+    return looked
+
+
+def test_that_too_much_changes_for_a_patch_is_found_once(
+    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, looked: list[int]
+) -> None:
+    worker = make()
+    looked.clear()
+    _begin(worker, coming)
+    _lie(coming, gpu, *_ALL)
+    _until(lambda: not _at_work(worker))
+    coming.come(*_ALL)
+    report = worker.job("prepare", "two", coming.version, base="base", ahead="early")
+    assert (report["patched"], len(looked)) == (False, 1)
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker)
+
+
+@pytest.mark.parametrize("meanwhile", ["", "base", "three"])
+def test_what_few_values_change_is_found_before_the_version_is_complete(
+    make: Callable[..., Worker],
+    gpu: _Gpu,
+    staging: Staging,
+    meanwhile: str,
+    looked: list[int],
+) -> None:
     worker = make()
     coming = _Coming(staging, _staged(staging, _near(2)))
     worker.job("prepare", "three", _staged(staging, _near(3)), base="base")
@@ -196,6 +217,52 @@ def test_what_few_values_change_is_found_before_the_version_is_complete(
     report = worker.job("prepare", "two", coming.version, base=base, ahead="early")
     seen = report["patched"], report["unlike"], len(looked)
     assert seen == (True, [], 1 + bool(meanwhile))
+    assert worker.call("commit", apply_id="two")["ok"]
+    assert _holds(worker, tensors=_near(2))
+
+
+@pytest.mark.parametrize("who", ["its own", "another", "released"])
+def test_what_it_is_about_to_find_is_waited_for_by_its_own_prepare_alone(
+    make: Callable[..., Worker],
+    gpu: _Gpu,
+    staging: Staging,
+    who: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looking, go = threading.Event(), threading.Event()
+    stopped: list[bool] = []
+    look = device_.find  # type: ignore[attr-defined] # where it is called
+
+    def find(staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
+        looking.set()
+        assert go.wait(20)
+        stopped.append(stop())
+        return look(staged, pace, stop)
+
+    worker = make()
+    coming = _Coming(staging, _staged(staging, _near(2)))
+    monkeypatch.setattr(device_, "find", find)
+    _begin(worker, coming)
+    _lie(coming, gpu, *_ALL, tensors=_near(2))
+    assert looking.wait(20)
+    coming.come(*_ALL)
+    page, (reader,) = staging.pages(["0/0/0"])
+    args = {"apply_id": "two", "document": coming.version.document.id, "page": page}
+    ahead = "other" if who == "another" else "early"
+    assert worker.call("prepare", base="base", ahead=ahead, **args)["ok"]
+    if who == "released":
+        worker.call("release", keep=["base"])
+    go.set()
+    _until(lambda: (reader.read() or {"phase": "running"})["phase"] != "running")
+    report = reader.read()
+    assert report is not None
+    if who == "its own":
+        assert (report["phase"], report["patched"], stopped) == ("ready", True, [False])
+    elif who == "another":
+        assert (report["phase"], report["patched"], stopped) == ("ready", True, [True, False])
+    else:
+        assert (report["phase"], stopped[0]) == ("failed", True)
+        return
     assert worker.call("commit", apply_id="two")["ok"]
     assert _holds(worker, tensors=_near(2))
 

@@ -50,7 +50,9 @@ class Ahead:
         there: The blocks that are there, by where they begin.
         sent: Bytes that were sent for them.
         lent: Some were copied from a trainer's GPU, and are proved by their digests alone.
-        patch: What all of it changes in what was live then.
+        compared: Content digest of what was live when all of it was compared with that; "": it was
+            not.
+        patch: What it changes there; None: so much that a copy is less work.
     """
 
     ticket: str
@@ -60,6 +62,7 @@ class Ahead:
     there: set[int] = field(default_factory=set)
     sent: int = 0
     lent: bool = False
+    compared: str = ""
     patch: DevicePatch | None = None
 
     def is_of(
@@ -73,9 +76,13 @@ class Ahead:
             and self.memory is memory
         )
 
+    def forget_patch(self) -> None:
+        """Forget what was found: what it was compared with is about to change, or what it holds."""
+        self.compared, self.patch = "", None
+
     def drop(self, blocks: Blocks, plan: LoadPlan, tensors: frozenset[str]) -> None:
         """Forget the blocks that are made of these tensors, and what was found with them."""
-        self.patch = None
+        self.forget_patch()
         self.there -= {
             block.at
             for block in blocks.all

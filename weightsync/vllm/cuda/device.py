@@ -138,6 +138,7 @@ class Device:
         turns: Iterable[tuple[int, Lying | None]],
         live: str,
         stop: Callable[[], bool],
+        unwanted: Callable[[], bool],
     ) -> None:
         """Send what there is of a version that still comes in, as far as there is room.
 
@@ -155,7 +156,8 @@ class Device:
             turns: Yields the place in `Layout.largest_first` of each shard, once it has come, and
                 before that, if it lies on a GPU, with where.
             live: Content digest of what the live parameters are proved to hold; "": not known.
-            stop: Asked before every piece; True raises `StoppedError`.
+            stop: Asked before every piece that is sent; True raises `StoppedError`.
+            unwanted: The same, once all of it is there.
         """
         self._let_go()
         begun, self._ahead = self._ahead, None
@@ -168,7 +170,7 @@ class Device:
             begun = Ahead(ticket, segments, targets, memory)
         self._ahead = begun
         # What it was found with is about to be used again.
-        begun.patch = None
+        begun.forget_patch()
         proof = self._proof_of(blocks, plan, memory)
         pace = Pace(self.device)
         with _lent(memory) as lent:
@@ -176,7 +178,8 @@ class Device:
             sent = proof.begin if proof is not None else _nothing
             begun.fill(blocks, read, turns, self._uploader, pace, stop, sent, loan)
         if live and len(begun.there) == len(blocks.all):
-            begun.patch = self._found_here(self._staged_of(targets, blocks, memory), live, stop)
+            staged = self._staged_of(targets, blocks, memory)
+            begun.patch, begun.compared = self._found_here(staged, live, unwanted), live
 
     @torch.inference_mode()
     def make_ready(
@@ -251,9 +254,8 @@ class Device:
         send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
         ready.whole = staged = self._staged_of(ready.targets, blocks, memory)
         live = base.content_digest if base is not None else ""
-        known = begun.patch if begun is not None else None
-        if known is not None and known.base == live:
-            ready.patch = known
+        if live and begun is not None and begun.compared == live:
+            ready.patch = begun.patch
         else:
             ready.patch = self._found_here(staged, live, stop) if live else None
         return proof.end(ready, stop) if proof is not None else Proved()
@@ -269,7 +271,7 @@ class Device:
     def written(self) -> None:
         """Forget what was found in live parameters that are about to be written."""
         if self._ahead is not None:
-            self._ahead.patch = None
+            self._ahead.forget_patch()
 
     @torch.inference_mode()
     def digests(self, targets: Targets, stop: Callable[[], bool]) -> dict[int, bytes]:

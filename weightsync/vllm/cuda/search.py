@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelSearch", "Search", "TorchSearch", "searches"]
 
-#: Spans of a launch: what else runs on an H200 waits for 0.5 ms of it.
-_AT_ONCE = (1 << 30) // SPAN
+#: Spans of a launch: what else runs on an H200 waits for 0.2 ms of it.
+_AT_ONCE = (256 << 20) // SPAN
 
 
 class Search(Protocol):
