@@ -14,7 +14,7 @@ from weightsync.cuda.kernels import KernelError, Kernels, Launch
 from weightsync.digest import tensor_digest
 from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
-from weightsync.vllm.cuda.search import KernelSearch, TorchSearch
+from weightsync.vllm.cuda.search import KernelSearch, TorchSearch, pairs_of
 from weightsync.vllm.cuda.spans import Spans
 from weightsync.vllm.cuda.staged import Staged
 from weightsync.vllm.cuda.upload import Pace
@@ -124,7 +124,8 @@ def test_changes_are_those_that_torch_finds(
     staged = Staged(targets, blocks, memory, mask, kernels)
     chosen = [index != 5 for index in range(len(sizes))]
     found = []
-    for search in (KernelSearch(staged, blocks, kernels), TorchSearch(staged, blocks)):
+    (pairs,) = pairs_of(staged, blocks)
+    for search in (KernelSearch(pairs, kernels), TorchSearch(staged, blocks)):
         counts = search.count(Pace(_DEVICE), bool)
         some = sum(c for c, wanted in zip(counts, chosen, strict=True) if wanted)
         positions = torch.full((some + 9,), -1, device=_DEVICE)

@@ -192,6 +192,34 @@ def test_that_too_much_changes_for_a_patch_is_found_once(
     assert _holds(worker)
 
 
+def test_what_is_compared_is_cut_again_only_where_a_parameter_has_moved(
+    make: Callable[..., Worker], staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: list[int] = []
+    pairs_of = finding.pairs_of  # type: ignore[attr-defined] # where it is called
+
+    def noted(*given: Any) -> Any:
+        cut.append(1)
+        return pairs_of(*given)
+
+    monkeypatch.setattr(finding, "pairs_of", noted)
+    worker, live = make(), "base"
+    # To warm up.
+    cut.clear()
+    for seed, times in ((2, 1), (3, 1), (4, 2), (5, 2)):
+        if seed == 4:
+            # Kept: what looks there still must find what was, not crash.
+            before = [parameter.data for parameter in worker.model.parameters()]
+            for parameter, old in zip(worker.model.parameters(), before, strict=True):
+                parameter.data = old.clone()
+        version = _staged(staging, _near(seed))
+        report = worker.job("prepare", str(seed), version, base=live)
+        assert (report["patched"], len(cut)) == (True, times)
+        live = str(seed)
+        assert worker.call("commit", apply_id=live)["ok"]
+        assert _holds(worker, tensors=_near(seed))
+
+
 @pytest.mark.parametrize("meanwhile", ["", "base", "three"])
 def test_what_few_values_change_is_found_before_the_version_is_complete(
     make: Callable[..., Worker],

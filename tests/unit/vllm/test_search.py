@@ -13,7 +13,7 @@ from weightsync.cuda import spans
 from weightsync.vllm.cuda import search as search_
 from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.scatter import Scatter
-from weightsync.vllm.cuda.search import KernelSearch, TorchSearch, searches
+from weightsync.vllm.cuda.search import KernelSearch, Pairs, TorchSearch, pairs_of, searches
 from weightsync.vllm.cuda.staged import Staged
 from weightsync.vllm.cuda.upload import Pace
 from weightsync.vllm.plan import Strides
@@ -81,17 +81,28 @@ def _found(search: Search, row: torch.Tensor, chosen: list[bool]) -> Any:
     return counts, scatter.positions.tolist(), scatter.values.tolist()
 
 
+def _ours(staged: Staged) -> Pairs:
+    """Return what our kernels can look at."""
+    (ours,) = (some for some in pairs_of(staged, staged.blocks) if some.table is not None)
+    return ours
+
+
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 @pytest.mark.parametrize("every", [1, 2])
 def test_both_find_the_same(dtype: torch.dtype, every: int) -> None:
     kernels = HostKernels()
     staged, row = _staged(dtype, kernels)
-    chosen = [index % every == 0 for index in range(len(_SIZES))]
-    ours = KernelSearch(staged, staged.blocks, kernels)
+    pairs = _ours(staged)
+    chosen = [index % every == 0 for index in range(len(pairs.pieces))]
+    ours = KernelSearch(pairs, kernels)
     found = _found(ours, row, chosen)
-    assert found == _found(TorchSearch(staged, staged.blocks), row, chosen)
+    assert found == _found(TorchSearch(staged, pairs.pieces), row, chosen)
+    # Once more, with what is there already.
+    assert found == _found(ours, row, chosen)
+    assert found == _found(KernelSearch(pairs, kernels), row, chosen)
+    assert _found(ours, row, [False] * len(chosen))[1:] == ([-1] * 7, [0] * 7)
     counts, positions, _ = found
-    assert sum(counts) > 500
+    assert sum(counts) > 400
     assert positions[:5] == positions[-2:] + [-1] * 3
     assert sorted(positions[5:-2]) == positions[5:-2]
     bits = 8 * dtype.itemsize
@@ -102,21 +113,23 @@ def test_both_find_the_same(dtype: torch.dtype, every: int) -> None:
 def test_pieces_go_to_who_can_look_at_them() -> None:
     kernels = HostKernels()
     staged, _ = _staged(torch.bfloat16, kernels)
-    found = searches(staged, staged.blocks)
+    found = searches(staged, pairs_of(staged, staged.blocks))
     assert [type(one) for one in found] == [KernelSearch, TorchSearch]
     # It begins beside a multiple of 16 bytes.
     assert [piece.place.numel for piece in found[1].pieces] == [1000]
-    (other,) = searches(SimpleNamespace(**{**vars(staged), "kernels": None}), staged.blocks)  # type: ignore[arg-type]  # a version without kernels
+    plain: Any = SimpleNamespace(**{**vars(staged), "kernels": None})
+    (other,) = searches(plain, pairs_of(plain, staged.blocks))
     assert type(other) is TorchSearch
     assert list(other.pieces) == list(staged.blocks)
 
 
 def _searching(kind: Any) -> tuple[Search, torch.Tensor]:
-    """Return what looks through all pieces, and the live parameter."""
+    """Return what looks through pieces, and the live parameter."""
     kernels = HostKernels()
     staged, row = _staged(torch.float32, kernels)
-    facts = [kernels] if kind is KernelSearch else []
-    return kind(staged, staged.blocks, *facts), row
+    pairs = _ours(staged)
+    ours = kind is KernelSearch
+    return KernelSearch(pairs, kernels) if ours else TorchSearch(staged, pairs.pieces), row
 
 
 @pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
@@ -126,7 +139,7 @@ def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
     count = sum(search.count(pace, bool))
     row[2000] ^= 1
     with pytest.raises(RuntimeError, match="were written while they were compared"):
-        search.take([True] * len(_SIZES), _scatter(row, count), 0, pace, bool)
+        search.take([True] * len(search.pieces), _scatter(row, count), 0, pace, bool)
 
 
 @pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
@@ -137,4 +150,4 @@ def test_it_stops(kind: Any) -> None:
         search.count(pace, lambda: True)
     count = sum(search.count(pace, bool))
     with pytest.raises(StoppedError):
-        search.take([True] * len(_SIZES), _scatter(row, count), 0, pace, lambda: True)
+        search.take([True] * len(search.pieces), _scatter(row, count), 0, pace, lambda: True)

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightsync.vllm.cuda.search import Search, TorchSearch, searches
+from weightsync.vllm.cuda.search import Search, TorchSearch, pairs_of, searches
+from weightsync.vllm.cuda.upload import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged import Staged
-    from weightsync.vllm.cuda.upload import Pace
 
 __all__ = ["Found", "fill", "find"]
 
@@ -26,6 +26,8 @@ _WORTH = 32
 #: One in so many pieces, if those are enough, can tell that it is not worth to look at all of them,
 #: by so many elements of each: each launch of a step may have to wait for one of ours.
 _SAMPLE, _ENOUGH, _GLANCE = 16, 8, 1 << 19
+#: Bytes of glances that are looked at before that is waited for.
+_GLANCES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,25 @@ class Found:
 def find(staged: Staged, pace: Pace, stop: Callable[[], bool]) -> Found | None:
     """Return what differs; None: so much that a copy of everything is less work.
 
+    Args:
+        staged: The version, its views made.
+        pace: Of the current stream.
+        stop: Asked now and then.
+
     Raises:
         StoppedError: `stop` returned True.
     """
     size = staged.mask.numel()
     pieces = [p for block in staged.blocks for p in block.pieces(size * block.dtype.itemsize)]
     sample = [next(p.pieces(_GLANCE * p.dtype.itemsize)) for p in pieces[::_SAMPLE]]
-    if _all_dense(TorchSearch(staged, sample), pace, stop):
+    if _all_dense(TorchSearch(staged, sample), Pace(staged.memory.device, _GLANCES), stop):
         return None
+    if staged.pairs is None:
+        staged.pairs = pairs_of(staged, pieces)
     sparse: list[tuple[Search, Sequence[bool]]] = []
     dense: list[Block] = []
     counts: Counter[int] = Counter()
-    for search in searches(staged, pieces):
+    for search in searches(staged, staged.pairs):
         chosen = []
         for piece, count in zip(search.pieces, search.count(pace, stop), strict=True):
             few = 0 < count * _DENSE <= piece.place.numel and piece.place.contiguous

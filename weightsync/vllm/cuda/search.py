@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,15 +17,13 @@ from weightsync.vllm.words import StoppedError, words_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from weightsync.cuda.kernels import Kernels
     from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged import Staged
     from weightsync.vllm.cuda.upload import Pace
 
-__all__ = ["KernelSearch", "Search", "TorchSearch", "searches"]
+__all__ = ["KernelSearch", "Pairs", "Search", "TorchSearch", "pairs_of", "searches"]
 
 #: Spans of a launch: what else runs on an H200 waits for 0.2 ms of it.
 _AT_ONCE = (256 << 20) // SPAN
@@ -73,17 +71,44 @@ class Search(Protocol):
         """
 
 
-def searches(staged: Staged, pieces: Iterable[Block]) -> list[Search]:
-    """Return what looks through pieces of a staged version; call `staged.targets.views` first."""
+class Pairs(NamedTuple):
+    """Pieces of one width, live and staged, as long as both lie where they do.
+
+    Attributes:
+        pieces: At least one.
+        table: Rows of the kernels' table, on the device; None: the kernels cannot look at them.
+        piece_of: The number of the piece of each row.
+    """
+
+    pieces: Sequence[Block]
+    table: torch.Tensor | None = None
+    piece_of: torch.Tensor | None = None
+
+
+def pairs_of(staged: Staged, pieces: Iterable[Block]) -> list[Pairs]:
+    """Return what can be looked at together; call `staged.targets.views` first."""
     groups: dict[tuple[int, bool], list[Block]] = defaultdict(list)
     for piece in pieces:
         ours = staged.kernels is not None and fits(*_sides(staged, piece))
         groups[piece.dtype.itemsize, ours].append(piece)
+    return [_cut(staged, some) if ours else Pairs(some) for (_, ours), some in groups.items()]
+
+
+def _cut(staged: Staged, pieces: Sequence[Block]) -> Pairs:
+    rows = [cut(0, *_sides(staged, piece)) for piece in pieces]
+    piece_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    device = staged.memory.device
+    table = torch.from_numpy(np.concatenate(rows)).to(device)
+    return Pairs(pieces, table, torch.from_numpy(piece_of).to(device))
+
+
+def searches(staged: Staged, pairs: Iterable[Pairs]) -> list[Search]:
+    """Return what looks through pieces of a staged version."""
     return [
-        KernelSearch(staged, some, staged.kernels)
-        if ours and staged.kernels is not None
-        else TorchSearch(staged, some)
-        for (_, ours), some in groups.items()
+        KernelSearch(some, staged.kernels)
+        if some.table is not None and staged.kernels is not None
+        else TorchSearch(staged, some.pieces)
+        for some in pairs
     ]
 
 
@@ -103,7 +128,7 @@ class TorchSearch:
                 if stop():
                     raise StoppedError
                 counts.append(self._unequal(piece).sum())
-                pace.step()
+                pace.step(piece.nbytes)
         finally:
             pace.drain()
         self._counts = torch.stack(counts).tolist() if counts else []
@@ -144,34 +169,34 @@ class TorchSearch:
 class KernelSearch:
     """Looks at many pieces with each launch; see `Search`.
 
+    What becomes of a count is computed on the device: the host, which runs the steps of vLLM, would
+    take as long for it as the kernels do.
+
     Args:
-        staged: The version.
-        pieces: Of one width, each of which `fits` has accepted; at least one.
+        pairs: With a table.
         kernels: Of their device.
     """
 
-    def __init__(self, staged: Staged, pieces: Sequence[Block], kernels: Kernels) -> None:
-        rows = [cut(0, *_sides(staged, piece)) for piece in pieces]
-        self.pieces = pieces
-        self._bits = 8 * pieces[0].dtype.itemsize
+    def __init__(self, pairs: Pairs, kernels: Kernels) -> None:
+        assert pairs.table is not None  # noqa: S101 - see above
+        assert pairs.piece_of is not None  # noqa: S101 - there is a table
+        self.pieces = pairs.pieces
+        self._bits = 8 * pairs.pieces[0].dtype.itemsize
         self._kernels = kernels
-        self._device = staged.memory.device
-        self._table = np.concatenate(rows)
-        self._piece_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        self._counts: NDArray[np.int64]
+        self._table, self._piece_of = pairs.table, pairs.piece_of
+        #: Of each row, and of each piece.
+        self._counts = torch.zeros(len(self._table), dtype=torch.int32, device=self._table.device)
+        self._found: list[int] = []
 
     def count(self, pace: Pace, stop: Callable[[], bool]) -> list[int]:
         """See `Search`."""
-        table = self._sent(self._table)
-        counts = torch.zeros(len(table), dtype=torch.int32, device=self._device)
-        for part in _parts(len(table), stop):
-            self._queue("count_changes", part, [table[part], counts[part]])
+        self._counts.zero_()
+        for part in _parts(len(self._table), stop):
+            self._queue("count_changes", part, [self._table[part], self._counts[part]])
             pace.step()
-        self._counts = counts.cpu().numpy().astype(np.int64)
-        found = np.zeros(len(self.pieces), dtype=np.int64)
-        np.add.at(found, self._piece_of, self._counts)
-        numbers: list[int] = found.tolist()
-        return numbers
+        found = torch.zeros(len(self.pieces), dtype=torch.int64, device=self._table.device)
+        self._found = found.index_add_(0, self._piece_of, self._counts.long()).tolist()
+        return self._found
 
     def take(
         self,
@@ -182,10 +207,13 @@ class KernelSearch:
         stop: Callable[[], bool],
     ) -> int:
         """See `Search`."""
-        some = np.asarray(chosen)[self._piece_of] & (self._counts > 0)
-        begins = begin + np.concatenate([[0], np.cumsum(self._counts[some])])
-        table, borders = self._sent(self._table[some]), self._sent(begins)
-        wrong = torch.zeros(1, dtype=torch.int32, device=self._device)
+        device = self._table.device
+        wanted = torch.tensor(chosen, device=device)[self._piece_of] & (self._counts > 0)
+        table, counts = self._table[wanted], self._counts[wanted]
+        borders = torch.zeros(len(table) + 1, dtype=torch.int64, device=device)
+        torch.cumsum(counts, 0, dtype=torch.int64, out=borders[1:])
+        borders += begin
+        wrong = torch.zeros(1, dtype=torch.int32, device=device)
         row, positions, values = scatter.row.data_ptr(), scatter.positions, scatter.values
         for part in _parts(len(table), stop):
             own = borders[part.start : part.stop + 1]
@@ -193,10 +221,8 @@ class KernelSearch:
             pace.step()
         if wrong.item():
             raise _written_meanwhile()
-        return int(begins[-1])
-
-    def _sent(self, table: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(table).to(self._device)
+        some = zip(self._found, chosen, strict=True)
+        return begin + sum(count for count, is_chosen in some if is_chosen)
 
     def _queue(self, name: str, part: slice, arguments: Sequence[torch.Tensor | int]) -> None:
         grid = part.stop - part.start, THREADS
