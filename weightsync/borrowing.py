@@ -123,7 +123,8 @@ class Borrower:
     def collect(self, shard: int, where: Placed) -> str:
         """Have the server copy a shard from a GPU; return why it declines, else "".
 
-        The tensors must stay as they are until `collected` returns, or the connection has ended.
+        The tensors must stay as they are until `collected` returns, and their memory must not be
+        freed before it has for all shards, or until the connection has ended.
 
         Raises:
             OSError: The connection has ended.

@@ -20,7 +20,8 @@ its UUID, `header` what comes before the first tensor, `handles` open allocation
 (cuIpcGetMemHandle), all hexadecimal, and `places` has for each tensor that is not empty, in order,
 the number of its handle and its offset in bytes. The answer may come before the shard was copied;
 `declined` tells why the server cannot, else it is empty. The tensors must stay as they are until
-`collected` answers, with the digests that the server computed.
+`collected` answers, with the digests that the server computed; their memory may be freed once it
+has for every shard that was asked for, or the connection has ended.
 
 With `lying`, where `redeem` has told that the server knows it, the trainer may tell where shards
 lie before it asks for each: engines on this host may copy them from there at once.

@@ -36,7 +36,7 @@ class Job:
 
     Attributes:
         apply_id: What it works on.
-        gives_way: Whether the next job may end it, and what it works on then stays.
+        gives_way: Whether the next job may end it, and what it works on then stays; see `unwanted`.
         stages: Whether it writes staging memory.
         ahead: Whether it reads what still comes in; at last it looks at what is live.
         tell: Called with n when it will not read the first n shards of its version any more, in the
@@ -58,8 +58,11 @@ class Job:
     @property
     def unwanted(self) -> bool:
         """Whether it was ended, and nobody goes on from what it would still find."""
+        if not self.cancelled.is_set():
+            return False
+        # Named before this was cancelled, if there is one.
         follower = self.follower
-        return self.cancelled.is_set() and (follower is None or follower.cancelled.is_set())
+        return follower is None or follower.cancelled.is_set()
 
     def running(self) -> bool:
         """Whether it has not ended."""

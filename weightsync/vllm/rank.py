@@ -146,7 +146,8 @@ class Rank:
     def ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start reading a version that still comes in; the next job ends it.
 
-        A prepare that names its `apply_id` as `ahead` reads the rest.
+        A prepare that names its `apply_id` as `ahead` reads the rest, and waits for what all of it
+        is just found to change.
         """
         self._background.start(args, self._read_ahead, stages=True, ahead=True)
         return {}

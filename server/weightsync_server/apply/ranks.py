@@ -150,6 +150,8 @@ class Ranks:
     async def start_ahead(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.
 
+        A prepare that names it waits for what all of it was just being found to change.
+
         Args:
             apply_id: What `prepare` names to have the rest read.
             document: Segment that tells what has come.

@@ -52,7 +52,8 @@ class Ahead:
         lent: Some were copied from a trainer's GPU, and are proved by their digests alone.
         compared: Content digest of what was live when all of it was compared with that; "": it was
             not.
-        patch: What it changes there; None: so much that a copy is less work.
+        patch: What it changes there; None: so much that a copy is less work, or there was no memory
+            to find it.
     """
 
     ticket: str

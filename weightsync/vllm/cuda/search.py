@@ -185,12 +185,11 @@ class KernelSearch:
         self._kernels = kernels
         self._table, self._piece_of = pairs.table, pairs.piece_of
         #: Of each row, and of each piece.
-        self._counts = torch.zeros(len(self._table), dtype=torch.int32, device=self._table.device)
+        self._counts = torch.empty(len(self._table), dtype=torch.int32, device=self._table.device)
         self._found: list[int] = []
 
     def count(self, pace: Pace, stop: Callable[[], bool]) -> list[int]:
         """See `Search`."""
-        self._counts.zero_()
         for part in _parts(len(self._table), stop):
             self._queue("count_changes", part, [self._table[part], self._counts[part]])
             pace.step()

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,10 +200,15 @@ class Driver:
     def __init__(self) -> None:
         self.memory: dict[bytes, Any] = {}
         self.registered: list[int] = []
-        self.opened = 0
         self.streams = 0
+        self._open: Counter[int] = Counter()
+        self._lock = threading.Lock()
         self.fails = ""
         self.device: Device
+
+    @property
+    def opened(self) -> int:
+        return self._open.total()
 
     def allocate(self, data: bytes) -> bytes:
         handle = bytes([len(self.memory)]) * HANDLE_BYTES
@@ -219,14 +225,15 @@ class Driver:
         if raw not in self.memory:
             raise DeviceError("cuIpcOpenMemHandle_v2 answered 1")
         address._obj.value = ctypes.addressof(self.memory[raw])
-        self.opened += 1
+        with self._lock:
+            self._open[address._obj.value] += 1
 
-    def cuIpcCloseMemHandle(self, _: Any) -> None:  # noqa: N802
-        self.opened -= 1
+    def cuIpcCloseMemHandle(self, address: Any) -> None:  # noqa: N802
+        with self._lock:
+            self._open[address.value] -= 1
 
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> None:  # noqa: N802
-        (found,) = (m for m in self.memory.values() if ctypes.addressof(m) == address.value)
-        base._obj.value, size._obj.value = address.value, len(found)
+        base._obj.value, size._obj.value = address.value, self._size(address.value)
 
     def cuMemHostUnregister(self, address: int) -> None:  # noqa: N802
         self.registered.remove(address)
@@ -238,7 +245,17 @@ class Driver:
         self.streams -= 1
 
     def cuMemcpyDtoHAsync_v2(self, to: int, source: int, size: int, _: Any) -> None:  # noqa: N802
+        with self._lock:
+            if not any(
+                count and at <= source and source + size <= at + self._size(at)
+                for at, count in self._open.items()
+            ):
+                raise DeviceError("cuMemcpyDtoHAsync_v2 answered 700")
         ctypes.memmove(to, source, size)
+
+    def _size(self, address: int) -> int:
+        (found,) = (m for m in self.memory.values() if ctypes.addressof(m) == address)
+        return len(found)
 
 
 @pytest.fixture
