@@ -9,7 +9,7 @@ import os
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.digest import DIGEST_BYTES
 from weightsync_server.changes import unpack_changes
@@ -21,11 +21,28 @@ if TYPE_CHECKING:
     from weightsync.segments import Segment
     from weightsync_server.changes import Change, DeltaTold
 
-__all__ = ["Asking", "Piece"]
+__all__ = ["Asking", "Piece", "Source"]
 
 #: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
 #: segment and the size, in bytes.
 Piece = tuple[int, int, int, int]
+
+
+class Source(NamedTuple):
+    """Memory that a trainer holds on a GPU, and where it goes.
+
+    Attributes:
+        trainer: Names whose it is.
+        device: UUID of the GPU, hexadecimal.
+        handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
+        pieces: What goes where.
+    """
+
+    trainer: str
+    device: str
+    handles: Sequence[str]
+    pieces: Sequence[Piece]
+
 
 #: Bytes of a shard that are worth a task of their own; so many times the header's are, too.
 _LEAST_PART, _HEADERS = 16 << 20, 512
@@ -131,32 +148,20 @@ class Asking(ABC):
         else:
             await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
 
-    async def collect(
-        self,
-        segment: Segment,
-        trainer: str,
-        device: str,
-        handles: Sequence[str],
-        pieces: Sequence[Piece],
-    ) -> None:
+    async def collect(self, segment: Segment, source: Source) -> None:
         """Fill parts of a segment with memory that another process holds on a GPU.
 
         What was opened for that is closed once nothing is copied for the same trainer.
 
         Args:
             segment: Takes the bytes; when this raises, the parts hold anything.
-            trainer: Names whose memory it is.
-            device: UUID of the GPU, hexadecimal.
-            handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
-            pieces: What goes where.
+            source: Where they are.
 
         Raises:
             WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
                 REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
-        where = {"device": device, "handles": [*handles], "pieces": [*pieces]}
-        facts = {"trainer": trainer, **where}
-        with _noted(facts) as fd:
+        with _noted(source._asdict()) as fd:
             # Never again: what a device failed at once, it fails at again.
             how: dict[str, Any] = {"fills": True, "again": False, "source_fd": fd}
             await self._compute("collect", segment, segment.capacity, **how)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync.segments import Segment
     from weightsync_server.children.process import ChildProcess
-    from weightsync_server.fetchers.asking import Piece
+    from weightsync_server.fetchers.asking import Source
 
 __all__ = ["Collector"]
 
@@ -42,19 +42,12 @@ class Collector(FetcherPool):
         self._starting = asyncio.Lock()
         self._closed = False
 
-    async def collect(
-        self,
-        segment: Segment,
-        trainer: str,
-        device: str,
-        handles: Sequence[str],
-        pieces: Sequence[Piece],
-    ) -> None:
+    async def collect(self, segment: Segment, source: Source) -> None:
         """See `Asking.collect`; starts the process where there is none yet."""
         async with self._starting:
             if not self._running and not self._closed:
                 await self._start()
-        await super().collect(segment, trainer, device, handles, pieces)
+        await super().collect(segment, source)
 
     async def close(self) -> None:
         """End the process for good, also one that is being started."""

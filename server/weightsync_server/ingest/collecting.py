@@ -9,12 +9,13 @@ import asyncio
 import logging
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.arriving import Lying
 from weightsync.device_memory import HANDLE_BYTES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import MOST_PLACES
+from weightsync_server.fetchers.asking import Source
 from weightsync_server.ingest.checks import refused
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from weightsync.manifest import TensorEntry
     from weightsync.segments import Segment
-    from weightsync_server.fetchers.asking import Piece
     from weightsync_server.ingest.places import Places
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.upload import ShardUpload
@@ -38,37 +38,8 @@ _HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
 class Collects(Protocol):
     """Copies from GPUs; `weightsync_server.fetchers.collector.Collector` does."""
 
-    async def collect(
-        self,
-        segment: Segment,
-        trainer: str,
-        device: str,
-        handles: Sequence[str],
-        pieces: Sequence[Piece],
-    ) -> None:
+    async def collect(self, segment: Segment, source: Source) -> None:
         """See `weightsync_server.fetchers.asking.Asking.collect`."""
-
-
-class _Told(NamedTuple):
-    """Where a shard lies: checked for its form, and believed no further.
-
-    Attributes:
-        device: UUID of its GPU, hexadecimal.
-        handles: Open allocations, hexadecimal.
-        pieces: What goes where.
-    """
-
-    device: str
-    handles: Sequence[str]
-    pieces: Sequence[Piece]
-
-    @property
-    def lying(self) -> Lying:
-        return [(bytes.fromhex(self.handles[piece[0]]), piece[1]) for piece in self.pieces]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [size for *_, size in self.pieces]
 
 
 class Collecting:
@@ -100,7 +71,7 @@ class Collecting:
         filled = _filled(upload)
         if len(filled) > MOST_PLACES:
             return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
-        header, told = _header(upload, where), _told(upload, filled, where)
+        header, told = _header(upload, where), _told(self._trainer, upload, filled, where)
         upload.own(self._owner)
         segment = await push.ready(upload)
         if not push.first_byte_at:
@@ -121,20 +92,20 @@ class Collecting:
         """
         filled = _filled(upload)
         if len(filled) <= MOST_PLACES:
-            self._tell(push, upload, _told(upload, filled, where))
+            self._tell(push, upload, _told(self._trainer, upload, filled, where))
 
-    def _tell(self, push: Push, upload: ShardUpload, told: _Told) -> None:
+    def _tell(self, push: Push, upload: ShardUpload, told: Source) -> None:
         """Let engines know, if it was read from there before."""
-        lying = told.lying
-        if self._places.have(lying, told.sizes):
+        lying = _lying(told)
+        if self._places.have(lying, _sizes(told)):
             push.lies(upload, lying)
 
     async def _collected(
-        self, push: Push, upload: ShardUpload, segment: Segment, told: _Told
+        self, push: Push, upload: ShardUpload, segment: Segment, told: Source
     ) -> None:
-        lying, sizes = told.lying, told.sizes
+        lying, sizes = _lying(told), _sizes(told)
         try:
-            await self._collector.collect(segment, self._trainer, *told)
+            await self._collector.collect(segment, told)
         except WeightSyncError:
             self._places.discard(lying, sizes)
             raise
@@ -211,7 +182,18 @@ def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _told(upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]) -> _Told:
+def _lying(source: Source) -> Lying:
+    return [(bytes.fromhex(source.handles[piece[0]]), piece[1]) for piece in source.pieces]
+
+
+def _sizes(source: Source) -> list[int]:
+    return [size for *_, size in source.pieces]
+
+
+def _told(
+    trainer: str, upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]
+) -> Source:
+    """Return where a shard lies: checked for its form, and believed no further."""
     device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
     formed = (
         isinstance(device, str)
@@ -233,7 +215,7 @@ def _told(upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, A
         (place[0], place[1], start + tensor.begin, tensor.end - tensor.begin)
         for place, tensor in zip(where["places"], filled, strict=True)
     ]
-    return _Told(where["device"], where["handles"], pieces)
+    return Source(trainer, where["device"], where["handles"], pieces)
 
 
 def _is_place(place: object, handles: int) -> bool:

@@ -163,22 +163,27 @@ def test_what_lies_on_a_gpu_is_copied_and_proved_by_its_digests(
     assert worker.job("verify", "two")["proved"] is True
 
 
+def _calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[str]:
+    """Return a list that grows whenever a function of a module is called."""
+    calls: list[str] = []
+    function = getattr(module, name)
+
+    def noted(*given: Any) -> Any:
+        calls.append(name)
+        return function(*given)
+
+    monkeypatch.setattr(module, name, noted)
+    return calls
+
+
 @pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows whenever somebody looks for what a version changes."""
-    looked: list[int] = []
-    look = device_.find  # type: ignore[attr-defined] # where it is called
-
-    def find(*given: Any) -> Any:
-        looked.append(1)
-        return look(*given)
-
-    monkeypatch.setattr(device_, "find", find)
-    return looked
+    return _calls(monkeypatch, device_, "find")
 
 
 def test_that_too_much_changes_for_a_patch_is_found_once(
-    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, looked: list[int]
+    make: Callable[..., Worker], coming: _Coming, gpu: _Gpu, looked: list[str]
 ) -> None:
     worker = make()
     looked.clear()
@@ -195,14 +200,7 @@ def test_that_too_much_changes_for_a_patch_is_found_once(
 def test_what_is_compared_is_cut_again_only_where_a_parameter_has_moved(
     make: Callable[..., Worker], staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut: list[int] = []
-    pairs_of = finding.pairs_of  # type: ignore[attr-defined] # where it is called
-
-    def noted(*given: Any) -> Any:
-        cut.append(1)
-        return pairs_of(*given)
-
-    monkeypatch.setattr(finding, "pairs_of", noted)
+    cut = _calls(monkeypatch, finding, "pairs_of")
     worker, live = make(), "base"
     # To warm up.
     cut.clear()
@@ -226,7 +224,7 @@ def test_what_few_values_change_is_found_before_the_version_is_complete(
     gpu: _Gpu,
     staging: Staging,
     meanwhile: str,
-    looked: list[int],
+    looked: list[str],
 ) -> None:
     worker = make()
     coming = _Coming(staging, _staged(staging, _near(2)))

@@ -21,6 +21,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.segments import Segment
 from weightsync_server.children.maps import Maps
 from weightsync_server.fetchers import Collector, collecting
+from weightsync_server.fetchers.asking import Source
 from weightsync_server.fetchers.tasks import BrokenError, Cancelled
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ async def outcome(collector: Collector, segment: Segment, count: int = 1) -> Wei
     handles = [f"{number:0{2 * HANDLE_BYTES}x}" for number in range(count)]
     pieces = [(number, (1 << 62) + number, 16 * number, 16) for number in range(count)]
     with pytest.raises(WeightSyncError) as told:
-        await collector.collect(segment, "trainer", DEVICE, handles, pieces)
+        await collector.collect(segment, Source("trainer", DEVICE, handles, pieces))
     return told.value
 
 

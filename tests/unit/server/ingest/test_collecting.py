@@ -18,12 +18,12 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.lending import Lender, LendingDesk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from tests.unit.server.versions.world import Shard, World
     from weightsync.segments import Segment
-    from weightsync_server.fetchers.asking import Piece
+    from weightsync_server.fetchers.asking import Source
     from weightsync_server.versions import Arriving
 
 DEVICE, OTHER = "ab" * 16, "cd" * 16
@@ -54,23 +54,17 @@ class Copier:
         self._memory[handle] = data
         return handle
 
-    async def collect(
-        self,
-        segment: Segment,
-        trainer: str,
-        device: str,
-        handles: Sequence[str],
-        pieces: Sequence[Piece],
-    ) -> None:
-        self.trainers.append(trainer)
-        self.begun.append(device)
+    async def collect(self, segment: Segment, source: Source) -> None:
+        self.trainers.append(source.trainer)
+        self.begun.append(source.device)
         self.busy += 1
         try:
             called_off = await self._held_up()
             if self.errors:
                 raise self.errors.pop(0)
-            for number, offset, at, size in pieces:
-                segment.view[at : at + size] = self._memory[handles[number]][offset : offset + size]
+            for number, offset, at, size in source.pieces:
+                memory = self._memory[source.handles[number]]
+                segment.view[at : at + size] = memory[offset : offset + size]
         finally:
             self.busy -= 1
         if called_off:
