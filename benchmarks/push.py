@@ -17,6 +17,9 @@ same_host_gbps          the public client's call where it writes into the server
                         tensor_copy_gbps, one thread that copies the same tensors one by one into
                         warm memory
 same_host_over_memcpy   median of the ratios within each round; wanted at least 0.75
+same_host_limit_gbps    two threads copy the tensors into such memory, digest them on the way and
+                        then digest what lies there: what a push moves, without the push
+same_host_over_limit    median of the ratios within each round
 
 The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
 first changes from round to round, every byte changes before each of them, slots are warm, the
@@ -54,6 +57,7 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.crowd import crowd_samples
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
+from benchmarks.handing import limit_of, plain_copy
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from benchmarks.source import Source
 from benchmarks.stock import StockClient, stock_client
@@ -63,6 +67,8 @@ __all__ = ["floor_client", "main"]
 
 _CHUNK_BYTES = 1 << 20
 _SAMPLE_S = 0.05
+#: Of a push on the server's host.
+_THREADS = 2
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
 _WARM_UP = 3
 
@@ -144,27 +150,24 @@ def _measure(folder: Path, source: Source, shards: int, rounds: int) -> dict[str
 
 
 def _same_host(address: str, source: Source, rounds: int) -> dict[str, list[float]]:
-    target = {name: np.ones_like(tensor) for name, tensor in source.tensors.items()}
-
-    def copy() -> None:
-        for name, tensor in source.tensors.items():
-            np.copyto(target[name], tensor)
-
     cores = sorted(os.sched_getaffinity(0))
     # The hand-off takes a thread for each core that it may use.
-    os.sched_setaffinity(0, cores[:2])
+    os.sched_setaffinity(0, cores[:_THREADS])
     try:
-        with Client(address) as client:
+        with Client(address) as client, limit_of(source, _THREADS) as move:
             ways: dict[str, Callable[[], float]] = {
-                "tensor_copy": lambda: _speed(len(source.view), copy),
+                "tensor_copy": partial(_speed, len(source.view), plain_copy(source)),
                 "same_host": partial(_ours, client, source, Way.SAME_HOST),
+                "same_host_limit": partial(_speed, len(source.view), move),
             }
             speeds = _alternate(ways, source, rounds)
     finally:
         os.sched_setaffinity(0, cores)
     samples = {f"{name}_gbps": [speed[name] for speed in speeds] for name in ways}
-    ratios = [speed["same_host"] / speed["tensor_copy"] for speed in speeds]
-    return {**samples, "same_host_over_memcpy": ratios}
+    for name, against in (("memcpy", "tensor_copy"), ("limit", "same_host_limit")):
+        ratios = [speed["same_host"] / speed[against] for speed in speeds]
+        samples[f"same_host_over_{name}"] = ratios
+    return samples
 
 
 def _memcpy(source: memoryview, rounds: int) -> list[float]:

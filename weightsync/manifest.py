@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
-from weightsync.digest import content_digest, lines_digest, signature_of
+from weightsync.digest import content_head, lines_digest, signature_of
 
 __all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
 
@@ -113,6 +113,12 @@ class Layout:
         return tuple(heapq.merge(*runs, key=names.__getitem__))
 
     @cached_property
+    def content_heads(self) -> tuple[str, ...]:
+        """What stands before the digests in the lines of a content digest, in their order."""
+        ordered = map(self.tensors.__getitem__, self.by_name)
+        return tuple(content_head(t.name, t.dtype, t.shape) for t in ordered)
+
+    @cached_property
     def by_shard(self) -> tuple[tuple[TensorEntry, ...], ...]:
         """Tensors of each shard, in the order of their bytes."""
         groups: list[list[TensorEntry]] = [[] for _ in self.shards]
@@ -134,9 +140,9 @@ class Manifest:
         if len(self.digests) != len(self.layout.tensors):
             msg = f"{len(self.digests)} digests of {len(self.layout.tensors)} tensors"
             raise ValueError(msg)
-        # In order already, so that sorting them is one quick pass.
-        ordered = ((self.layout.tensors[at], self.digests[at]) for at in self.layout.by_name)
-        return content_digest((t.name, t.dtype, t.shape, digest) for t, digest in ordered)
+        ordered = map(self.digests.__getitem__, self.layout.by_name)
+        pairs = zip(self.layout.content_heads, ordered, strict=True)
+        return lines_digest(head + digest.hex() for head, digest in pairs)
 
     @cached_property
     def manifest_digest(self) -> str:

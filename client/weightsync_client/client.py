@@ -174,12 +174,12 @@ class Client:
         options: PushOptions,
         on_source_free: Callable[[], None] | None = None,
     ) -> Delivery:
-        shards = make_source(source, options.get("shard_bytes", SHARD_BYTES))
+        shard_bytes = options.get("shard_bytes", SHARD_BYTES)
         return Delivery(
             self._link,
             self._invoke,
             self.model,
-            shards,
+            make_source(source, shard_bytes, self._memory.outlines),
             options,
             self._retry,
             self._memory,
@@ -197,7 +197,9 @@ class Client:
         Raises:
             ClientError: VERSION_UNKNOWN where no version has that content.
         """
-        return self._memory.hold(make_source(source, SHARD_BYTES), self.versions)
+        return self._memory.hold(
+            make_source(source, SHARD_BYTES, self._memory.outlines), self.versions
+        )
 
     def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""

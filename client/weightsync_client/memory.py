@@ -11,6 +11,7 @@ from weightsync.errors import Reason
 from weightsync_client.deltas.pace import Pace
 from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.errors import refuse
+from weightsync_client.outlines import Outlines
 from weightsync_client.warmth import Warmth, compile_codec, compile_copier
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Memory:
     """
 
     def __init__(self, address: str) -> None:
+        self.outlines = Outlines()
         self.snapshot = Snapshot()
         self.pace = Pace(address)
         self.codec, self.copier = Warmth(compile_codec), Warmth(compile_copier)

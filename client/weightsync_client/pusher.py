@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from weightsync.digest import content_digest
 from weightsync.errors import Reason
+from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import messages
 from weightsync_client.asking import Asking, Invoke
@@ -247,6 +248,13 @@ class Push:
     def _content_digest(self, done: list[Done]) -> str:
         if self._source.delta is not None:
             return self._source.delta.content_digest
+        layout = self._source.layout
+        if layout is not None:
+            held = {tensors[0].shard: digests for tensors, digests in done if tensors}
+            ordered = [d for shard in range(len(layout.shards)) for d in held.get(shard, ())]
+            if len(ordered) == len(layout.tensors):
+                # The layout knows from the push before what stands beside the digests.
+                return Manifest(layout, tuple(ordered)).content_digest
         return content_digest(
             (tensor.name, tensor.dtype, tensor.shape, tensor_digest)
             for tensors, digests in done

@@ -20,6 +20,7 @@ from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.tensors import Read, Scratch, SourceTensor
 
 __all__ = [
+    "Frame",
     "Keep",
     "Keeper",
     "Part",
@@ -29,6 +30,7 @@ __all__ = [
     "cut",
     "file_shard",
     "file_tensors",
+    "frame_of",
     "pieces",
     "tensor_shard",
 ]
@@ -231,16 +233,51 @@ class _TensorReader:
         self._open = None
 
 
-def tensor_shard(tensors: Sequence[SourceTensor], index: int, name: str) -> Shard:
-    """Return a shard of tensors packed in the given order; their bytes are not touched yet."""
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A shard without its tensors' bytes: the same for all tensors of these names and shapes.
+
+    Attributes:
+        index: Its index in the push.
+        entry: Name and sizes.
+        tensors: Its tensors in the order of their bytes.
+        header: The bytes before theirs.
+    """
+
+    index: int
+    entry: ShardEntry
+    tensors: tuple[TensorEntry, ...]
+    header: bytes
+
+    def filled(self, tensors: Sequence[SourceTensor]) -> Shard:
+        """Return the shard of such tensors; their bytes are not touched yet."""
+        header, held = self.header, tuple(tensors)
+        return Shard(
+            self.index,
+            self.entry,
+            self.tensors,
+            lambda scratch: _TensorReader(header, held, scratch),
+        )
+
+
+def frame_of(tensors: Sequence[SourceTensor], index: int, name: str) -> Frame:
+    """Return what holds tensors that are packed in the given order.
+
+    Raises:
+        InvalidError: There can be no such shard.
+    """
     with typed_errors():
         json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), index)
         header = len(json_header).to_bytes(8, "little") + json_header
         size = len(header) + sum(tensor.size for tensor in tensors)
         entry = ShardEntry(name, size, len(json_header))
         check_shard(entry, entries)
-    held = tuple(tensors)
-    return Shard(index, entry, entries, lambda scratch: _TensorReader(header, held, scratch))
+    return Frame(index, entry, entries, header)
+
+
+def tensor_shard(tensors: Sequence[SourceTensor], index: int, name: str) -> Shard:
+    """Return a shard of tensors packed in the given order; their bytes are not touched yet."""
+    return frame_of(tensors, index, name).filled(tensors)
 
 
 def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[SourceTensor]]:

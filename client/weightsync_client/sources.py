@@ -15,6 +15,7 @@ from weightsync.errors import Reason
 from weightsync.layout import check_version
 from weightsync.manifest import Layout
 from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.outlines import Outlines
 from weightsync_client.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.tensors import SourceTensor, settle_devices, wrap
 from weightsync_client.values import whole_number
@@ -127,36 +128,25 @@ class Source:
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
-def make_source(source: object, shard_bytes: int) -> Source:
+def make_source(source: object, shard_bytes: int, outlines: Outlines | None = None) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
+
+    Args:
+        source: See `Client.push`.
+        shard_bytes: Most bytes of tensors in a shard that holds more than one.
+        outlines: Knows how the tensors of the last push lay.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
     shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
-        files = _files(Path(source))
-        shards = [file_shard(file, number) for number, file in enumerate(files)]
-        pairs = zip(files, shards, strict=True)
-        return _known(shards, [t for file, shard in pairs for t in file_tensors(file, shard)])
+        return _of_files(Path(source))
     if isinstance(source, Mapping):
         tensors = [_wrap_pair(pair) for pair in source.items()]
         settle_devices(tensors)
-        groups = list(cut(tensors, shard_bytes))
-        name = "model.safetensors"
-        return _known(
-            [
-                tensor_shard(
-                    group,
-                    index,
-                    name
-                    if len(groups) == 1
-                    else f"model-{index + 1:05}-of-{len(groups):05}.safetensors",
-                )
-                for index, group in enumerate(groups)
-            ],
-            tensors,
-        )
+        shards, layout = (outlines or Outlines()).shards_of(tensors, shard_bytes)
+        return Source(shards, layout, tuple(tensors))
     if isinstance(source, Iterable):
         flow = Flow(iter(source), shard_bytes)
         return Source(flow.shards(), None, flow=flow)
@@ -169,10 +159,13 @@ def make_source(source: object, shard_bytes: int) -> Source:
     )
 
 
-def _known(shards: list[Shard], tensors: Iterable[SourceTensor]) -> Source:
+def _of_files(path: Path) -> Source:
+    files = _files(path)
+    shards = [file_shard(file, number) for number, file in enumerate(files)]
     with typed_errors():
         layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
-    return Source(shards, layout, tuple(tensors))
+    pairs = zip(files, shards, strict=True)
+    return Source(shards, layout, tuple(t for pair in pairs for t in file_tensors(*pair)))
 
 
 def _wrap_pair(pair: object) -> SourceTensor:

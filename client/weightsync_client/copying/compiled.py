@@ -38,8 +38,8 @@ _SECRET = np.frombuffer(SECRET, np.uint8)
 #: Of a cache: only whole lines are written past it without being read.
 _LINE = 64
 _LONGEST_SHORT = 240
-#: Below this a call of numpy's and one of xxhash's are as fast.
-_LEAST = 16 << 10
+#: Below this a call of numpy's and one of xxhash's are faster: they need the interpreter for less.
+_LEAST = 384 << 10
 
 
 @made

@@ -62,7 +62,7 @@ def test_a_copy_is_the_text_and_its_digest_xxhashs(
     assert {*room[:place].tolist(), *room[place + size :].tolist()} == {_PAINT}
 
 
-@pytest.mark.parametrize("size", [0, 1, 240, 241, (16 << 10) - 1, 16 << 10, 1 << 20])
+@pytest.mark.parametrize("size", [0, 1, 240, 241, (384 << 10) - 1, 384 << 10, 1 << 20])
 def test_texts_of_any_size_have_a_copier(size: int) -> None:
     source, target = bytes(size), bytearray(b"x" * size)
     copier = make_copier(size)
