@@ -6,6 +6,7 @@ Both take the tensors that are pushed and have nothing to do with a server.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,12 +40,7 @@ def limit_of(source: Source, threads: int) -> Iterator[Callable[[], None]]:
     """
     warm_up()
     tensors = [tensor.data.cast("B") for tensor in source.tensors.values()]
-    segment = Segment.create(sum(map(len, tensors)))
-    places, begin = [], 0
-    for tensor in tensors:
-        places.append(segment.view[begin : begin + len(tensor)])
-        begin += len(tensor)
-
+    places: list[memoryview] = []
     # A thread takes its share at once: between two tasks of a pool it would wait.
     shares = [range(first, len(tensors), threads) for first in range(threads)]
 
@@ -54,15 +50,18 @@ def limit_of(source: Source, threads: int) -> Iterator[Callable[[], None]]:
     def digest(share: range) -> list[bytes]:
         return [tensor_digest(places[number]) for number in share]
 
-    with ThreadPoolExecutor(threads) as pool:
+    size = sum(map(len, tensors))
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        contextlib.closing(Segment.create(size)) as segment,
+    ):
+        ends = itertools.accumulate(map(len, tensors), initial=0)
+        places += [segment.view[begin:end] for begin, end in itertools.pairwise(ends)]
 
         def move() -> None:
             assert list(pool.map(copy, shares)) == list(pool.map(digest, shares))
 
         yield move
-    for place in places:
-        place.release()
-    segment.close()
 
 
 def _copied(tensor: memoryview, place: memoryview) -> bytes:

@@ -54,8 +54,8 @@ def lines_digest(lines: Iterable[str]) -> str:
 
 
 def content_head(name: str, dtype: str, shape: tuple[int, ...]) -> str:
-    """Return what stands before its digest in a tensor's line of a content digest."""
-    return f"{json.dumps(name)} {dtype} {','.join(map(str, shape))} "
+    """Return a tensor's line of a signature; in that of a content digest, its digest follows."""
+    return f"{json.dumps(name)} {dtype} {','.join(map(str, shape))}"
 
 
 def content_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
@@ -66,7 +66,7 @@ def content_digest(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -
             any order.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor[0].encode())
-    return lines_digest(content_head(*t[:3]) + t[3].hex() for t in ordered)
+    return lines_digest(f"{content_head(*t[:3])} {t[3].hex()}" for t in ordered)
 
 
 def signature_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
@@ -76,6 +76,4 @@ def signature_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str:
         tensors: Name, safetensors dtype and shape in elements, in the order of the names' UTF-8,
             which is that of `str`.
     """
-    return lines_digest(
-        f"{json.dumps(name)} {dtype} {','.join(map(str, shape))}" for name, dtype, shape in tensors
-    )
+    return lines_digest(content_head(*tensor) for tensor in tensors)

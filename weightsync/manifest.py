@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 
-from weightsync.digest import content_head, lines_digest, signature_of
+from weightsync.digest import content_head, lines_digest
 
 __all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
 
@@ -86,8 +86,7 @@ class Layout:
     @cached_property
     def signature(self) -> str:
         """Digest of names, dtypes and shapes alone: what a load plan depends on."""
-        ordered = map(self.tensors.__getitem__, self.by_name)
-        return signature_of((t.name, t.dtype, t.shape) for t in ordered)
+        return lines_digest(self.content_heads)
 
     @property
     def size(self) -> int:
@@ -142,7 +141,7 @@ class Manifest:
             raise ValueError(msg)
         ordered = map(self.digests.__getitem__, self.layout.by_name)
         pairs = zip(self.layout.content_heads, ordered, strict=True)
-        return lines_digest(head + digest.hex() for head, digest in pairs)
+        return lines_digest(f"{head} {digest.hex()}" for head, digest in pairs)
 
     @cached_property
     def manifest_digest(self) -> str:

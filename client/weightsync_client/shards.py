@@ -71,19 +71,28 @@ class _Opens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One shard to push.
+class _Described:
+    """What is known of a shard without its bytes.
 
     Attributes:
         index: Its index in the push.
         entry: Name and sizes.
         tensors: Its tensors in the order of their bytes.
-        open: Opens the source for reading.
     """
 
     index: int
     entry: ShardEntry
     tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(_Described):
+    """One shard to push.
+
+    Attributes:
+        open: Opens the source for reading.
+    """
+
     open: _Opens
 
 
@@ -234,19 +243,13 @@ class _TensorReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(_Described):
     """A shard without its tensors' bytes: the same for all tensors of these names and shapes.
 
     Attributes:
-        index: Its index in the push.
-        entry: Name and sizes.
-        tensors: Its tensors in the order of their bytes.
         header: The bytes before theirs.
     """
 
-    index: int
-    entry: ShardEntry
-    tensors: tuple[TensorEntry, ...]
     header: bytes
 
     def filled(self, tensors: Sequence[SourceTensor]) -> Shard:
