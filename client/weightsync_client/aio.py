@@ -266,9 +266,17 @@ class AsyncClient:
             )
         )
 
-    async def delete(self, version: int) -> None:
-        """Delete a version that is neither live, staged for an apply, pinned nor a base."""
-        await self._invoke(calls.delete_version(await self.model(), version, self._link.timeouts))
+    async def delete(self, version: int, *, force: bool = False) -> None:
+        """Delete a version that is neither live, staged for an apply, pinned nor a base.
+
+        Args:
+            version: The version.
+            force: Also the one that a rollback would go back to, which is refused otherwise.
+        """
+        model = await self.model()
+        await self._invoke(
+            calls.delete_version(model, version, force=force, timeouts=self._link.timeouts)
+        )
 
     async def pull(
         self,

@@ -278,9 +278,16 @@ class Client:
             calls.pin_version(self.model, version, pinned=pinned, timeouts=self._link.timeouts)
         )
 
-    def delete(self, version: int) -> None:
-        """Delete a version that is neither live, staged for an apply, pinned nor a base."""
-        self._invoke(calls.delete_version(self.model, version, self._link.timeouts))
+    def delete(self, version: int, *, force: bool = False) -> None:
+        """Delete a version that is neither live, staged for an apply, pinned nor a base.
+
+        Args:
+            version: The version.
+            force: Also the one that a rollback would go back to, which is refused otherwise.
+        """
+        self._invoke(
+            calls.delete_version(self.model, version, force=force, timeouts=self._link.timeouts)
+        )
 
     def pull(
         self,

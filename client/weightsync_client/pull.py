@@ -145,6 +145,8 @@ class Puller:
         self._open = open_pull
         self._model = model
         self._retry = retry
+        #: Bytes have come: what was begun is not given up for want of a slot.
+        self._begun = False
         self.version, infos = self._manifest(version)
         self._digests = {info.name: bytes.fromhex(info.digest) for info in infos}
         self._shards: list[list[TensorEntry]] = [[] for _ in range(self.version.shard_count)]
@@ -279,11 +281,15 @@ class Puller:
                     data = message.chunk.data
                     offset += len(data)
                     failures = 0
+                    self._begun = True
                     yield data
                 return
             except ClientError as error:
                 failures += 1
-                if not passing(error) or failures >= self._retry.attempts:
+                lasting = not passing(error) or (
+                    error.reason is Reason.NO_SLOT and not self._begun
+                )
+                if lasting or failures >= self._retry.attempts:
                     raise
                 time.sleep(self._retry.delay_s(failures, error.retry_after_s))
 

@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.support.processes import descriptors
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_client import Client, ExhaustedError
 from weightsync_client.errors import ClientError, from_rpc
 
 MIB = 1 << 20
@@ -271,7 +273,7 @@ def test_no_shared_memory_left() -> None:
         push(stub, 16 * MIB, 1)
 
 
-def test_a_pull_that_finds_no_slot_is_told_why_before_its_deadline() -> None:
+def test_a_pull_that_finds_no_slot_is_told_why_at_once() -> None:
     with serving("--slots", "2", store="") as server:
         stub = server.stub
         versions = [push(stub, 1000, seed).version for seed in range(3)]
@@ -282,9 +284,13 @@ def test_a_pull_that_finds_no_slot_is_told_why_before_its_deadline() -> None:
                 pb.PinVersionRequest(model=MODEL, version=version, pinned=True), timeout=5
             )
         request = pb.PullWeightsRequest(model=MODEL, version=versions[0])
-        error = exhausted(lambda: list(stub.PullWeights(request, timeout=1.5)))
+        started = time.monotonic()
+        error = exhausted(lambda: list(stub.PullWeights(request, timeout=30)))
         assert error.reason is Reason.NO_SLOT
         assert "pinned" in error.message
+        with Client(server.address) as client, pytest.raises(ExhaustedError, match="pinned"):
+            next(client.tensors(versions[0]))
+        assert time.monotonic() - started < 5
         stub.PinVersion(pb.PinVersionRequest(model=MODEL, version=version), timeout=5)
         assert pulled(stub, versions[0]) == held
 

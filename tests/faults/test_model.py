@@ -183,11 +183,12 @@ class Service(RuleBasedStateMachine):
             del self.lived[self.lived.index(version) :]
         self.lived.append(version)
 
-    @rule(data=st.data())
-    def delete(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), force=st.booleans())
+    def delete(self, data: st.DataObject, force: bool) -> None:
         version = data.draw(st.sampled_from(sorted(self.committed)))
-        answer = self.do(self.it.here.versions.delete(version))
-        if version == self.live or version in self.pinned:
+        kept = version == self.back and not force
+        answer = self.do(self.it.here.versions.delete(version, force=force))
+        if version == self.live or version in self.pinned or kept:
             assert answer is Reason.VERSION_IN_USE
         else:
             assert answer is None

@@ -132,11 +132,11 @@ class Controller(Caller):
         committed, live = self.history.snapshot()
         old = sorted(set(committed) - live)[1:-_YOUNG]
         if old:
-            self.delete_version(self.rng.choice(old))
+            self.delete_version(self.rng.choice(old), force=self.rng.random() < 0.5)
 
-    def delete_version(self, version: int) -> None:
-        """Delete a version."""
-        request = pb.DeleteVersionRequest(model=MODEL, version=version)
+    def delete_version(self, version: int, *, force: bool) -> None:
+        """Delete a version; by force also the one that a rollback would go back to."""
+        request = pb.DeleteVersionRequest(model=MODEL, version=version, force=force)
         self.history.deleting(version)
         answer, outcome = self.call(
             "delete", lambda: self.stub.DeleteVersion(request, timeout=TIMEOUT_S), version=version

@@ -191,7 +191,7 @@ class Outside:
                 place = self._rng.randrange(path.stat().st_size)
                 _flip(file.fileno(), place, self._rng.randrange(8))
             outcome = self._controller.pull(version)
-            self._controller.delete_version(version)
+            self._controller.delete_version(version, force=True)
             # With a real vLLM the same content may have been at hand in another version's slot.
             return outcome == Reason.DATA_CORRUPT
 

@@ -1982,19 +1982,25 @@ class DeleteVersionRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
     """The version."""
+    force: _builtins.bool
+    """True: also the version that Rollback would go back to, which is refused otherwise:
+    FAILED_PRECONDITION, VERSION_IN_USE.
+    """
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version: _builtins.int = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -210,14 +210,16 @@ class WeightSyncServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteVersion(self, request, context):
-        """Deletes a version that is neither live, staged for an apply, pinned nor a base.
+        """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
+        Rollback would go back to only by force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PullWeights(self, request, context):
-        """Sends the bytes of a committed version back as the safetensors shards that were pushed.
+        """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
+        is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -83,9 +83,13 @@ class WeightSyncStub:
     PinVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]
     """Keeps a version from being collected, or lets it go."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]
-    """Deletes a version that is neither live, staged for an apply, pinned nor a base."""
+    """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
+    Rollback would go back to only by force.
+    """
     PullWeights: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]
-    """Sends the bytes of a committed version back as the safetensors shards that were pushed."""
+    """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
+    is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+    """
     VerifyVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]
@@ -128,9 +132,13 @@ class WeightSyncAsyncStub(WeightSyncStub):
     PinVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PinVersionRequest, _weightsync_pb2.PinVersionResponse]  # type: ignore[assignment]
     """Keeps a version from being collected, or lets it go."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]  # type: ignore[assignment]
-    """Deletes a version that is neither live, staged for an apply, pinned nor a base."""
+    """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
+    Rollback would go back to only by force.
+    """
     PullWeights: _aio.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]  # type: ignore[assignment]
-    """Sends the bytes of a committed version back as the safetensors shards that were pushed."""
+    """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
+    is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+    """
     VerifyVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.VerifyVersionRequest, _weightsync_pb2.VerifyVersionResponse]  # type: ignore[assignment]
     """Proves what every rank serves: compares its live parameters with the version's digests."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetStatusRequest, _weightsync_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -248,7 +256,9 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.DeleteVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.DeleteVersionResponse, _abc.Awaitable[_weightsync_pb2.DeleteVersionResponse]]:
-        """Deletes a version that is neither live, staged for an apply, pinned nor a base."""
+        """Deletes a version that is neither live, staged for an apply, pinned nor a base; the one that
+        Rollback would go back to only by force.
+        """
 
     @_abc_1.abstractmethod
     def PullWeights(
@@ -256,7 +266,9 @@ class WeightSyncServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PullWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weightsync_pb2.PullWeightsResponse], _abc.AsyncIterator[_weightsync_pb2.PullWeightsResponse]]:
-        """Sends the bytes of a committed version back as the safetensors shards that were pushed."""
+        """Sends the bytes of a committed version back as the safetensors shards that were pushed. One that
+        is not in memory needs a slot to be read into: where none is free, RESOURCE_EXHAUSTED at once.
+        """
 
     @_abc_1.abstractmethod
     def VerifyVersion(

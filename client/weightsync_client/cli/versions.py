@@ -150,10 +150,13 @@ def pin(
 def delete(
     version: Version,
     *,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also the version that a rollback would go back to.")
+    ] = False,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
 ) -> None:
     """Delete a version. Refused if it is live, staged for an apply, pinned or a base."""
     with connect(address, model) as client:
-        client.delete(version)
+        client.delete(version, force=force)
     typer.echo(f"version {version} deleted")

@@ -66,7 +66,9 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     Raises:
         WeightSyncError: As CommitPush; the push has failed, but for FETCHER_FAILED.
     """
-    push.meters.observe_phase("receive", push.last_byte_at - push.first_byte_at)
+    if push.last_byte_at:
+        # Where a restart has left nothing to send, nothing was received.
+        push.meters.observe_phase("receive", push.last_byte_at - push.first_byte_at)
     # What is proved here stays so only if nobody holds it for writing any more.
     await asyncio.gather(*(writer.cease() for writer in push.writers))
     proceed(push)

@@ -346,9 +346,9 @@ class Push:
         elif upload.verification is None:
             await failpoints.reach("receive.shard")
             upload.owner = None
+            self.last_byte_at = asyncio.get_running_loop().time()
             self.verify(upload, segment)
 
     def verify(self, upload: ShardUpload, segment: Segment) -> None:
         """Begin to digest a complete shard and to make it durable."""
-        self.last_byte_at = asyncio.get_running_loop().time()
         upload.verification = asyncio.create_task(verify_shard(self, upload, segment))

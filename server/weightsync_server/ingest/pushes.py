@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from weightsync_server.ingest.distant import Distant, DistantStream
 from weightsync_server.ingest.limits import PushLimits
 from weightsync_server.ingest.opening import base_of, start
 from weightsync_server.ingest.push import Push
+from weightsync_server.ingest.push_index import PushIndex, check_same_push
 from weightsync_server.ingest.resuming import Survivors, loaded, wake
 from weightsync_server.ingest.shares import Shares
 from weightsync_server.ingest.stream import PushStream
@@ -56,8 +56,12 @@ class Pushes:
         self.limits = limits or PushLimits()
         self.meters = meters or NoMeters()
         self._models = models
-        self._open: dict[str, Push] = {}
-        self._ended: OrderedDict[str, Push] = OrderedDict()
+        self._survivors = {
+            name: Survivors(versions, self.limits, self.meters, self._on_end)
+            for name, versions in models.items()
+        }
+        self._index = PushIndex(self._survivors, self.limits.remembered)
+        self._open = self._index.open
         self._shares = Shares(self.limits.max_pushes)
         self._shut = False
         for versions in models.values():
@@ -68,10 +72,7 @@ class Pushes:
 
         Those that were open sleep until they are asked for, or until they were idle for too long.
         """
-        for versions in self._models.values():
-            survivors = Survivors(versions, self.limits, self.meters, self._on_end)
-            for push in survivors.committed():
-                self._remember(push)
+        for survivors in self._survivors.values():
             for push in await survivors.open():
                 self._open[push.id] = push
 
@@ -194,12 +195,12 @@ class Pushes:
     # For streams
 
     def find(self, push_id: str) -> Push:
-        """Return an open push, or one that ended lately.
+        """Return a push that is open, ended lately, or brought a version that exists.
 
         Raises:
             WeightSyncError: PUSH_UNKNOWN.
         """
-        push = self._open.get(push_id) or self._ended.get(push_id)
+        push = self._index.find(push_id)
         if push is None:
             raise WeightSyncError(
                 Reason.PUSH_UNKNOWN,
@@ -271,27 +272,12 @@ class Pushes:
     async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
         if not request.idempotency_key:
             return None
-        for push in [*self._open.values(), *reversed(self._ended.values())]:
-            same = push.versions.name == request.model and push.key == request.idempotency_key
-            if not same or push.error is not None:
-                continue
-            if request.version not in (0, push.record.version):
-                raise WeightSyncError(
-                    Reason.VERSION_CONFLICT,
-                    f"the idempotency key belongs to a push of version {push.record.version}; "
-                    "choose another key",
-                )
-            delta = request.kind == pb.PUSH_KIND_DELTA
-            if push.committed is None and delta != (push.delta is not None):
-                raise WeightSyncError(
-                    Reason.VERSION_CONFLICT,
-                    "the idempotency key belongs to an open push of another kind; abort that one, "
-                    "or choose another key",
-                    metadata={"push_id": push.id},
-                )
+        versions = self._versions(request.model)
+        push = self._index.with_key(versions, request.idempotency_key)
+        if push is not None:
+            check_same_push(push, request)
             await wake(push, deadline_s)
-            return push
-        return None
+        return push
 
     async def _settled(self, versions: ModelVersions, version: int) -> None:
         for push in list(self._open.values()):
@@ -402,12 +388,6 @@ class Pushes:
                 push.fail(epochs.stale(push.record.epoch))
 
     def _on_end(self, push: Push) -> None:
-        self._open.pop(push.id, None)
         push.committing = None
         push.strip()
-        self._remember(push)
-
-    def _remember(self, push: Push) -> None:
-        self._ended[push.id] = push
-        while len(self._ended) > self.limits.remembered:
-            self._ended.popitem(last=False)
+        self._index.end(push)

@@ -54,13 +54,20 @@ class Survivors:
         self._meters = meters
         self._on_end = on_end
 
-    def committed(self) -> list[Push]:
-        """Return the pushes that brought the committed versions, as ended ones, oldest first."""
-        return [
-            self._committed(record, record.commit.push_id, record.commit.idempotency_key)
-            for record in reversed(self._versions.list())
-            if record.commit is not None and record.commit.push_id
-        ]
+    def committed(self, *, push_id: str = "", key: str = "") -> Push | None:
+        """Return the push that brought a version which exists, by its id or key, as an ended one.
+
+        None: the registry has no such version.
+        """
+        record = self._versions.brought_by(push_id=push_id, key=key)
+        commit = record.commit if record is not None else None
+        if record is None or commit is None:
+            return None
+        request = pb.BeginPushRequest(idempotency_key=commit.idempotency_key)
+        push = self._made(record, request, commit.push_id)
+        push.opened.set_result(None)
+        push.committed = answer(record, durable=self._versions.store.durable, already=True)
+        return push
 
     async def open(self) -> list[Push]:
         """Return the pushes that can still be committed, asleep; others are removed."""
@@ -79,13 +86,6 @@ class Survivors:
                 )
                 await self._versions.store.discard(record.model, record.version)
         return found
-
-    def _committed(self, record: VersionRecord, push_id: str, key: str) -> Push:
-        request = pb.BeginPushRequest(idempotency_key=key)
-        push = self._made(record, request, push_id)
-        push.opened.set_result(None)
-        push.committed = answer(record, durable=self._versions.store.durable, already=True)
-        return push
 
     def _asleep(self, survivor: OpenPush) -> Push:
         told = survivor.record

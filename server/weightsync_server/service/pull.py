@@ -37,12 +37,16 @@ async def pull(
         deadline_s: Seconds left to it, if it has a deadline.
 
     Raises:
-        WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID or NO_SLOT.
+        WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version is in no
+            slot and none is free.
     """
     record = chosen(versions, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
     # A little less than the caller waits, so that it is told why.
     longest = _LOAD_S if deadline_s is None else min(_LOAD_S, deadline_s * 0.95)
+    if record.commit is not None:
+        # Whoever waits for bytes is told that there is no place for them, not kept waiting.
+        versions.pool.check_room(record)
     lease = await versions.stage(record.version, longest, for_engine=False)
     try:
         manifest = record.manifest

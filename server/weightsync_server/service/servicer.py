@@ -144,7 +144,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Any) -> Any:
         """Delete."""
-        await self._model(request.model).delete(request.version)
+        await self._model(request.model).delete(request.version, force=request.force)
         return pb.DeleteVersionResponse()
 
     async def PullWeights(

@@ -96,6 +96,16 @@ class Catalog:
             (r for r in self.list() if r.commit and r.content_digest == content_digest), None
         )
 
+    def brought_by(self, *, push_id: str = "", key: str = "") -> VersionRecord | None:
+        """Return the newest committed version of a push, by its id or its key, or None."""
+        for record in self.list():
+            commit = record.commit
+            if commit is None or not commit.push_id:
+                continue
+            if (push_id and commit.push_id == push_id) or (key and commit.idempotency_key == key):
+                return record
+        return None
+
     def not_above(self, version: int) -> WeightSyncError:
         """Return the refusal of a number that is not above all that were used."""
         return WeightSyncError(

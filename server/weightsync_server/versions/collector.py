@@ -47,13 +47,19 @@ class Collector:
             return "staged for an apply or being read; retry when that has ended"
         return ""
 
-    def deletable(self, record: VersionRecord) -> VersionRecord:
+    def deletable(self, record: VersionRecord, *, force: bool = False) -> VersionRecord:
         """Return a version that may be deleted.
+
+        Args:
+            record: The version.
+            force: The way back of a rollback may go.
 
         Raises:
             WeightSyncError: VERSION_IN_USE.
         """
         need = self.need(record)
+        if not need and not force and record.version == self._versions.rollback_to:
+            need = "the one that a rollback would go back to; delete it with force if it may go"
         if need:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,

@@ -109,6 +109,16 @@ class SlotPool:
         self._forget(entry)
         raise self._none_free(timeout_s)
 
+    def check_room(self, record: VersionRecord) -> None:
+        """Refuse what would have to wait for a slot, and have one freed for the next try.
+
+        Raises:
+            WeightSyncError: NO_SLOT.
+        """
+        if record.slot is None and (self._waiting or self._candidate(record) is None):
+            self.on_wait()
+            raise self._none_free(0)
+
     def _forget(self, entry: tuple[asyncio.Future[Slot], VersionRecord]) -> None:
         future, record = entry
         if future.done():
@@ -218,29 +228,31 @@ class SlotPool:
         ]
 
     def _claim(self, record: VersionRecord) -> Slot | None:
+        slot = self._candidate(record)
+        if slot is not None:
+            if slot.record is not None:
+                self._evict(slot.record)
+            slot.begin(record)
+        return slot
+
+    def _candidate(self, record: VersionRecord) -> Slot | None:
+        """Return the slot that a version would get now, or None."""
         free = [slot for slot in self.slots if slot.free]
         if free:
             # The one that holds what the version is based on, else that with most warm memory.
             bases = {r.commit.manifest_digest for r in record.chain if r.commit}
-            slot = max(free, key=lambda s: (s.holds(bases), s.reserved_bytes))
-        else:
-            ranked = [
-                (order, slot.index)
-                for slot in self.slots
-                if not slot.writing
-                and not slot.leases
-                and slot.record is not None
-                # A version that only its slot holds must not make room for its own repetition.
-                and (self._durable or slot.record.version != record.version)
-                and (order := self._order(slot.record, record)) is not None
-            ]
-            if not ranked:
-                return None
-            slot = self.slots[min(ranked)[1]]
-            if slot.record is not None:
-                self._evict(slot.record)
-        slot.begin(record)
-        return slot
+            return max(free, key=lambda s: (s.holds(bases), s.reserved_bytes))
+        ranked = [
+            (order, slot.index)
+            for slot in self.slots
+            if not slot.writing
+            and not slot.leases
+            and slot.record is not None
+            # A version that only its slot holds must not make room for its own repetition.
+            and (self._durable or slot.record.version != record.version)
+            and (order := self._order(slot.record, record)) is not None
+        ]
+        return self.slots[min(ranked)[1]] if ranked else None
 
     def _none_free(self, waited: float) -> WeightSyncError:
         states = "; ".join(_described(slot) for slot in self.slots)

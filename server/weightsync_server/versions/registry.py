@@ -367,13 +367,17 @@ class ModelVersions(Catalog):
         """Keep a version from being collected and evicted, or let it go; persisted."""
         return await self._mark(version, pinned=pinned)
 
-    async def delete(self, version: int) -> None:
+    async def delete(self, version: int, *, force: bool = False) -> None:
         """Delete a committed version; its number is never used again.
+
+        Args:
+            version: The version.
+            force: Also the one that a rollback would go back to.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
         """
-        await self.erase(self._collector.deletable(self.get(version)))
+        await self.erase(self._collector.deletable(self.get(version), force=force))
 
     async def erase(self, record: VersionRecord) -> None:
         """Delete a committed version that nobody uses; no check is made.

@@ -176,7 +176,8 @@ def test_rollback_verify_pin_delete_epoch_abort(client: Client, servicer: Any) -
     assert servicer.requests[-1].reason == "looks wrong"
     assert client.pin(1).pinned
     assert not client.pin(1, pinned=False).pinned
-    client.delete(2)
+    client.delete(2, force=True)
+    assert servicer.requests[-1].force
     with pytest.raises(NotFoundError):
         client.get_version(2)
     assert client.acquire_epoch() == 1
