@@ -32,7 +32,7 @@ from weightsync_server.metrics import Metrics, MetricsEndpoint
 from weightsync_server.process import tune_process
 from weightsync_server.service import WeightSyncServicer, add_debug_service, add_service
 from weightsync_server.status import Processes, StatusSource
-from weightsync_server.store import open_store
+from weightsync_server.store import open_store, server_identity
 from weightsync_server.versions import (
     ChainLimits,
     ModelVersions,
@@ -114,7 +114,9 @@ class App:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         segments = SegmentServer(settings.segment_socket)
         stack.callback(segments.close)
-        store = open_store(settings.store_url)
+        with refusing("naming this server"):
+            identity = server_identity(settings.state_dir)
+        store = open_store(settings.store_url, identity)
         with refusing("opening the journal"):
             journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
         stack.callback(journal.close)

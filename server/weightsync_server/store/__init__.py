@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store.base import CommitRecord, KeptShard, OpenPush, PushRecord, Store
+from weightsync_server.store.identity import server_identity
 from weightsync_server.store.local import LocalStore
 from weightsync_server.store.memory import MemoryStore
 
@@ -19,14 +20,16 @@ __all__ = [
     "PushRecord",
     "Store",
     "open_store",
+    "server_identity",
 ]
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, server: str = "") -> Store:
     """Return the store that `url` names, not yet opened.
 
     Args:
         url: `file:///absolute/path`, a plain path, or `memory://`.
+        server: Identity of the server, under which its open pushes lie there.
 
     Raises:
         WeightSyncError: NOT_SUPPORTED, naming what is.
@@ -34,11 +37,11 @@ def open_store(url: str) -> Store:
     if url == "memory://":
         return MemoryStore()
     if "://" not in url and url:
-        return LocalStore(Path(url))
+        return LocalStore(Path(url), server)
     parts = urlsplit(url)
     plain = not (parts.netloc or parts.query or parts.fragment)
     if parts.scheme == "file" and plain and parts.path.startswith("/"):
-        return LocalStore(Path(unquote(parts.path)))
+        return LocalStore(Path(unquote(parts.path)), server)
     raise WeightSyncError(
         Reason.NOT_SUPPORTED,
         f"no store can be opened at {url!r}; use file:///absolute/path, a plain path or memory://",

@@ -113,6 +113,7 @@ class PushRecord:
         epoch: Epoch of its writer.
         request: The call that opened it, as it came, hexadecimal.
         delta: Its shards are those of a delta.
+        server: Identity of the server that has it; empty: that of an earlier release.
     """
 
     push_id: str
@@ -121,6 +122,7 @@ class PushRecord:
     epoch: int
     request: str
     delta: bool = False
+    server: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values, read back by `from_json`."""
@@ -134,7 +136,9 @@ class PushRecord:
             ValueError: It is no such document.
         """
         kinds = {"push_id": str, "model": str, "version": int, "epoch": int, "request": str}
-        return cls(**_checked({"delta": False, **document}, {**kinds, "delta": bool}))
+        late: dict[str, Any] = {"delta": False, "server": ""}
+        kinds |= {name: type(value) for name, value in late.items()}
+        return cls(**_checked({**late, **document}, kinds))
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,7 @@ class Store(Protocol):
         """
 
     async def discard(self, model: str, version: int) -> None:
-        """Remove what a failed push left; a committed version stays untouched."""
+        """Remove what a failed push left; what is committed or another server's stays untouched."""
 
     async def manifest(self, model: str, version: int) -> Manifest:
         """Return the manifest of a committed version.
@@ -295,11 +299,12 @@ class Store(Protocol):
         """Write down that a push is open, until its version is committed or discarded.
 
         Raises:
-            WeightSyncError: DISK_EXHAUSTED, FAULT.
+            WeightSyncError: VERSION_CONFLICT when its version comes through another server, or came;
+                DISK_EXHAUSTED, FAULT.
         """
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
-        """Return the recorded pushes that were open when the store was last used."""
+        """Return the pushes of this server that were open when it last used the store."""
 
 
 def check_model(model: str) -> str:

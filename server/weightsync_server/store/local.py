@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
@@ -38,7 +39,13 @@ from weightsync_server.store.contents import (
     write_manifests,
 )
 from weightsync_server.store.files import read_document, write_document
-from weightsync_server.store.partial import RECORD, forget_push, open_pushes
+from weightsync_server.store.partial import (
+    RECORD,
+    forget_push,
+    is_foreign,
+    open_pushes,
+    read_push,
+)
 from weightsync_server.store.recovery import recover
 from weightsync_server.threads import in_thread
 
@@ -65,12 +72,14 @@ class LocalStore:
 
     Args:
         root: The directory; `open` makes it.
+        server: Identity of the server: another one's open pushes are left alone.
     """
 
     durable = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, server: str = "") -> None:
         self._root = root.absolute()
+        self._server = server
         self.url = self._root.as_uri()
         self.lost: list[str] = []
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -78,7 +87,7 @@ class LocalStore:
     async def open(self) -> list[CommitRecord]:
         """Recover, and return the committed versions by model and version."""
         try:
-            records, self.lost = await in_thread(recover, self._root)
+            records, self.lost = await in_thread(recover, self._root, self._server)
         except OSError as error:
             raise write_fault(error, f"opening the store {self._root}") from error
         return records
@@ -118,9 +127,10 @@ class LocalStore:
         await self._change(record.model, what, _fold, directory, record, manifest)
 
     async def discard(self, model: str, version: int) -> None:
-        """Remove what a failed push left; a committed version stays untouched."""
+        """Remove what a failed push left; what is committed or another server's stays untouched."""
         directory = self._directory(model, version)
-        await self._change(model, f"discarding version {version} of {model}", _discard, directory)
+        what = f"discarding version {version} of {model}"
+        await self._change(model, what, _discard, directory, self._server)
 
     async def manifest(self, model: str, version: int) -> Manifest:
         """Return the manifest of a committed version, proved by the digest in its record."""
@@ -173,13 +183,15 @@ class LocalStore:
 
     async def record_push(self, record: PushRecord) -> None:
         """Write down that a push is open, until its version is committed or discarded."""
-        path = self._directory(record.model, record.version) / RECORD
+        directory = self._directory(record.model, record.version)
         what = f"recording a push of version {record.version}"
-        await self._change(record.model, what, _record_push, path, record)
+        ours = replace(record, server=self._server)
+        await self._change(record.model, what, _record_push, directory, ours)
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
-        """Return the recorded pushes that were open when the store was last used."""
-        return await self._read(model, "open pushes", open_pushes, self._model(model), COMMIT)
+        """Return the pushes of this server that were open when it last used the store."""
+        args = self._model(model), COMMIT, self._server
+        return await self._read(model, "open pushes", open_pushes, *args)
 
     def _model(self, model: str) -> Path:
         return self._root / check_model(model)
@@ -276,8 +288,10 @@ def _tidy(directory: Path) -> None:
         remove_unnamed(directory, lengths(read_document(directory / COMMIT)), partial=False)
 
 
-def _discard(directory: Path) -> None:
-    if not (directory / COMMIT).exists() and directory.exists():
+def _discard(directory: Path, server: str) -> None:
+    if (directory / COMMIT).exists() or not directory.exists():
+        return
+    if not is_foreign(read_push(directory), server):
         shutil.rmtree(directory)
 
 
@@ -292,10 +306,17 @@ def _delete(directory: Path) -> None:
             shutil.rmtree(directory)
 
 
-def _record_push(path: Path, record: PushRecord) -> None:
+def _record_push(directory: Path, record: PushRecord) -> None:
     failpoints.hit("receive.record")
-    _make_directory(path.parent.parent)
-    _write(path, record.to_json())
+    # Its bytes would be written over theirs.
+    if (directory / COMMIT).exists() or is_foreign(read_push(directory), record.server):
+        raise WeightSyncError(
+            Reason.VERSION_CONFLICT,
+            f"version {record.version} of {record.model} comes, or came, through another server "
+            "that uses this store; push there, or push it as a higher version",
+        )
+    _make_directory(directory.parent)
+    _write(directory / RECORD, record.to_json())
 
 
 def _write_marks(path: Path, marks: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from weightsync_server.store.files import read_document
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["RECORD", "forget_push", "is_partial", "open_pushes", "read_push"]
+__all__ = ["RECORD", "forget_push", "is_foreign", "is_partial", "open_pushes", "read_push"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,11 @@ def read_push(directory: Path) -> PushRecord | None:
     return record if same else None
 
 
+def is_foreign(record: PushRecord | None, server: str) -> bool:
+    """Tell whether a push is that of another server than the one with this identity."""
+    return record is not None and record.server not in ("", server)
+
+
 def forget_push(directory: Path) -> None:
     """Remove what only the push of a committed version needed.
 
@@ -62,19 +67,20 @@ def forget_push(directory: Path) -> None:
                 files.unlink(path)
 
 
-def open_pushes(model: Path, commit: str) -> list[OpenPush]:
-    """Return every push in a model's directory that was neither committed nor dropped.
+def open_pushes(model: Path, commit: str, server: str) -> list[OpenPush]:
+    """Return every push of a server in a model's directory that was neither committed nor dropped.
 
     Args:
         model: The directory.
         commit: Name of commit records.
+        server: Identity of the server.
     """
     if not model.is_dir():
         return []
     found = []
     for directory in sorted(path for path in model.iterdir() if path.is_dir()):
         record = None if (directory / commit).exists() else read_push(directory)
-        if record is not None:
+        if record is not None and not is_foreign(record, server):
             shards = [_kept_shard(path, delta=record.delta) for path in directory.iterdir()]
             found.append(OpenPush(record, tuple(shard for shard in shards if shard is not None)))
     return found

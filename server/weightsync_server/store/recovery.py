@@ -8,14 +8,14 @@ import secrets
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from weightsync import failpoints
+from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.manifest import MAX_VERSION
 from weightsync_server import files
 from weightsync_server.store.base import CommitRecord, check_model
 from weightsync_server.store.contents import COMMIT, lengths, remove_unnamed
 from weightsync_server.store.files import TEMPORARY, read_document, write_document
-from weightsync_server.store.partial import read_push
+from weightsync_server.store.partial import is_foreign, read_push
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,11 +27,19 @@ logger = logging.getLogger(__name__)
 #: Without it nothing in a directory is ever removed: it may be somebody's own.
 MARKER = "weightsync-store.json"
 
+#: Seconds without a write after which another server's open push is nobody's: that server, or its
+#: state, is gone. One that lives drops an idle push much sooner.
+_ABANDONED_S = 86_400.0
+
 _VERSION = re.compile(r"v([1-9][0-9]{0,15})")
 
 
-def recover(root: Path) -> tuple[list[CommitRecord], list[str]]:
+def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]]:
     """Make or check the store at `root`; leftovers are removed.
+
+    Args:
+        root: The directory.
+        server: Identity of the server. Another one's open pushes stay while they are touched.
 
     Returns:
         Its whole versions, and a sentence for each that has a record and is not whole.
@@ -50,7 +58,7 @@ def recover(root: Path) -> tuple[list[CommitRecord], list[str]]:
         for entry in model.iterdir():
             if _is_plain_directory(entry):
                 try:
-                    found += _recover_version(entry)
+                    found += _recover_version(entry, server)
                 except _LostError as error:
                     lost.append(str(error))
             elif entry.name.endswith(TEMPORARY):
@@ -125,7 +133,7 @@ class _LostError(Exception):
     """A version that was committed is not whole."""
 
 
-def _recover_version(directory: Path) -> list[CommitRecord]:
+def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
     match = _VERSION.fullmatch(directory.name)
     if match is None or int(match[1]) > MAX_VERSION:
         return []
@@ -133,7 +141,8 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
     try:
         commit = read_document(directory / COMMIT)
     except FileNotFoundError:
-        if read_push(directory) is None:
+        push = read_push(directory)
+        if push is None or (is_foreign(push, server) and _untouched_s(directory) > _ABANDONED_S):
             logger.info("removing %s: it was never committed", directory)
             shutil.rmtree(directory)
         return []
@@ -146,6 +155,11 @@ def _recover_version(directory: Path) -> list[CommitRecord]:
         raise _put_aside(directory, str(error)) from error
     remove_unnamed(directory, named, partial=True)
     return [record]
+
+
+def _untouched_s(directory: Path) -> float:
+    """Return how long ago anything of a push was written, in seconds."""
+    return clock.wall() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
 
 
 def _whole(
