@@ -211,9 +211,7 @@ def pin_version(
     return Call("PinVersion", request, timeouts.call_s, lambda m: convert.to_version(m.version))
 
 
-def delete_version(
-    model: str, version: int, *, force: bool, timeouts: Timeouts
-) -> Call[None]:
+def delete_version(model: str, version: int, *, force: bool, timeouts: Timeouts) -> Call[None]:
     """Delete a version."""
     request = pb.DeleteVersionRequest(
         model=model, version=whole_number("version", version), force=flag("force", force)

@@ -286,9 +286,7 @@ class Puller:
                 return
             except ClientError as error:
                 failures += 1
-                lasting = not passing(error) or (
-                    error.reason is Reason.NO_SLOT and not self._begun
-                )
+                lasting = not passing(error) or (error.reason is Reason.NO_SLOT and not self._begun)
                 if lasting or failures >= self._retry.attempts:
                     raise
                 time.sleep(self._retry.delay_s(failures, error.retry_after_s))

@@ -19,6 +19,7 @@ import pytest
 
 import weightsync_client.jobs
 from tests.support.bounds import (
+    MODEL,
     Message,
     begin,
     model_status,
@@ -81,6 +82,32 @@ def test_a_dead_peer_is_noticed_within_10_s_and_its_push_goes_on(
                 Message(commit=pb.CommitPushRequest()),
             ]
             assert stub.PushWeights(iter(rest), timeout=10).commit.size_bytes == len(shard.data)
+
+
+def test_a_killed_trainer_keeps_no_slot_from_others_and_its_push_goes_on() -> None:
+    # A push sleeps after a twentieth of this.
+    with serving("--push-resume-timeout-s", "40", store="") as server:
+        stub = server.stub
+        count = streams(server)
+        with half_push(server.address), half_push(server.address):
+            within(5, lambda: count() == [1, 1])
+        within(10, lambda: count() == [0, 0])
+        pushes = model_status(stub).pushes
+        shard = one_shard(1 << 20)
+        others = [stub.BeginPush(begin(version=number), timeout=10) for number in (10, 11)]
+        for other in others:
+            stub.AbortPush(pb.AbortPushRequest(push_id=other.push_id), timeout=5)
+        for push in sorted(pushes, key=lambda push: push.version):
+            # Half of it was here, and still is.
+            rest = [
+                Message(join=pb.JoinPush(push_id=push.push_id)),
+                *shard.chunks(start=1 << 19),
+                Message(commit=pb.CommitPushRequest()),
+            ]
+            assert stub.PushWeights(iter(rest), timeout=10).commit.version == push.version
+            request = pb.PullWeightsRequest(model=MODEL, version=push.version)
+            pulled = stub.PullWeights(request, timeout=10)
+            assert b"".join(message.chunk.data for message in pulled) == shard.data
 
 
 def test_a_silent_stream_is_ended_one_with_heartbeats_is_not() -> None:

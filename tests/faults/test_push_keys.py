@@ -43,7 +43,9 @@ def received(server: WeightSyncServer) -> tuple[float, float]:
     address = re.findall(r"metrics on (http://\S+)", server.log)[-1]
     with urllib.request.urlopen(address, timeout=5) as answer:
         text = answer.read().decode()
-    found = dict(re.findall(r"^weightsync_receive_duration_seconds_(count|sum)\S* (\S+)", text, re.M))
+    found = dict(
+        re.findall(r"^weightsync_receive_duration_seconds_(count|sum)\S* (\S+)", text, re.MULTILINE)
+    )
     return float(found["count"]), float(found["sum"])
 
 

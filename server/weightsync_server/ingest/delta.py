@@ -146,6 +146,11 @@ class DeltaPush:
                 self._versions.builder.remember(self._record, self._ordered())
             self._meters.count_delta(self.pushed.counts)
 
+    @property
+    def busy(self) -> bool:
+        """The base is being laid."""
+        return self._laying is not None and not self._laying.done()
+
     async def cease(self) -> None:
         """Work on the slot no more."""
         if self._laying is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from weightsync_server.ingest.push import Push
     from weightsync_server.ingest.upload import ShardUpload
 
-__all__ = ["keep_rest", "keep_up", "next_mark"]
+__all__ = ["keep_received", "keep_rest", "keep_up", "next_mark"]
+
+logger = logging.getLogger(__name__)
 
 #: Failures of the fetchers, not of the push: the next step tries again.
 _PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
@@ -53,6 +56,18 @@ async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
         await asyncio.wait([upload.keeping])
     while upload.kept < upload.entry.size:
         await _keep(push, upload, segment)
+
+
+async def keep_received(push: Push, upload: ShardUpload) -> None:
+    """Make all that came of a shard durable; what cannot be made so is logged."""
+    segment = upload.segment
+    if segment is None or not upload.headed:
+        return
+    try:
+        while upload.kept < upload.received:
+            await _keep(push, upload, segment)
+    except WeightSyncError as error:
+        logger.warning("shard %d is kept up to byte %d: %s", upload.index, upload.kept, error)
 
 
 async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:

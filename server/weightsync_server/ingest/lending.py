@@ -28,6 +28,7 @@ from weightsync_server.ingest.checks import refused
 from weightsync_server.ingest.collecting import Collecting
 from weightsync_server.ingest.places import Places
 from weightsync_server.ingest.push import FATAL
+from weightsync_server.ingest.resuming import wake
 
 if TYPE_CHECKING:
     import contextlib
@@ -235,6 +236,7 @@ class LendingDesk:
 
     async def _redeem(self, secret: str) -> None:
         push = self._lender.redeem(secret, self._peer)
+        await wake(push)
         push.join()
         self._push = push
 

@@ -49,3 +49,8 @@ class PushLimits:
     keep_bytes: int = 16 << 20
     loss_bytes: int = 64 << 20
     remembered: int = 256
+
+    @property
+    def sleep_after_s(self) -> float:
+        """Seconds without stream and call after which a push gives its slot back, if it can."""
+        return self.resume_timeout_s / 20

@@ -15,6 +15,7 @@ from weightsync_server.ingest.delta import DeltaPush
 from weightsync_server.ingest.describing import PushLayout
 from weightsync_server.ingest.keeping import keep_up
 from weightsync_server.ingest.proof import check_arrived_header, verify_shard
+from weightsync_server.ingest.sleep import may_sleep, sleep
 from weightsync_server.ingest.telling import progress
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ class Push:
         told: How far every shard came, once it has ended.
         request: The call that opened it.
         recorded: It is written down and survives a crash, as far as its bytes are kept.
-        asleep: After a restart what was kept of it, by shard; None: it is awake.
+        asleep: After a restart, or when nobody sent it for a while, what was kept of it, by shard;
+            None: it is awake.
         waking: The task that wakes it.
+        sleeping: The task that puts it to sleep.
         arriving: Tells engines which shards are here; None: nobody is told.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
         last_byte_at: When the last shard was complete.
@@ -113,6 +116,7 @@ class Push:
         self.recorded = False
         self.asleep: dict[int, KeptShard] | None = None
         self.waking: asyncio.Task[None] | None = None
+        self.sleeping: asyncio.Task[None] | None = None
         self.shard_count = request.shard_count
         self.total_bytes = request.total_bytes
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -132,6 +136,7 @@ class Push:
         self._on_end = on_end
         self._closing: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
+        self._drowsy: asyncio.TimerHandle | None = None
 
     # Life
 
@@ -161,13 +166,15 @@ class Push:
         self.id = self.record.push_id = push_id
 
     def touch(self) -> None:
-        """Put the idle timeout off; it runs only while no stream is connected."""
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
+        """Put the idle timeouts off; they run only while no stream is connected."""
+        for timer in (self._idle, self._drowsy):
+            if timer is not None:
+                timer.cancel()
+        self._idle = self._drowsy = None
         if self.streams == 0 and self.error is None and self.committed is None:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self.limits.resume_timeout_s, self._too_idle)
+            self._drowsy = loop.call_later(self.limits.sleep_after_s, self._fall_asleep)
 
     @property
     def until(self) -> float:
@@ -202,7 +209,7 @@ class Push:
             return
         self.error = error
         self.touch()
-        self._no_more()
+        self.quiet()
         if not self.opened.done():
             self.opened.set_result(None)
         logger.info("push of version %d ended: %s", self.record.version, error.message)
@@ -214,7 +221,7 @@ class Push:
         """End the push with its answer."""
         self.committed = response
         self.touch()
-        self._no_more()
+        self.quiet()
         self.meters.count_push("already" if response.already else "committed")
         self._on_end(self)
 
@@ -237,9 +244,11 @@ class Push:
         if self.arriving is not None:
             self.arriving.came(upload.index)
 
-    def _no_more(self) -> None:
+    def quiet(self) -> None:
+        """Tell engines of no more shards."""
         if self.arriving is not None:
             self.arriving.end()
+            self.arriving = None
 
     def again(self) -> pb.CommitPushResponse:
         """Return the answer to a commit that was done before."""
@@ -257,7 +266,7 @@ class Push:
             self.delta.end()
         self.shards = {}
         self.known = self.sealing = self.asleep = self.arriving = None
-        self.opening = self.waking = None
+        self.opening = self.waking = self.sleeping = None
         self.layout = PushLayout(self)
 
     async def closed(self) -> None:
@@ -267,7 +276,8 @@ class Push:
 
     async def _close(self) -> None:
         # First of all: what they begin until they end is ended below.
-        starting = [task for task in (self.opening, self.waking) if task is not None]
+        tasks_of_life = (self.opening, self.waking, self.sleeping)
+        starting = [task for task in tasks_of_life if task is not None]
         for start in starting:
             start.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
@@ -313,6 +323,16 @@ class Push:
             ),
             "aborted",
         )
+
+    def _fall_asleep(self) -> None:
+        self._drowsy = None
+        if self.sleeping is None and may_sleep(self):
+            self.sleeping = asyncio.create_task(sleep(self))
+            self.sleeping.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self.recorded and self.asleep is None:
+            # In use, or found to be while it falls asleep.
+            loop = asyncio.get_running_loop()
+            self._drowsy = loop.call_later(self.limits.sleep_after_s, self._fall_asleep)
 
     # Bytes
 

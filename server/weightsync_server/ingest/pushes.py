@@ -241,7 +241,12 @@ class Pushes:
         push.versions.check_epoch(push.record.epoch)
         if push.committing is None:
             await wake(push)
-            await loaded(push)
+            # Until it is known what is missing it stays awake.
+            push.awaiting += 1
+            try:
+                await loaded(push)
+            finally:
+                push.awaiting -= 1
         if push.committing is None:
             check_complete(push, request.shard_count)
             # From here on no shard is added.

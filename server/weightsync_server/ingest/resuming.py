@@ -116,6 +116,9 @@ async def wake(push: Push, deadline_s: float | None = None) -> None:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED; it sleeps on. Or why it has failed.
     """
     push.check_open()
+    if push.sleeping is not None:
+        await asyncio.wait([push.sleeping])
+        push.check_open()
     if push.asleep is not None and push.waking is None:
         push.waking = asyncio.create_task(_wake(push, deadline_s))
         push.waking.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -153,6 +156,8 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
             raise
         raise told from error
     push.opened.set_result(None)
+    # Whoever asked may be gone.
+    push.touch()
 
 
 async def _fall_asleep(push: Push) -> None:
@@ -168,6 +173,8 @@ def _take_up(push: Push, shard: KeptShard) -> None:
     upload = push.layout.take(shard.index, shard.entry, shard.tensors)
     if upload is None:
         logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
+        return
+    if not shard.size:
         return
     upload.headed = True
     upload.header_digest = shard.header_digest

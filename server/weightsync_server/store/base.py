@@ -299,8 +299,8 @@ class Store(Protocol):
         """Write down that a push is open, until its version is committed or discarded.
 
         Raises:
-            WeightSyncError: VERSION_CONFLICT when its version comes through another server, or came;
-                DISK_EXHAUSTED, FAULT.
+            WeightSyncError: VERSION_CONFLICT when its version comes, or came, through another
+                server; DISK_EXHAUSTED, FAULT.
         """
 
     async def open_pushes(self, model: str) -> list[OpenPush]:
