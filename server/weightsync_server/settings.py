@@ -161,7 +161,10 @@ class Settings(BaseSettings):
         description="Seconds without a message, or heartbeat, after which a stream is ended.",
     )
     push_resume_timeout_s: float = Field(
-        600, gt=0, description="Seconds without a stream after which an open push is dropped."
+        600,
+        gt=0,
+        description="Seconds without a stream after which an open push is dropped; after a "
+        "twentieth of them it gives its slot back, unless the store is memory://.",
     )
     reader_timeout_s: float = Field(
         10, gt=0, description="Seconds that a reader may take for one message of a stream."

@@ -481,8 +481,8 @@ class BeginPushRequest(_message.Message):
     """
     idempotency_key: _builtins.str
     """A repeated call with the same key joins the same push, also after a restart of the server unless
-    the store is memory://; once it is committed, for as long as the version exists. At most 128
-    bytes; empty: none.
+    the store is memory://; once it is committed, for as long as the version exists. With another
+    version, metadata or total_bytes: ALREADY_EXISTS. At most 128 bytes; empty: none.
     """
     layout_digest: _builtins.str
     """Digest of a layout that the server may know from an earlier push, 32 hexadecimal digits; empty:

@@ -37,8 +37,8 @@ async def pull(
         deadline_s: Seconds left to it, if it has a deadline.
 
     Raises:
-        WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version is in no
-            slot and none is free.
+        WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version lies in
+            no slot and none is free.
     """
     record = chosen(versions, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)

@@ -353,3 +353,20 @@ async def test_nothing_begins_while_the_server_shuts_down(here: World) -> None:
     await here.pushes.close()
     await refused(here, Reason.SHUTTING_DOWN)
     assert here.pushes.get(pb.GetPushRequest(push_id=opened.push_id)).error
+
+
+async def test_a_key_finds_what_exists_and_nothing_else(tmp_path: Path) -> None:
+    async with world(tmp_path, limits={"remembered": 1}) as here:
+        for seed, key in enumerate("ab"):
+            await here.push(simple(seed), idempotency_key=key)
+        # Repeats version 2, whose own key is another one.
+        await here.push(simple(1), version=2, idempotency_key="c")
+        for key, version in (("a", 1), ("b", 2), ("c", 2)):
+            found = await here.pushes.begin(begin(idempotency_key=key), 1)
+            assert (found.committed.version, found.committed.already) == (version, True)
+        await here.versions.delete(1)
+        await here.versions.delete(2)
+        for key in "abc":
+            begun = await here.pushes.begin(begin(idempotency_key=key), 1)
+            assert not begun.HasField("committed")
+            await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
