@@ -55,8 +55,8 @@ class PushIndex:
         for push in self.open.values():
             if push.versions is versions and push.key == key and push.error is None:
                 return push
-        if (push := self._survivors[versions.name].committed(key=key)) is not None:
-            return push
+        if (brought := self._survivors[versions.name].committed(key=key)) is not None:
+            return brought
         # A push that repeated a version left its key nowhere else.
         for push in reversed(self._ended.values()):
             if push.versions is versions and push.key == key and _exists(push):

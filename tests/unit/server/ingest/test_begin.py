@@ -366,7 +366,7 @@ async def test_a_key_finds_what_exists_and_nothing_else(tmp_path: Path) -> None:
             assert (found.committed.version, found.committed.already) == (version, True)
         await here.versions.delete(1)
         await here.versions.delete(2)
-        for key in "abc":
+        for key in "cab":
             begun = await here.pushes.begin(begin(idempotency_key=key), 1)
             assert not begun.HasField("committed")
             await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
