@@ -368,11 +368,7 @@ class ModelVersions(Catalog):
         return await self._mark(version, pinned=pinned)
 
     async def delete(self, version: int, *, force: bool = False) -> None:
-        """Delete a committed version; its number is never used again.
-
-        Args:
-            version: The version.
-            force: Also the one that a rollback would go back to.
+        """Delete a committed version, by force also the way back; its number is never used again.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
