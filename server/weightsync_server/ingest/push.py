@@ -88,7 +88,7 @@ class Push:
         sleeping: The task that puts it to sleep.
         arriving: Tells engines which shards are here; None: nobody is told.
         first_byte_at: When the first bytes came, by the event loop's clock; 0: not yet.
-        last_byte_at: When the last shard was complete.
+        last_byte_at: When the last shard was complete; 0: none was since it was opened or woken.
     """
 
     def __init__(
