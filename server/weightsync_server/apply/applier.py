@@ -174,7 +174,7 @@ class Applier:
                 report = reports.planned(target, live.record.version, spec, plan)
                 return pb.ApplyVersionResponse(report=report)
             if request.clear_rejected:
-                await self._versions.clear_rejected(record.version)
+                await self._accept(session, live, target)
             attempt = Attempt(target, live, spec, answers.cause(request))
             switch = self._switch(session)
             reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
@@ -271,6 +271,13 @@ class Applier:
                 await session.hold(live)
                 raise
         return target
+
+    async def _accept(self, session: Session, live: Prepared, target: Prepared) -> None:
+        try:
+            await self._versions.clear_rejected(target.record.version)
+        except BaseException:
+            await self._drop(session, live, target)
+            raise
 
     async def _drop(self, session: Session, live: Prepared, target: Prepared) -> None:
         target.lease.release()

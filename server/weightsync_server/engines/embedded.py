@@ -30,7 +30,7 @@ async def start_embedded(settings: Settings, engine_args: Sequence[str]) -> Engi
         WeightSyncError: ENGINE_UNSUPPORTED or REQUEST_INVALID with the remedy.
     """
     # This process has threads by now, and a fork would copy their locks in any state.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     flags = ["--model", settings.model, *engine_args]
     engine = await EmbeddedEngine.launch(flags, str(settings.segment_socket))
     logger.info("vLLM's API on %s", engine.address)

@@ -67,13 +67,16 @@ class Catalog:
         return sorted(self._records.values(), key=lambda record: -record.version)
 
     def newest_applicable(self) -> VersionRecord:
-        """Return the newest version that is committed and not rejected.
+        """Return the newest version that is committed and whose content is not rejected.
 
         Raises:
             WeightSyncError: VERSION_UNKNOWN.
         """
+        # The content is what was found bad: pushed again it is no better under another number.
+        rejected = {r.content_digest for r in self.list() if r.rejected_reason}
         for record in self.list():
-            if record.durability == pb.DURABILITY_COMMITTED and not record.rejected_reason:
+            committed = record.durability == pb.DURABILITY_COMMITTED
+            if committed and record.content_digest not in rejected:
                 return record
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN,

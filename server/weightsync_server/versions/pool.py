@@ -86,11 +86,18 @@ class SlotPool:
         self._durable = durable
         self._waiting: deque[tuple[asyncio.Future[Slot], VersionRecord]] = deque()
 
-    async def take(self, record: VersionRecord, timeout_s: float) -> Slot:
+    async def take(
+        self, record: VersionRecord, timeout_s: float, more: Callable[[], float] = float
+    ) -> Slot:
         """Return a slot that belongs to `record` and is being written.
 
+        Args:
+            record: The version.
+            timeout_s: Longest wait, seconds.
+            more: Asked when that is over for how many seconds more to wait; 0: no longer.
+
         Raises:
-            WeightSyncError: NO_SLOT when none came free within `timeout_s` seconds.
+            WeightSyncError: NO_SLOT when none came free in that time.
         """
         slot = None if self._waiting else self._claim(record)
         if slot is not None:
@@ -99,15 +106,18 @@ class SlotPool:
         entry = (future, record)
         self._waiting.append(entry)
         self.on_wait()
+        left = max(0.0, timeout_s)
         try:
-            await asyncio.wait([future], timeout=max(0.0, timeout_s))
+            await asyncio.wait([future], timeout=left)
+            while not future.done() and (left := more()) > 0:
+                await asyncio.wait([future], timeout=left)
         except asyncio.CancelledError:
             self._forget(entry)
             raise
         if future.done():
             return future.result()
         self._forget(entry)
-        raise self._none_free(timeout_s)
+        raise self.none_free(timeout_s)
 
     def check_room(self, record: VersionRecord) -> None:
         """Refuse what would have to wait for a slot, and have one freed for the next try.
@@ -254,7 +264,8 @@ class SlotPool:
         ]
         return self.slots[min(ranked)[1]] if ranked else None
 
-    def _none_free(self, waited: float) -> WeightSyncError:
+    def none_free(self, waited: float) -> WeightSyncError:
+        """Return the refusal of whoever waited for a slot in vain, for so many seconds."""
         states = "; ".join(_described(slot) for slot in self.slots)
         pushes = [push for push in map(_push, self.slots) if push]
         # A trainer that died in mid-push leaves one that holds its slot.

@@ -352,12 +352,15 @@ class ModelVersions(Catalog):
         self._history.restore([version for version in versions if version in self._records])
 
     async def set_rejected(self, version: int, reason: str) -> None:
-        """Make "newest" skip a version until `clear_rejected`; persisted."""
+        """Make "newest" skip a version's content until `clear_rejected`; persisted."""
         await self._mark(version, rejected=reason or "no reason given")
 
     async def clear_rejected(self, version: int) -> None:
-        """Make "newest" accept a version again; persisted."""
-        await self._mark(version, rejected="")
+        """Make "newest" accept a version's content again, whatever its numbers; persisted."""
+        content = self.get(version).content_digest
+        for record in self.list():
+            if record.version == version or (content and record.content_digest == content):
+                await self._mark(record.version, rejected="")
 
     async def unmark(self, version: int) -> None:
         """Forget what people decided about a version that was never committed nor served."""

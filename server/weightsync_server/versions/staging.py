@@ -34,6 +34,10 @@ def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
     )
 
 
+def _until(deadline: float) -> float:
+    return deadline - asyncio.get_running_loop().time()
+
+
 class Stager:
     """Reads versions from the store into slots and gives leases on them.
 
@@ -44,6 +48,8 @@ class Stager:
     def __init__(self, versions: ModelVersions) -> None:
         self._versions = versions
         self._loading: dict[int, asyncio.Task[None]] = {}
+        #: Of those that wait for a slot, when the last who asked for it gives up.
+        self._queued: dict[int, float] = {}
         self._documents = asyncio.Lock()
 
     async def close(self) -> None:
@@ -57,14 +63,13 @@ class Stager:
     ) -> SlotLease:
         """Return a lease on a version that lies in a slot."""
         self._refuse_incomplete(record, durable=durable)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
         record.awaited += 1
         try:
             # Who else uses it may find damage before our turn: then it is read once more.
             while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
-                await self._loaded(record, deadline - loop.time())
+                await self._loaded(record, timeout_s, deadline)
             slot = record.slot
             slot.leases += 1
         finally:
@@ -137,29 +142,37 @@ class Stager:
             metadata={"version": str(record.version)},
         )
 
-    async def _loaded(self, record: VersionRecord, timeout_s: float) -> None:
-        task = self._loading.get(record.version)
+    async def _loaded(self, record: VersionRecord, timeout_s: float, deadline: float) -> None:
+        version = record.version
+        task = self._loading.get(version)
         if task is None:
             # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
-            task = asyncio.create_task(self._load(record, timeout_s))
-            self._loading[record.version] = task
-            task.add_done_callback(partial(self._ended, record.version))
-        done, _ = await asyncio.wait([task], timeout=max(0.0, timeout_s))
-        if not done:
+            self._queued[version] = deadline
+            task = self._loading[version] = asyncio.create_task(self._load(record))
+            task.add_done_callback(partial(self._ended, version))
+        elif version in self._queued:
+            self._queued[version] = max(self._queued[version], deadline)
+        done, _ = await asyncio.wait([task], timeout=max(0.0, _until(deadline)))
+        if done:
+            task.result()
+        elif version in self._queued:
+            # Whoever waits longer goes on waiting.
+            raise self._versions.pool.none_free(timeout_s)
+        else:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
-                f"version {record.version} is still being read from the store; retry",
+                f"version {version} is still being read from the store; retry",
                 retry_after_s=1.0,
             )
-        task.result()
 
     def _ended(self, version: int, task: asyncio.Task[None]) -> None:
         self._loading.pop(version, None)
+        self._queued.pop(version, None)
         if not task.cancelled():
             # Retrieved: whoever waited may be gone.
             task.exception()
 
-    async def _load(self, record: VersionRecord, timeout_s: float) -> None:
+    async def _load(self, record: VersionRecord) -> None:
         with refusing(f"reading version {record.version} from the store"):
             await failpoints.reach("stage.load")
         ours = self._versions
@@ -167,8 +180,8 @@ class Stager:
             ours.builder.check(record)
         except WeightSyncError as error:
             raise _not_ours(record, error.message, _RESTORE) from error
-        # A little earlier than the caller gives up, so that the caller is told why.
-        slot = await ours.pool.take(record, timeout_s * 0.9)
+        slot = await ours.pool.take(record, 0, lambda: _until(self._queued[record.version]))
+        del self._queued[record.version]
         record.residency = pb.RESIDENCY_STAGING
         ours.changed(record)
         try:

@@ -117,6 +117,26 @@ async def test_a_rejected_version_needs_a_word(it: Plant) -> None:
     assert it.here.versions.get(2).rejected_reason == ""
 
 
+async def test_a_rejection_that_cannot_be_cleared_keeps_no_slot(
+    it: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await it.push(2)
+    await it.here.versions.set_rejected(2, "it babbles")
+
+    async def full(*_: object) -> None:
+        raise WeightSyncError(Reason.DISK_EXHAUSTED, "No space left on device")
+
+    monkeypatch.setattr(it.here.versions.store, "write_marks", full)
+    await _refused(it, Reason.DISK_EXHAUSTED, "No space left", version=2, clear_rejected=True)
+    assert it.leases() == {1: 1, 2: 0}
+    assert it.engine.calls[-1] == "release"
+    assert it.engine.serves == 1
+    monkeypatch.undo()
+    # Both slots are as before: one more push finds one.
+    await it.push(3)
+    assert (await it.apply(3)).version == 3
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -542,6 +562,15 @@ async def test_rollback_goes_back_and_rejects(it: Plant) -> None:
     with pytest.raises(WeightSyncError) as caught:
         await it.rollback()
     assert caught.value.reason is Reason.NO_ROLLBACK
+
+
+async def test_what_was_rolled_back_does_not_come_back_under_another_number(it: Plant) -> None:
+    await it.push(2)
+    await it.here.push(shards(2), version=3)
+    await it.apply(3)
+    assert (await it.rollback()).rejected_version == 3
+    assert (await it.apply(0)).outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
+    assert it.engine.serves == 1
 
 
 async def test_a_repeated_rollback_goes_back_once(it: Plant) -> None:

@@ -117,6 +117,23 @@ async def test_epochs_are_persisted_and_only_rise(tmp_path: Path) -> None:
             assert caught.value.metadata == {"epoch": "3"}
 
 
+async def test_newest_skips_rejected_content_whatever_its_number(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        for seed in (1, 2, 2):
+            await here.push(simple(seed))
+        await here.versions.set_rejected(3, "wrong outputs")
+        assert here.versions.newest_applicable().version == 1
+        await here.push(simple(2))
+        assert here.versions.newest_applicable().version == 1
+        await here.versions.set_rejected(4, "wrong outputs again")
+    async with world(tmp_path) as here:
+        assert here.versions.newest_applicable().version == 1
+        # Whoever accepts it accepts the content.
+        await here.versions.clear_rejected(3)
+        assert here.versions.get(4).rejected_reason == ""
+        assert here.versions.newest_applicable().version == 4
+
+
 async def test_pins_rejections_and_used_numbers_survive(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         await pushed(here, 4)

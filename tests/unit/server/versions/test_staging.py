@@ -207,6 +207,36 @@ async def test_staging_waits_for_a_slot_and_says_so(here: World) -> None:
     second.release()
 
 
+async def test_who_joins_a_read_that_waits_for_a_slot_waits_as_long_as_it_asked_for(
+    here: World,
+) -> None:
+    await third_evicts_first(here)
+    others = [await here.versions.stage(version, 5) for version in (2, 3)]
+    first = asyncio.create_task(here.versions.stage(1, 0.1))
+    second = asyncio.create_task(here.versions.stage(1, 5))
+    with pytest.raises(WeightSyncError, match=r"in 0\.1 s") as caught:
+        await first
+    assert caught.value.reason is Reason.NO_SLOT
+    await asyncio.sleep(0.05)
+    assert not second.done(), "the first caller's deadline is not the second's"
+    others[0].release()
+    (await second).release()
+    others[1].release()
+
+
+async def test_a_read_waits_for_a_slot_no_longer_than_anybody_wanted(here: World) -> None:
+    await third_evicts_first(here)
+    others = [await here.versions.stage(version, 5) for version in (2, 3)]
+    with pytest.raises(WeightSyncError) as caught:
+        await here.versions.stage(1, 0.05)
+    assert caught.value.reason is Reason.NO_SLOT
+    await asyncio.sleep(0.05)
+    others[0].release()
+    await asyncio.sleep(0.05)
+    assert here.versions.get(1).residency == pb.RESIDENCY_ABSENT
+    others[1].release()
+
+
 async def test_no_push_is_named_where_none_holds_a_slot(here: World) -> None:
     await here.push(simple(1))
     await here.push(simple(2))
