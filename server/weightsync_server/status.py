@@ -90,4 +90,5 @@ class StatusSource:
             engine=self._keeper.status(),
             slots=versions.slots_status(),
             pushes=self._pushes.status(versions.name),
+            apply_id=self._keeper.apply_id,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
@@ -158,7 +159,7 @@ class Applier:
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
     ) -> pb.ApplyVersionResponse:
-        async with self._keeper.exclusive() as session:
+        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
             live = _live(session)
             _check_capable(session, spec)
             record = self._choose(request, live)
@@ -182,7 +183,7 @@ class Applier:
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
-        async with self._keeper.exclusive() as session:
+        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
             live = _live(session)
             _check_capable(session, spec)
             version = self._versions.rollback_to
@@ -262,6 +263,7 @@ class Applier:
                 timeout_s=timeout_s,
                 patch=True,
                 ahead=self._keeper.ahead.name_of(record),
+                apply_id=self._keeper.apply_id,
                 digests=digests,
             )
             try:

@@ -30,7 +30,7 @@ class Doubts:
     def about(ranks: Ranks, error: BaseException) -> bool:
         """Return whether nobody knows any more what the ranks do, after a call that failed so."""
         told = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
-        return not told or ranks.hung
+        return not told or ranks.may_write
 
     def let_go(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:
         """Release a lease of what was not made live: at once, or after the ranks' next answer."""

@@ -54,6 +54,7 @@ class Keeper:
     Attributes:
         checks: Compares the live parameters as a whole.
         ahead: Has the ranks read what comes in.
+        apply_id: Of the apply that has the engine; "": none does.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Keeper:
         self._refused = ""
         self._fenced = False
         self._write_at = 0.0
+        self.apply_id = ""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -134,8 +136,11 @@ class Keeper:
             self.checks.owe(held)
 
     @contextlib.asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[Session]:
+    async def exclusive(self, apply_id: str = "") -> AsyncIterator[Session]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
+
+        Args:
+            apply_id: Of the apply that it is wanted for; "": it is for none.
 
         Raises:
             WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
@@ -148,6 +153,7 @@ class Keeper:
             self.ahead.interrupted()
             session = await self._usable()
             self._set(pb.ENGINE_STATE_APPLYING, "")
+            self.apply_id = apply_id
             try:
                 yield session
             except OSError as error:
@@ -158,6 +164,7 @@ class Keeper:
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:
+                self.apply_id = ""
                 if self._state == pb.ENGINE_STATE_APPLYING:
                     self._set(pb.ENGINE_STATE_SERVING, "")
                     if self.checks.owed or self.ahead.wanted:

@@ -42,6 +42,10 @@ _T = TypeVar("_T")
 QUICK_S = 30.0
 #: How often a page in our own memory is looked at, seconds.
 _POLL_S = 0.002
+#: Calls that leave the live parameters and the engine as they are, however late they return.
+_HARMLESS = frozenset(
+    f"weightsync_{word}" for word in ("state", "prepare", "ahead", "verify", "release")
+)
 #: What to do when nothing was written yet. Who commits or switches tells more: it fences.
 _STUCK = (
     "; vLLM may be stopped or overloaded: look at its log, and call again when GetStatus tells "
@@ -67,11 +71,17 @@ class Ranks:
         for name, page in zip(self.names, self._pages, strict=True):
             segments.publish(f"{self._page}/{name}", os.dup(page.segment.fd), PAGE_BYTES)
         self._outstanding: asyncio.Task[Any] | None = None
+        self._asking = ""
 
     @property
     def hung(self) -> bool:
         """Whether an RPC that was given up has not returned yet."""
         return self._outstanding is not None and not self._outstanding.done()
+
+    @property
+    def may_write(self) -> bool:
+        """Whether it hangs in a call after which nobody knows what the ranks hold."""
+        return self.hung and self._asking not in _HARMLESS
 
     def close(self) -> None:
         """Withdraw the pages."""
@@ -278,11 +288,12 @@ class Ranks:
     ) -> _T:
         if self.hung:
             raise WeightSyncError(
-                Reason.ENGINE_FENCED,
+                Reason.ENGINE_FENCED if self.may_write else Reason.APPLY_BUSY,
                 "an earlier call to the ranks has not returned; wait for it or restart vLLM",
+                retry_after_s=1.0,
             )
         task = asyncio.ensure_future(call())
-        self._outstanding = task
+        self._outstanding, self._asking = task, what
         # Its outcome may come when nobody waits any more.
         task.add_done_callback(_swallow)
         done, _ = await asyncio.wait({task}, timeout=timeout_s)

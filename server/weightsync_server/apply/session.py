@@ -135,6 +135,7 @@ class Session:
         patch: bool = False,
         ahead: str = "",
         digests: ShardDigests | None = None,
+        apply_id: str = "",
     ) -> Prepared:
         """Have every rank prepare a version; captures its load plan first where it is new.
 
@@ -146,14 +147,14 @@ class Session:
             patch: Whether the ranks may prepare to write only what differs from what is live.
             ahead: What the ranks call what they have read of it already; "": nothing.
             digests: Begun for each shard as soon as no rank reads it any more; None: not here.
+            apply_id: What the ranks shall call it; "": anything.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
         """
-        apply_id = secrets.token_hex(8)
         try:
             return await self._prepare(
-                apply_id,
+                apply_id or secrets.token_hex(8),
                 record,
                 lease,
                 compare_live=compare_live,

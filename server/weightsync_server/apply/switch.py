@@ -100,7 +100,8 @@ def _restored(base: Prepared, failures: list[str]) -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_RESTORED,
         f"the apply failed and version {base.record.version} was restored and verified on "
-        f"every rank ({'; '.join(failures)}); set clear_rejected to apply it again, or apply another one",
+        f"every rank ({'; '.join(failures)}); set clear_rejected to apply it again, or apply "
+        "another one",
     )
 
 

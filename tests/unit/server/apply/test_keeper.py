@@ -158,6 +158,45 @@ async def test_a_prepare_that_never_ends(tmp_path: Path) -> None:
         assert (await it.apply(2, prepare_timeout={"seconds": 5})).version == 2
 
 
+async def test_a_prepare_that_hangs_is_no_reason_to_fence(tmp_path: Path) -> None:
+    async with plant(tmp_path, prepare_timeout_s=0.2) as it:
+        await it.ready()
+        await it.push(2)
+        go = asyncio.Event()
+        it.engine.before["prepare"] = go.wait
+        with pytest.raises(WeightSyncError, match="did not answer") as caught:
+            await it.apply(2)
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        # It writes nothing, however late it returns: the engine serves what it served.
+        calls = len(it.engine.calls)
+        with pytest.raises(WeightSyncError, match="has not returned") as caught:
+            await it.apply(2)
+        assert caught.value.reason is Reason.APPLY_BUSY
+        assert len(it.engine.calls) == calls, "one RPC outstanding, no other is sent"
+        assert it.keeper.status().state == pb.ENGINE_STATE_SERVING
+        assert all(it.serving[-3:])
+        assert it.count("weightsync_fenced") == 0
+        assert it.leases() == {1: 1, 2: 0}
+        it.engine.before.clear()
+        go.set()
+        await until(lambda: not it.keeper._session.ranks.hung)  # type: ignore[union-attr]
+        assert (await it.apply(2, prepare_timeout={"seconds": 5})).version == 2
+        assert "fence" not in it.engine.events
+
+
+async def test_the_apply_that_has_the_engine_is_named(it: Plant) -> None:
+    await it.push(2)
+    seen: list[str] = []
+    for call in ("prepare", "commit"):
+        it.engine.before[call] = lambda: seen.append(it.keeper.apply_id)
+    report = await it.apply(2)
+    assert seen == [report.apply_id] * 2
+    assert it.keeper.apply_id == ""
+    it.engine.before["verify"] = lambda: seen.append(it.keeper.apply_id)
+    await it.verify()
+    assert seen[2:] == [""], "a proof is no apply"
+
+
 async def test_a_lease_is_renewed_while_a_commit_takes_long(tmp_path: Path) -> None:
     async with plant(tmp_path, pause_lease_s=0.51) as it:
         await it.ready()
