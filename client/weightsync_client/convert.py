@@ -48,6 +48,7 @@ _CACHE = _names(pb.CacheMode.DESCRIPTOR)
 _OUTCOME = _names(pb.ApplyOutcome.DESCRIPTOR)
 _ENGINE = _names(pb.EngineState.DESCRIPTOR)
 _STRATEGY = _names(pb.ApplyStrategy.DESCRIPTOR)
+_LAYOUT_CHECK = _names(pb.LayoutCheck.DESCRIPTOR)
 _LIVE_CHECK = _names(pb.LiveCheck.DESCRIPTOR)
 _KIND = _names(pb.PushKind.DESCRIPTOR)
 
@@ -85,6 +86,7 @@ def to_version(m: pb.VersionInfo) -> types.Version:
         stored_bytes=m.stored_bytes,
         chain_length=m.chain_length,
         changed_fraction=m.changed_fraction,
+        layout_check=_enum(types.LayoutCheck, m.layout_check, _LAYOUT_CHECK),
         live_check=_enum(types.LiveCheck, m.live_check, _LIVE_CHECK),
         live_check_time=_time(m.live_check_time) if m.HasField("live_check_time") else None,
     )
@@ -190,7 +192,14 @@ def _slot(m: pb.SlotStatus) -> types.SlotStatus:
 
 
 def _push(m: pb.PushStatus) -> types.PushStatus:
-    return types.PushStatus(m.push_id, m.version, m.received_bytes, m.declared_bytes, m.streams)
+    return types.PushStatus(
+        m.push_id,
+        m.version,
+        m.received_bytes,
+        m.declared_bytes,
+        m.streams,
+        _enum(types.LayoutCheck, m.layout_check, _LAYOUT_CHECK),
+    )
 
 
 def _model(m: pb.ModelStatus) -> types.ModelStatus:

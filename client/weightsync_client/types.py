@@ -18,6 +18,7 @@ __all__ = [
     "Durability",
     "EngineState",
     "EngineStatus",
+    "LayoutCheck",
     "LiveCheck",
     "ModelStatus",
     "PauseMode",
@@ -100,6 +101,14 @@ class ApplyStrategy(enum.StrEnum):
     UNSPECIFIED = enum.auto()
     COPY = enum.auto()
     PATCH = enum.auto()
+
+
+class LayoutCheck(enum.StrEnum):
+    """Whether the engine was asked if it takes a version's tensors, when their layout came."""
+
+    UNSPECIFIED = enum.auto()
+    UNCHECKED = enum.auto()
+    PASSED = enum.auto()
 
 
 class LiveCheck(enum.StrEnum):
@@ -273,6 +282,7 @@ class Version:
         stored_bytes: Bytes that the store keeps of it.
         chain_length: Deltas from the nearest full version to this one; 0: it is full.
         changed_fraction: Share of the elements that a delta changed.
+        layout_check: Whether the engine takes its tensors.
         live_check: Whether its live parameters were compared as a whole.
         live_check_time: When they were.
     """
@@ -301,6 +311,7 @@ class Version:
     changed_fraction: float = 0.0
     live_check: LiveCheck = LiveCheck.UNSPECIFIED
     live_check_time: datetime | None = None
+    layout_check: LayoutCheck = LayoutCheck.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,13 +376,14 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class PushStatus:
-    """An open push."""
+    """An open push; `layout_check` says whether the engine takes its tensors."""
 
     push_id: str
     version: int
     received_bytes: int
     declared_bytes: int
     streams: int
+    layout_check: LayoutCheck = LayoutCheck.UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)

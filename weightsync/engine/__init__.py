@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BETWEEN_STEPS",
+    "LAYOUT_CHECK",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
     "Engine",
@@ -28,6 +29,9 @@ PROTOCOL_VERSION = 1
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"
+
+#: The capability of engines whose ranks tell whether the model takes tensors that are coming.
+LAYOUT_CHECK = "checks_layouts"
 
 #: The capability of engines whose ranks read a version while it still comes in.
 READ_AHEAD = "reads_arrivals"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weightsync.digest import tensor_digest
 from weightsync.engine import (
     BETWEEN_STEPS,
+    LAYOUT_CHECK,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -54,6 +55,11 @@ class _MisfitError(ValueError):
     def __init__(self, message: str, names: list[str]) -> None:
         super().__init__(message)
         self.names = names
+
+
+def _refused(error: _MisfitError) -> dict[str, Any]:
+    told = {"names": error.names[:_NAMES], "names_total": len(error.names)}
+    return {"error": str(error), "refused": True, **told}
 
 
 @dataclass
@@ -112,7 +118,7 @@ class MemoryEngine:
             engine_id=self._engine_id,
             vllm_version="none",
             ranks=(_RANK,),
-            capabilities=frozenset({"weight_version", BETWEEN_STEPS}),
+            capabilities=frozenset({"weight_version", BETWEEN_STEPS, LAYOUT_CHECK}),
             refusals=(),
             state=self._condition,
             reason=self._reason,
@@ -180,6 +186,8 @@ class MemoryEngine:
         reply = {"ok": True, "rank": _RANK, "error": ""}
         try:
             return [reply | await asyncio.to_thread(work, args)]
+        except _MisfitError as error:
+            return [reply | {"ok": False} | _refused(error)]
         except (LookupError, ValueError, OSError, EOFError) as error:
             return [reply | {"ok": False, "error": str(error)}]
 
@@ -226,6 +234,16 @@ class MemoryEngine:
         del args
         return {"content_digest": self._content, "dirty": self._dirty}
 
+    def _check(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        with SegmentClient(self._socket) as client:
+            ((fd, size),) = client.map([str(args["document"])])
+        layout = StagedVersion.from_view(MappedSegment(fd, size).view).manifest.layout
+        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
+        if extra := sorted(found.keys() - self._kinds.keys()):
+            raise _MisfitError(f"tensor {extra[0]} is extra; push this model", extra)
+        self._check_kinds(found)
+        return {}
+
     def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         with SegmentClient(self._socket) as client:
             ((page_fd, _),) = client.map([f"{args['page']}/{_RANK}"])
@@ -234,8 +252,7 @@ class MemoryEngine:
             try:
                 prepared = self._read(client, str(args["document"]))
             except _MisfitError as error:
-                told = {"names": error.names[:_NAMES], "names_total": len(error.names)}
-                report |= {"phase": "failed", "error": str(error), "refused": True, **told}
+                report |= {"phase": "failed"} | _refused(error)
             except ValueError as error:
                 report |= {"phase": "failed", "error": str(error), "refused": True}
             else:
@@ -270,6 +287,9 @@ class MemoryEngine:
                 f"tensor {name} is {'extra' if name in found else 'missing'}; push this model",
                 others,
             )
+        self._check_kinds(found)
+
+    def _check_kinds(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         if wrong := [name for name, kind in found.items() if kind != self._kinds[name]]:
             name = wrong[0]
             raise _MisfitError(

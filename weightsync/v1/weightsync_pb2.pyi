@@ -140,7 +140,9 @@ class _ServingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Serving.Value
     SERVING_LIVE: _Serving.ValueType  # 2
     """Served by every rank."""
     SERVING_REJECTED: _Serving.ValueType  # 3
-    """Left by a rollback or a failed apply; "newest" skips it."""
+    """Left by a rollback or a failed apply; "newest" skips its content, whatever
+    its number.
+    """
 
 class Serving(_Serving, metaclass=_ServingEnumTypeWrapper):
     """Whether the engine serves a version."""
@@ -152,7 +154,9 @@ SERVING_NO: Serving.ValueType  # 1
 SERVING_LIVE: Serving.ValueType  # 2
 """Served by every rank."""
 SERVING_REJECTED: Serving.ValueType  # 3
-"""Left by a rollback or a failed apply; "newest" skips it."""
+"""Left by a rollback or a failed apply; "newest" skips its content, whatever
+its number.
+"""
 Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 class _PauseMode:
@@ -281,6 +285,33 @@ LIVE_CHECK_PASSED: LiveCheck.ValueType  # 2
 LIVE_CHECK_FAILED: LiveCheck.ValueType  # 3
 """Some parameter did not; the version is placed again in full."""
 Global___LiveCheck: _TypeAlias = LiveCheck  # noqa: Y015
+
+class _LayoutCheck:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LayoutCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LayoutCheck.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LAYOUT_CHECK_UNSPECIFIED: _LayoutCheck.ValueType  # 0
+    """Not known: an older server."""
+    LAYOUT_CHECK_UNCHECKED: _LayoutCheck.ValueType  # 1
+    """No engine could be asked, or not within 10 s; an apply may refuse the version."""
+    LAYOUT_CHECK_PASSED: _LayoutCheck.ValueType  # 2
+    """The engine takes every one of them."""
+
+class LayoutCheck(_LayoutCheck, metaclass=_LayoutCheckEnumTypeWrapper):
+    """Whether the engine was asked if it takes tensors of these names, dtypes and shapes. It is when
+    their layout comes, before their bytes; where it does not take them the push ends with
+    FAILED_PRECONDITION, ENGINE_REFUSED, and their names.
+    """
+
+LAYOUT_CHECK_UNSPECIFIED: LayoutCheck.ValueType  # 0
+"""Not known: an older server."""
+LAYOUT_CHECK_UNCHECKED: LayoutCheck.ValueType  # 1
+"""No engine could be asked, or not within 10 s; an apply may refuse the version."""
+LAYOUT_CHECK_PASSED: LayoutCheck.ValueType  # 2
+"""The engine takes every one of them."""
+Global___LayoutCheck: _TypeAlias = LayoutCheck  # noqa: Y015
 
 class _ApplyStrategy:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -1200,7 +1231,7 @@ class ApplyVersionRequest(_message.Message):
     model: _builtins.str
     """Model name."""
     version: _builtins.int
-    """The version; 0: the newest committed one that is not rejected."""
+    """The version; 0: the newest committed one whose content is not rejected."""
     idempotency_key: _builtins.str
     """A repeated call with the same key joins the same apply and gets its answer. The last 256 answers
     of calls that changed what is live outlive a restart of the server, also those that nobody got.
@@ -1614,6 +1645,7 @@ class VersionInfo(_message.Message):
     CHANGED_FRACTION_FIELD_NUMBER: _builtins.int
     LIVE_CHECK_FIELD_NUMBER: _builtins.int
     LIVE_CHECK_TIME_FIELD_NUMBER: _builtins.int
+    LAYOUT_CHECK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     version: _builtins.int
@@ -1656,6 +1688,8 @@ class VersionInfo(_message.Message):
     """For a version that was pushed as a delta: share of the elements that differ from the base."""
     live_check: Global___LiveCheck.ValueType
     """Whether its live parameters were compared as a whole."""
+    layout_check: Global___LayoutCheck.ValueType
+    """Whether the engine takes its tensors."""
     @_builtins.property
     def commit_time(self) -> _timestamp_pb2.Timestamp:
         """When it was committed, wall clock of the server."""
@@ -1695,10 +1729,11 @@ class VersionInfo(_message.Message):
         changed_fraction: _builtins.float = ...,
         live_check: Global___LiveCheck.ValueType = ...,
         live_check_time: _timestamp_pb2.Timestamp | None = ...,
+        layout_check: Global___LayoutCheck.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_time", b"commit_time", "live_check_time", b"live_check_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "chain_length", b"chain_length", "changed_fraction", b"changed_fraction", "commit_time", b"commit_time", "content_digest", b"content_digest", "durability", b"durability", "epoch", b"epoch", "kind", b"kind", "layout_check", b"layout_check", "layout_digest", b"layout_digest", "live_check", b"live_check", "live_check_time", b"live_check_time", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "model", b"model", "pinned", b"pinned", "rejected_reason", b"rejected_reason", "residency", b"residency", "serving", b"serving", "shard_count", b"shard_count", "size_bytes", b"size_bytes", "stored_bytes", b"stored_bytes", "tensor_count", b"tensor_count", "trainer_verified", b"trainer_verified", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2244,6 +2279,7 @@ class PushStatus(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     DECLARED_BYTES_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
+    LAYOUT_CHECK_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Names it."""
     version: _builtins.int
@@ -2254,6 +2290,8 @@ class PushStatus(_message.Message):
     """Bytes declared so far."""
     streams: _builtins.int
     """Streams open now."""
+    layout_check: Global___LayoutCheck.ValueType
+    """Whether the engine takes its tensors, as far as their layout has come."""
     def __init__(
         self,
         *,
@@ -2262,10 +2300,11 @@ class PushStatus(_message.Message):
         received_bytes: _builtins.int = ...,
         declared_bytes: _builtins.int = ...,
         streams: _builtins.int = ...,
+        layout_check: Global___LayoutCheck.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_bytes", b"declared_bytes", "push_id", b"push_id", "received_bytes", b"received_bytes", "streams", b"streams", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_bytes", b"declared_bytes", "layout_check", b"layout_check", "push_id", b"push_id", "received_bytes", b"received_bytes", "streams", b"streams", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

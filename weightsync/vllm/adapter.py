@@ -45,7 +45,8 @@ _ASK_S = 1.0
 _SETTLE_S = 0.05
 #: Worker methods that read or write live parameters, which sleep mode takes away.
 _TOUCH_WEIGHTS = frozenset(
-    f"weightsync_{word}" for word in ("ahead", "capture", "prepare", "commit", "switch", "verify")
+    f"weightsync_{word}"
+    for word in ("ahead", "capture", "check", "prepare", "commit", "switch", "verify")
 )
 _COMMIT = "weightsync_commit"
 

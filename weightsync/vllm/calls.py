@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.engine import BETWEEN_STEPS, READ_AHEAD
+from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", BETWEEN_STEPS, READ_AHEAD}
+        found = {"cache_keep", BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD}
         if hasattr(self.llm, "update_weight_version"):
             found.add("weight_version")
         return frozenset(found)

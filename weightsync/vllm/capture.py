@@ -18,12 +18,15 @@ from weightsync.vllm.dtypes import safetensors_dtype, torch_dtype
 from weightsync.vllm.plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from weightsync.manifest import Layout
     from weightsync.vllm.live import LiveParameters
 
-__all__ = ["capture_plan"]
+    #: Digests every parameter and buffer, by name.
+    Digests = Callable[[], dict[str, bytes]]
+
+__all__ = ["capture_plan", "unplaced"]
 
 _aten = torch.ops.aten
 _FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
@@ -137,6 +140,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         loaded = {item.tensor for item in self.slices}
         for name in sorted(self._derived - loaded):
             self.refused.setdefault(name, "its loader computes with it")
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the tensors that the loaders copied from or computed with."""
+        return {item.tensor for item in self.slices} | self.refused.keys() | self._derived
 
     def _note_scalar(self, scalar: tuple[_Origin, torch.Tensor] | None) -> None:
         if self._scalar is not None:
@@ -271,34 +279,64 @@ def _told(name: str, error: Exception) -> str:
     return f"{refused} ({about}); push the names and shapes of the engine's checkpoint"
 
 
-def capture_plan(model: Any, live: LiveParameters, layout: Layout) -> tuple[LoadPlan, float]:
+def capture_plan(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+) -> tuple[LoadPlan, float]:
     """Return the plan for a layout and the seconds it took. The model is as before, proved.
 
     Nothing may run in the model meanwhile.
+
+    Args:
+        model: The rank's model.
+        live: Its parameters.
+        layout: All tensors of a version.
+        digests: Digests every parameter and buffer; None: `live` does.
 
     Raises:
         PlanRefusedError: The loaders do more than copy, or refused a tensor; with names.
     """
     begin = time.perf_counter()
-    before = live.digests()
+    recorder = _recorded(model, live, layout, digests)
+    if recorder.refused:
+        name, why = next(iter(recorder.refused.items()))
+        msg = f"tensor {name} cannot be copied into place: {why}; this model is not supported"
+        raise PlanRefusedError(msg, list(recorder.refused))
+    return _plan_of(recorder, live, layout), time.perf_counter() - begin
+
+
+def unplaced(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+) -> list[str]:
+    """Return the names of those of some tensors that the model's loaders do nothing with.
+
+    As `capture_plan`, but for a part of a version: loaders that compute may want the rest of it.
+
+    Raises:
+        PlanRefusedError: The loaders refused a tensor; with names.
+    """
+    recorder = _recorded(model, live, layout, digests)
+    return [tensor.name for tensor in layout.tensors if tensor.name not in recorder.used]
+
+
+def _recorded(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None
+) -> _Recorder:
+    digest_all = digests or live.digests
+    before = digest_all()
     identity = _Identity(model)
     recorder = _Recorder(live)
     try:
         _drive(model, recorder, layout)
     finally:
         replaced = identity.restore()
-        changed = [name for name, digest in live.digests().items() if before.get(name) != digest]
+        changed = [name for name, digest in digest_all().items() if before.get(name) != digest]
     if changed:
         msg = "capturing the load plan changed parameters; restart vLLM"
         raise PlanRefusedError(msg, changed)
     if replaced:
         msg = "the model's loaders replace parameters instead of writing; not supported"
         raise PlanRefusedError(msg)
-    if recorder.refused:
-        name, why = next(iter(recorder.refused.items()))
-        msg = f"tensor {name} cannot be copied into place: {why}; this model is not supported"
-        raise PlanRefusedError(msg, list(recorder.refused))
-    return _plan_of(recorder, live, layout), time.perf_counter() - begin
+    return recorder
 
 
 def _plan_of(recorder: _Recorder, live: LiveParameters, layout: Layout) -> LoadPlan:

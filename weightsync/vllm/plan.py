@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from weightsync.manifest import Layout
+    from weightsync.manifest import Layout, TensorEntry
 
 __all__ = [
     "LoadPlan",
@@ -25,7 +25,9 @@ __all__ = [
     "Slice",
     "Strides",
     "check_against_base",
+    "check_known",
     "check_overlap",
+    "check_places",
 ]
 
 
@@ -179,6 +181,26 @@ def check_against_base(layout: Layout, base: LoadPlan) -> None:
         PlanRefusedError: Naming the tensors.
     """
     names = {tensor.name for tensor in layout.tensors}
+    known = check_known(layout, base)
+    missing = [name for name in base.loaded if name not in names]
+    if missing and len(known) == len(layout.tensors):
+        msg = "the version lacks these tensors of the model; push all of them"
+        raise PlanRefusedError(msg, sorted(missing))
+    extra = [t.name for t in layout.tensors if t.name not in base.tensors]
+    if extra and not missing:
+        check_places(layout, base, extra)
+
+
+def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
+    """Return the tensors of a layout that the adopted one has too, of a shape and dtype that fit.
+
+    Args:
+        layout: Some tensors of a version, or all.
+        base: The plan of the adopted layout.
+
+    Raises:
+        PlanRefusedError: Naming those of another shape or dtype.
+    """
     known = [t for t in layout.tensors if t.name in base.tensors]
     shapes = [t.name for t in known if t.shape != base.tensors[t.name][1]]
     if shapes:
@@ -196,21 +218,28 @@ def check_against_base(layout: Layout, base: LoadPlan) -> None:
             "parameters; convert them before the push"
         )
         raise PlanRefusedError(msg, dtypes)
-    missing = [name for name in base.loaded if name not in names]
-    if missing and len(known) == len(layout.tensors):
-        msg = "the version lacks these tensors of the model; push all of them"
-        raise PlanRefusedError(msg, sorted(missing))
-    extra = [t.name for t in layout.tensors if t.name not in base.tensors]
-    if extra and not missing and not _may_be_tied(layout, base, extra):
+    return known
+
+
+def check_places(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> None:
+    """Refuse tensors that the model has no place for, unless they may repeat others.
+
+    A repeated tensor has the shape of the one that it repeats; the digests decide later.
+
+    Args:
+        layout: Has these tensors.
+        base: The plan of the adopted layout.
+        unplaced: Names of tensors that nothing is loaded from.
+
+    Raises:
+        PlanRefusedError: Naming those that repeat none.
+    """
+    held = {base.tensors[name][1] for name in base.loaded}
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    lost = [name for name in unplaced if shapes[name] not in held]
+    if lost:
         msg = "the model has no place for these tensors; leave them out"
-        raise PlanRefusedError(msg, extra)
-
-
-def _may_be_tied(layout: Layout, base: LoadPlan, extra: Sequence[str]) -> bool:
-    # A repeated tensor has the shape of the one that it repeats; the digests decide later.
-    shapes = {t.shape for t in layout.tensors if t.name in base.loaded}
-    by_name = {t.name: t.shape for t in layout.tensors}
-    return all(by_name[name] in shapes for name in extra)
+        raise PlanRefusedError(msg, lost)
 
 
 def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -11,12 +13,12 @@ from weightsync.segments import MappedSegment
 from weightsync.staged import StagedVersion
 from weightsync.vllm.changes import find_differences
 from weightsync.vllm.patch import Copy, Patch, split
-from weightsync.vllm.plan import LoadPlan, check_against_base
+from weightsync.vllm.plan import LoadPlan, PlanRefusedError, check_against_base
 from weightsync.vllm.words import tensor_digest_of
 from weightsync.vllm.writing import write_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -36,6 +38,10 @@ __all__ = [
 ]
 
 
+#: Refusals that a rank remembers.
+_REFUSALS = 64
+
+
 class NeedsCaptureError(Exception):
     """There is no load plan for this layout yet."""
 
@@ -47,16 +53,40 @@ class Plans:
     Attributes:
         base: The first one, captured for the adopted checkpoint; what is covered is measured by it.
         by_signature: All of them.
+        refused: What was said of layouts that the model cannot take, by their signatures: their
+            plans need not be captured again to say so.
     """
 
     base: LoadPlan | None = None
     by_signature: dict[str, LoadPlan] = field(default_factory=dict)
+    refused: OrderedDict[str, tuple[str, list[str]]] = field(default_factory=OrderedDict)
 
     def add(self, plan: LoadPlan) -> None:
         """Keep a plan; the first one becomes the base."""
         if self.base is None:
             self.base = plan
         self.by_signature[plan.signature] = plan
+
+    def check(self, signature: str) -> None:
+        """Refuse a layout that was refused before.
+
+        Raises:
+            PlanRefusedError: As then.
+        """
+        if signature in self.refused:
+            self.refused.move_to_end(signature)
+            raise PlanRefusedError(*self.refused[signature])
+
+    @contextlib.contextmanager
+    def remembering(self, signature: str) -> Iterator[None]:
+        """Remember a refusal of a layout that is raised meanwhile."""
+        try:
+            yield
+        except PlanRefusedError as error:
+            self.refused[signature] = error.message, error.names
+            while len(self.refused) > _REFUSALS:
+                self.refused.popitem(last=False)
+            raise
 
 
 @dataclass
@@ -227,6 +257,7 @@ def find_plan(staged: StagedVersion, plans: Plans) -> LoadPlan:
         PlanRefusedError: It cannot fit the adopted model; with names.
     """
     layout = staged.manifest.layout
+    plans.check(layout.signature)
     plan = plans.by_signature.get(layout.signature)
     if plan is None:
         if plans.base is not None:

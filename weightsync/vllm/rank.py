@@ -13,18 +13,20 @@ import torch
 
 from weightsync import failpoints
 from weightsync.delta.elements import warm_up
+from weightsync.manifest import Layout
 from weightsync.vllm.arrivals import open_arrivals, turns
 from weightsync.vllm.background import Background
-from weightsync.vllm.capture import capture_plan
+from weightsync.vllm.capture import capture_plan, unplaced
 from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
 from weightsync.vllm.cuda.device import Made
 from weightsync.vllm.jobs import NAMES, RefusedCallError
 from weightsync.vllm.live import LiveParameters
 from weightsync.vllm.plain import why_not_plain
-from weightsync.vllm.plan import PlanRefusedError, check_coverage
+from weightsync.vllm.plan import PlanRefusedError, check_coverage, check_known, check_places
 from weightsync.vllm.prepared import Plans, Prepared, find_plan, prepare, read_document
 from weightsync.vllm.sources import Mappings
 from weightsync.vllm.views import Views
+from weightsync.vllm.words import tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -129,14 +131,39 @@ class Rank:
         # While the engine stands: the first time on a machine it takes seconds.
         warm_up()
         self._refuse_repacked()
-        staged = read_document(self._socket(args), str(args["document"]))
-        plan, seconds = capture_plan(self._model, self._live, staged.manifest.layout)
-        if self._plans.base is not None:
-            check_coverage(plan, self._plans.base)
+        layout = read_document(self._socket(args), str(args["document"])).manifest.layout
+        self._plans.check(layout.signature)
+        with self._plans.remembering(layout.signature):
+            plan, seconds = capture_plan(self._model, self._live, layout, self._live_digests)
+            if self._plans.base is not None:
+                check_coverage(plan, self._plans.base)
         self._plans.add(plan)
         if self._beside is not None:
             self._beside.warm_up(plan)
         return {"seconds": seconds, "slices": len(plan.slices)}
+
+    def check(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Tell whether the model takes some tensors of a version, by names, dtypes and shapes.
+
+        Names that the adopted checkpoint does not have are shown to the model's own loaders, which
+        takes as long as a capture: the server asks once for each.
+
+        Raises:
+            PlanRefusedError: The model cannot take these tensors.
+            RefusedCallError: Nothing is adopted yet.
+        """
+        failpoints.hit("worker.check")
+        base = self._plans.base
+        if base is None:
+            msg = "no checkpoint is adopted yet"
+            raise RefusedCallError(msg)
+        layout = read_document(self._socket(args), str(args["document"])).manifest.layout
+        known = {tensor.name for tensor in check_known(layout, base)}
+        others = tuple(tensor for tensor in layout.tensors if tensor.name not in known)
+        if others:
+            part = Layout(layout.shards, others)
+            check_places(part, base, unplaced(self._model, self._live, part, self._live_digests))
+        return {}
 
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start making a version ready; the outcome comes on the status page."""
@@ -257,6 +284,18 @@ class Rank:
         reason = why_not_plain(self._model)
         if reason:
             raise PlanRefusedError(reason)
+
+    def _live_digests(self) -> dict[str, bytes]:
+        """Digest every parameter and buffer, on the device where it can; the engine stands."""
+        tensors = {name: self._live.tensor(name) for name in self._live.names()}
+        found = self._beside.digests_of(tensors) if self._beside is not None else {}
+        rest = [name for name in tensors if name not in found]
+
+        def digest(index: int) -> None:
+            found[rest[index]] = tensor_digest_of(tensors[rest[index]])
+
+        self._crew.each(digest, [tensors[name].nbytes for name in rest])
+        return found
 
     def _socket(self, args: Mapping[str, Any]) -> str:
         return str(args.get("socket") or self._segment_socket)

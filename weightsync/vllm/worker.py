@@ -34,6 +34,7 @@ METHODS = frozenset(
     for word in (
         "hello",
         "capture",
+        "check",
         "ahead",
         "prepare",
         "commit",
@@ -92,17 +93,25 @@ def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    _stand(worker)
+    rank = _rank_of(worker)
+    return switch(rank, args, tensor_peers())
+
+
+def _stand(worker: Any) -> None:
+    """Wait until nothing runs in the model: worker calls come between two steps."""
     if worker.device.type == "cuda":
         # vLLM sends the next step before it has the outcome of the last one: let it end first.
         torch.cuda.synchronize(worker.device)
-    rank = _rank_of(worker)
-    return switch(rank, args, tensor_peers())
 
 
 def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
     if word == "switch":
         return _switch(worker, args)
-    context = _with_config(worker) if word == "capture" else contextlib.nullcontext()
+    if word == "check":
+        _stand(worker)
+    loads = word in ("capture", "check")
+    context = _with_config(worker) if loads else contextlib.nullcontext()
     with context:
         reply: dict[str, Any] = getattr(_rank_of(worker), word)(args)
     return reply

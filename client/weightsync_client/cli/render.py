@@ -124,6 +124,8 @@ def _state(version: types.Version) -> str:
         words.append(version.serving.value)
     if version.pinned:
         words.append("pinned")
+    if version.layout_check is types.LayoutCheck.UNCHECKED:
+        words.append("unchecked")
     return " ".join(words)
 
 
@@ -183,6 +185,8 @@ def show_status(status: types.Status) -> None:
         )
         vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
         typer.echo(f"  engine {engine.state}{reason} {engine.kind}{vllm}")
+        if model.apply_id:
+            typer.echo(f"  apply {model.apply_id} in progress")
         for slot in model.slots:
             typer.echo(
                 f"  slot {slot.slot}: {slot.state}, version {slot.version or 'none'}, "
@@ -192,6 +196,7 @@ def show_status(status: types.Status) -> None:
             typer.echo(
                 f"  push {push.push_id}: version {push.version}, {size(push.received_bytes)} of "
                 f"{size(push.declared_bytes)}, {push.streams} streams"
+                + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
             )
 
 

@@ -240,6 +240,7 @@ class Applier:
         lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
             target = await self._proved(session, live, record, lease, seconds)
+            await self._versions.taken(record)
         except BaseException:
             lease.release()
             raise

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from weightsync.engine import EngineInfo, EngineState
+from weightsync.engine import LAYOUT_CHECK, EngineInfo, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.apply import reports
@@ -20,10 +20,11 @@ from weightsync_server.apply.switch import Switch
 from weightsync_server.faults import refusing, write_fault
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from weightsync.engine import Engine
     from weightsync.handover import SegmentServer
+    from weightsync.manifest import TensorEntry
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.session import Prepared
     from weightsync_server.metrics import Metrics
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
+#: How long a push waits until the engine can be asked about its layout, seconds.
+_CHECK_S = 10.0
 
 
 class Keeper:
@@ -78,6 +81,7 @@ class Keeper:
         self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
         self.doubts = Doubts()
         self.ahead = Ahead(self._wake.set)
+        versions.accepted.ask = self._takes
         if settings.read_ahead:
             versions.arrivals.listener = self.ahead.note
         self._lock = asyncio.Lock()
@@ -134,6 +138,30 @@ class Keeper:
             self.checks.passed(held)
         else:
             self.checks.owe(held)
+
+    async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
+        """Ask every rank whether it takes tensors of a push; False: none can be asked now.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            return False
+        try:
+            session = self._session
+            if session is None or not self.serving or LAYOUT_CHECK not in session.info.capabilities:
+                return False
+            return await session.takes(tensors, self._versions.keeper)
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_REFUSED:
+                raise
+            logger.warning("the layout of a push is not checked: %s", error.message)
+            return False
+        finally:
+            self._lock.release()
 
     @contextlib.asynccontextmanager
     async def exclusive(self, apply_id: str = "") -> AsyncIterator[Session]:
@@ -308,6 +336,7 @@ class Keeper:
         )
         with refusing("reconciling the engine"):
             held = await reconciler.run()
+            await self._versions.taken(held.record)
         self.show(held, whole=True)
         self._set(pb.ENGINE_STATE_SERVING, "")
 
@@ -328,6 +357,7 @@ class Keeper:
         self.ahead.forget()
         if self._session is not None:
             self._session.close()
+        self._versions.accepted.forget()
         self._session = self._info = None
         self._refused = ""
         self._metrics.set_served({})

@@ -44,7 +44,7 @@ QUICK_S = 30.0
 _POLL_S = 0.002
 #: Calls that leave the live parameters and the engine as they are, however late they return.
 _HARMLESS = frozenset(
-    f"weightsync_{word}" for word in ("state", "prepare", "ahead", "verify", "release")
+    f"weightsync_{word}" for word in ("state", "check", "prepare", "ahead", "verify", "release")
 )
 #: What to do when nothing was written yet. Who commits or switches tells more: it fences.
 _STUCK = (
@@ -107,6 +107,16 @@ class Ranks:
         """
         args = {"document": document}
         replies = await self._call("weightsync_capture", args, timeout_s, _STUCK)
+        for rank, reply in zip(self.names, replies, strict=True):
+            _check(rank, reply)
+
+    async def check(self, document: str) -> None:
+        """Ask whether the model takes the tensors of a document, in whatever state the engine is.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        replies = await self._call("weightsync_check", {"document": document}, QUICK_S, _STUCK)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
 

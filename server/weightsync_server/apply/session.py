@@ -7,21 +7,25 @@ import contextlib
 import logging
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.manifest import Layout, Manifest, ShardEntry
+from weightsync.staged import StagedVersion
 from weightsync_server.apply.ranks import QUICK_S, Ranks
 from weightsync_server.apply.refusals import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Sequence
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.handover import SegmentServer
+    from weightsync.manifest import TensorEntry
     from weightsync_server.apply.told import Report
     from weightsync_server.versions import ShardDigests, SlotLease, VersionRecord
+    from weightsync_server.versions.keeper import SegmentKeeper
 
 __all__ = ["Pause", "Prepared", "Session"]
 
@@ -225,6 +229,26 @@ class Session:
                 # Capture writes nothing, so the engine goes on with what it had.
                 if not self.ranks.hung:
                     await self.resume(pause, self.live)
+
+    async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentKeeper) -> bool:
+        """Ask every rank whether its model takes tensors of a version; returns True.
+
+        Args:
+            tensors: Some of a version.
+            keeper: Publishes what the ranks read them from.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        layout = Layout((ShardEntry("", 0, 0),), tuple(replace(t, shard=0) for t in tensors))
+        # What their bytes will be is not known yet, nor where they will lie.
+        document = StagedVersion(Manifest(layout, (b"",) * len(tensors)), ("",))
+        segment = await keeper.write(document.to_segment)
+        try:
+            await self.ranks.check(segment.id)
+        finally:
+            keeper.retire(segment)
+        return True
 
     @contextlib.asynccontextmanager
     async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:

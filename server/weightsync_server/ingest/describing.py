@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.layout import check_shard
 from weightsync.manifest import ShardEntry
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.faults import refusal
 from weightsync_server.ingest.checks import refused, tensor_entries
 from weightsync_server.ingest.room import make_room
@@ -16,7 +17,6 @@ from weightsync_server.ingest.upload import ShardUpload
 if TYPE_CHECKING:
     from weightsync.manifest import TensorEntry
     from weightsync.segments import Segment
-    from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_server.ingest.push import Push
     from weightsync_server.versions.layouts import KnownLayout
 
@@ -37,6 +37,7 @@ class PushLayout:
         self._push = push
         self._tensors = 0
         self._names: set[str] = set()
+        self._unchecked = False
 
     def take_known(self, known: KnownLayout) -> None:
         """Take a whole layout that the server knows.
@@ -96,6 +97,9 @@ class PushLayout:
             self._check(tensors)
             self._accept(upload, tensors)
             upload.owner = None
+            if upload.checking is not None:
+                await asyncio.wait([upload.checking])
+                self._push.check_open()
 
     def _upload_for(self, part: pb.LayoutPart) -> ShardUpload:
         upload = self._push.shards.get(part.shard)
@@ -128,6 +132,10 @@ class PushLayout:
             )
         self._tensors += len(tensors)
         upload.describe(tensors)
+        if self._push.delta is None and self._push.existing is None:
+            asking = self._push.versions.accepted.check(tensors)
+            upload.checking = asyncio.create_task(asking)
+            upload.checking.add_done_callback(self._checked)
         if not self._push.stores or self._push.disk.covers(self._push.declared_bytes):
             upload.segment = self._push.place.reuse(upload.index, upload.entry.size)
         if upload.segment is None:
@@ -136,6 +144,18 @@ class PushLayout:
                 make_room(self._push, upload, self._push.declared_bytes)
             )
             upload.allocation.add_done_callback(self._allocated)
+
+    def _checked(self, task: asyncio.Task[bool]) -> None:
+        """Refuse a push whose tensors the engine does not take; label it where none tells."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._push.fail(refusal(error, "asking the engine about the layout"))
+            return
+        self._unchecked |= not task.result()
+        checks = pb.LAYOUT_CHECK_UNCHECKED if self._unchecked else pb.LAYOUT_CHECK_PASSED
+        self._push.record.layout_check = checks
 
     def _allocated(self, task: asyncio.Task[Segment]) -> None:
         error = None if task.cancelled() else task.exception()

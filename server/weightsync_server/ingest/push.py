@@ -155,6 +155,8 @@ class Push:
         """Take note that this is a delta, and of which version; None: it is not."""
         if base is not None:
             self.delta = DeltaPush(self.versions, self.record, base, self.meters)
+            # It has the tensors of its base.
+            self.record.layout_check = base.layout_check
 
     def check_open(self) -> None:
         """Raise the error of a push that failed."""
@@ -337,7 +339,9 @@ class Push:
     # Bytes
 
     async def allocated(self, upload: ShardUpload) -> Segment:
-        """Return the shard's segment, made by now, whatever is in it."""
+        """Return the shard's segment, made by now, whatever is in it; the engine may take it."""
+        if upload.checking is not None and not upload.checking.done():
+            await asyncio.wait([upload.checking])
         if upload.segment is None and upload.allocation is not None:
             upload.segment = await asyncio.shield(upload.allocation)
         self.check_open()

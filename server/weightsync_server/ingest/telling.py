@@ -53,6 +53,7 @@ def status(push: Push) -> pb.PushStatus:
         received_bytes=sum(shard.received_bytes for shard in progress(push)),
         declared_bytes=max(push.declared_bytes, push.total_bytes),
         streams=push.streams,
+        layout_check=push.record.layout_check,
     )
 
 

@@ -26,6 +26,7 @@ class ShardUpload:
         tensors: In the order of their bytes, once the layout is complete.
         segment: Where the bytes go, once it is there.
         allocation: The task that makes the segment.
+        checking: The task that asks the engine whether it takes such tensors.
         owner: The stream that sends its layout or its bytes now.
         received: Bytes received so far.
         kept: Those of them that survive a crash of the server.
@@ -48,6 +49,7 @@ class ShardUpload:
         self.tensors: tuple[TensorEntry, ...] | None = None
         self.segment: Segment | None = None
         self.allocation: asyncio.Task[Segment] | None = None
+        self.checking: asyncio.Task[bool] | None = None
         self.owner: object | None = None
         self.received = 0
         self.kept = 0
@@ -81,7 +83,7 @@ class ShardUpload:
     @property
     def working(self) -> tuple[asyncio.Task[Any] | None, ...]:
         """Tasks that may be at work on its segment and can be called off."""
-        return self.verification, self.keeping, self.restoring, self.collecting
+        return self.checking, self.verification, self.keeping, self.restoring, self.collecting
 
     def own(self, stream: object) -> None:
         """Let a stream send the shard.

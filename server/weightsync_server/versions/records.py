@@ -46,6 +46,7 @@ class VersionRecord:
         base: The version whose bytes it is kept as a change of; None: it is kept in full.
         holds: Pushes of deltas that are based on it.
         awaited: Callers for whom it is being read, or who are about to get a lease.
+        layout_check: Whether the engine was asked if it takes such tensors.
         live_check: While it is live: whether its live parameters were compared as a whole.
         live_check_ns: When they were, Unix time in nanoseconds.
     """
@@ -71,6 +72,7 @@ class VersionRecord:
     base: VersionRecord | None = None
     holds: int = 0
     awaited: int = 0
+    layout_check: pb.LayoutCheck.ValueType = pb.LAYOUT_CHECK_UNCHECKED
     live_check: pb.LiveCheck.ValueType = pb.LIVE_CHECK_UNSPECIFIED
     live_check_ns: int = 0
 
@@ -167,6 +169,7 @@ class VersionRecord:
             epoch=self.epoch,
             metadata=self.metadata,
             pinned=self.pinned,
+            layout_check=self.layout_check,
         )
         if self.serving == pb.SERVING_LIVE:
             info.live_check = self.live_check

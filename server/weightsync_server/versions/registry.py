@@ -13,6 +13,7 @@ from weightsync.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
 from weightsync_server.threads import to_end
+from weightsync_server.versions.accepted import AcceptedTensors
 from weightsync_server.versions.adoption import adopt
 from weightsync_server.versions.arriving import Arrivals
 from weightsync_server.versions.catalog import Catalog
@@ -105,6 +106,7 @@ class ModelVersions(Catalog):
         self._history = History()
         self._stager = Stager(self)
         self.arrivals = Arrivals(self.keeper)
+        self.accepted = AcceptedTensors()
 
     async def open(self, records: Iterable[CommitRecord]) -> None:
         """Take over what the store holds. Records of other models are passed over."""
@@ -340,6 +342,16 @@ class ModelVersions(Catalog):
         if before is not None:
             self.orphans.settle(before)
         self.pool.wake()
+
+    async def taken(self, record: VersionRecord) -> None:
+        """Take note that every rank of the engine takes a version's tensors."""
+        layout = (await self.manifest(record)).layout
+        await self.accepted.learn(layout)
+        for other in self.list():
+            same = other.commit is not None and other.commit.layout_digest == layout.digest
+            if (same or other is record) and other.layout_check != pb.LAYOUT_CHECK_PASSED:
+                other.layout_check = pb.LAYOUT_CHECK_PASSED
+                self.tell(other)
 
     def set_live_check(self, version: int, check: pb.LiveCheck.ValueType) -> None:
         """Take note of whether the live parameters of a version were compared as a whole."""

@@ -56,6 +56,7 @@ PUBLIC = [
     "ExhaustedError",
     "Fallback",
     "InvalidError",
+    "LayoutCheck",
     "LiveCheck",
     "ModelStatus",
     "NotFoundError",

@@ -46,10 +46,10 @@ class Worker(_Base):
 
     def call(self, word: str, **args: Any) -> dict[str, Any]:
         args = {"socket": self.staging.socket, **args}
-        if word == "capture":
+        if word in ("capture", "check"):
             # Without vLLM there is no config to set.
             try:
-                return {"ok": True, **worker._rank_of(self).capture(args)}
+                return {"ok": True, **getattr(worker._rank_of(self), word)(args)}
             except PlanRefusedError as error:
                 return {"ok": False, "error": str(error), "names": error.names}
         return getattr(self, f"weightsync_{word}")(args)  # type: ignore[no-any-return]
@@ -203,6 +203,105 @@ def test_renamed_tensors_that_leave_a_hole_are_refused_by_the_capture(
     reply = rank.call("capture", document=version.document.id)
     assert not reply["ok"]
     assert "unheard" in reply["error"]
+
+
+def _driven(rank: Worker, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return what the model's loaders are shown from now on, call by call."""
+    shown: list[list[str]] = []
+    load = rank.model.load_weights
+
+    def load_weights(weights: Any) -> Any:
+        shown.append([])
+
+        def noted() -> Any:
+            for name, tensor in weights:
+                shown[-1].append(name)
+                yield name, tensor
+
+        return load(noted())
+
+    monkeypatch.setattr(rank.model, "load_weights", load_weights)
+    return shown
+
+
+def test_a_layout_that_was_refused_pauses_nothing_again(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = _driven(rank, monkeypatch)
+    tensors = toy_tensors(2)
+    del tensors["down"]
+    tensors["unheard"] = torch.zeros(2)
+    first, again = (staging.stage_files([save(tensors)]) for _ in range(2))
+    refusal = rank.call("capture", document=first.document.id)
+    assert not refusal["ok"]
+    assert len(shown) == 1
+    # Nor does it ask for a capture, whatever the bytes are.
+    report = rank.job("prepare", "again", again)
+    assert (report["phase"], report["refused"]) == ("failed", True)
+    assert report["error"] == refusal["error"]
+    assert rank.call("capture", document=again.document.id) == refusal
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"unheard": torch.zeros(2)}, "refused tensor unheard"),
+        ({"q": torch.zeros(4, 5)}, "another shape"),
+        ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype"),
+        ({"ignored": torch.zeros(9)}, "no place for these"),
+    ],
+)
+def test_tensors_that_the_model_does_not_take_are_told_by_name(
+    rank: Worker, staging: Staging, tensors: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = rank.model.load_one
+    monkeypatch.setattr(
+        rank.model, "load_one", lambda name, t: None if name == "ignored" else load(name, t)
+    )
+    reply = rank.call("check", document=staging.stage_files([save(tensors)]).document.id)
+    assert not reply["ok"]
+    assert sentence in reply["error"]
+    assert reply["names"] == list(tensors)
+
+
+def test_names_of_the_checkpoint_are_taken_without_asking_the_loaders(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = _driven(rank, monkeypatch)
+    some = {name: toy_tensors(2)[name] for name in ("k", "down")}
+    assert rank.call("check", document=staging.stage_files([save(some)]).document.id)["ok"]
+    assert not shown
+    # Another spelling that the loaders know, and one that may repeat a tensor.
+    load = rank.model.load_one
+    monkeypatch.setattr(
+        rank.model,
+        "load_one",
+        lambda name, t: None if name == "tied" else load(name.removeprefix("model."), t),
+    )
+    some = {"model.q": toy_tensors(2)["q"], "tied": toy_tensors(2)["down"], "k": some["k"]}
+    assert rank.call("check", document=staging.stage_files([save(some)]).document.id)["ok"]
+    assert [sorted(names) for names in shown] == [["model.q", "tied"]]
+
+
+@pytest.mark.parametrize("word", ["capture", "check"])
+def test_a_loader_that_writes_behind_torchs_back_is_found(
+    rank: Worker, staging: Staging, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_of_head = rank.model.head.data.numpy()
+    load = rank.model.load_one
+
+    def writes(name: str, tensor: torch.Tensor) -> None:
+        bytes_of_head[0, 0] += 1
+        if name != "behind":
+            load(name, tensor)
+
+    monkeypatch.setattr(rank.model, "load_one", writes)
+    version = staging.stage_files([save({"behind": torch.zeros(8, 4)})])
+    reply = rank.call(word, document=version.document.id)
+    assert not reply["ok"]
+    assert "changed parameters; restart vLLM" in reply["error"]
+    assert reply["names"] == ["head"]
 
 
 def test_cast_from_the_adopted_dtype_is_proved(staging: Staging) -> None:

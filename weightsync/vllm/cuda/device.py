@@ -30,7 +30,7 @@ from weightsync.vllm.cuda.warm import warm_up
 from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from weightsync.arriving import Lying
     from weightsync.manifest import Layout
@@ -285,6 +285,16 @@ class Device:
             return {}
         views = dict(enumerate(targets.views()))
         return digests_of(self._kernels, views, Pace(self.device), stop)
+
+    @torch.inference_mode()
+    def digests_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """Return the digests of tensors by name, as far as the device computes them, all at once.
+
+        The engine stands meanwhile.
+        """
+        if self._kernels is None:
+            return {}
+        return digests_of(self._kernels, tensors)
 
     def _proof_of(self, blocks: Blocks, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
         """Return what digests the blocks of a version, as the ones of the version before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weightsync.cuda.digests import Digests, digestible
 from weightsync.vllm.words import StoppedError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["digests_of"]
 
+_Key = TypeVar("_Key", int, str)
 #: Tensors that are digested at a time where that is not urgent: more would leave nothing of the
 #: device to others.
 _AT_ONCE = 16
@@ -24,10 +25,10 @@ _AT_ONCE = 16
 
 def digests_of(
     kernels: Kernels,
-    tensors: Mapping[int, torch.Tensor],
+    tensors: Mapping[_Key, torch.Tensor],
     pace: Pace | None = None,
     stop: Callable[[], bool] = bool,
-) -> dict[int, bytes]:
+) -> dict[_Key, bytes]:
     """Return the digests of tensors by their keys, but for those that are not `digestible`.
 
     Args:

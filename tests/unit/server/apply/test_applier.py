@@ -150,6 +150,8 @@ async def test_tensors_that_are_not_the_models(
     it: Plant, change: dict[str, Any], named: str
 ) -> None:
     kinds = {k: v for k, v in (checkpoint(2) | change).items() if v is not None}
+    # As if nobody could be asked when the layout came.
+    it.here.versions.accepted.ask = None
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     before = list(it.engine.events)
     await _refused(it, Reason.ENGINE_REFUSED, named, version=2)
@@ -165,6 +167,8 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
     names = [f"layer.{index:02}" for index in range(14)]
     more = dict.fromkeys(names, ("U8", (1,), b"x"))
     kinds = checkpoint(2) | more
+    # As if nobody could be asked when the layout came.
+    it.here.versions.accepted.ask = None
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     error = await _refused(
         it, Reason.ENGINE_REFUSED, "(layer.00, layer.01, layer.02 and 11 more)", version=2
