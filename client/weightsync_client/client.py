@@ -136,10 +136,12 @@ class Client:
         in the order in which they were called.
 
         Args:
-            source: A state dict (name to tensor), a safetensors file or a folder of them, or an
-                iterable of name and tensor pairs. An iterable is read once and never collected:
-                at most `streams` + 1 shards of its tensors are held, and a tensor that was handed
-                over must not change before the push is over.
+            source: A state dict (name to tensor) or a list of name and tensor pairs, a safetensors
+                file or a folder of them, or any other iterable of such pairs. That is read once and
+                never collected: each tensor is copied to the host before the next is asked for, so
+                all may lie in the same memory, and at most `streams` + 1 shards of them are held.
+                The tensors of a state dict or a list are not copied, and must not change before the
+                push is over.
             **options: See `PushOptions`.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import traceback
@@ -139,11 +140,9 @@ class Delivery:
         """Send everything, or what changed, and return the committed version."""
         started = time.monotonic()
         try:
-            if self._ticket is None:
-                result = self._full("")
-            else:
-                with self._memory.snapshot.turn(self._ticket, self._stop):
-                    result = self._with_snapshot()
+            with self._turn():
+                self._source.ready()
+                result = self._full("") if self._ticket is None else self._with_snapshot()
         finally:
             if self._source.flow is not None:
                 self._source.flow.close()
@@ -155,6 +154,11 @@ class Delivery:
             self._stop.set()
             if self._push is not None:
                 self._push.cancel()
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        if self._ticket is None:
+            return contextlib.nullcontext()
+        return self._memory.snapshot.turn(self._ticket, self._stop)
 
     def _with_snapshot(self) -> PushResult:
         try:

@@ -53,6 +53,7 @@ class Memory:
         if source.layout is None:
             raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
         with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
+            source.ready()
             held = read_held(source.layout, source.tensors)
             for version in versions():
                 if version.content_digest == held.content_digest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from weightsync.errors import Reason
 from weightsync.layout import check_version
 from weightsync.manifest import Layout
+from weightsync_client.copy_memory import CopyMemory
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.outlines import Outlines
 from weightsync_client.shards import Shard, cut, file_shard, file_tensors, tensor_shard
-from weightsync_client.tensors import SourceTensor, settle_devices, wrap
+from weightsync_client.tensors import Scratch, SourceTensor, queued_work, wrap
 from weightsync_client.values import whole_number
 
 __all__ = ["Change", "Flow", "PushSource", "Source", "make_source"]
@@ -45,7 +46,10 @@ class Change(Protocol):
 
 
 class Flow(Iterator[SourceTensor]):
-    """The tensors of an iterable: each comes once, and is held by nobody here.
+    """The tensors of an iterable: each is copied as it comes, and the iterable's is not held.
+
+    An iterator may put every tensor into the same memory: it is written to when the next is asked
+    for, long before the bytes of this one are sent.
 
     Args:
         pairs: Names and tensors.
@@ -58,21 +62,20 @@ class Flow(Iterator[SourceTensor]):
     def __init__(self, pairs: Iterator[object], shard_bytes: int) -> None:
         self._pairs = pairs
         self._seen: set[str] = set()
+        self._memory, self._scratch = CopyMemory(), Scratch(views=True)
         self.shard_bytes = shard_bytes
         self.failed = False
 
     def __next__(self) -> SourceTensor:
         try:
             tensor = _wrap_pair(next(self._pairs))
-            if tensor.name in self._seen:
-                raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {tensor.name!r} twice")
+            _note_name(tensor.name, self._seen)
+            return tensor.copied(self._memory.take(tensor.size), self._scratch)
         except StopIteration:
             raise
         except BaseException:
             self.failed = True
             raise
-        self._seen.add(tensor.name)
-        return tensor
 
     def shards(
         self,
@@ -86,7 +89,6 @@ class Flow(Iterator[SourceTensor]):
             on_group: Called with the tensors of every shard before it is given.
         """
         for index, group in enumerate(cut(chain(before, self), self.shard_bytes)):
-            settle_devices(group)
             on_group(group)
             yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
 
@@ -105,6 +107,7 @@ class Source:
         tensors: The tensors, where each can be read by itself and again.
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
+        ready: Waits until the tensors hold what they held for whoever made this.
     """
 
     shards: Iterable[Shard]
@@ -112,6 +115,7 @@ class Source:
     tensors: tuple[SourceTensor, ...] = ()
     flow: Flow | None = None
     delta: Change | None = None
+    ready: Callable[[], None] = lambda: None
 
     @property
     def again(self) -> bool:
@@ -131,6 +135,9 @@ class Source:
 def make_source(source: object, shard_bytes: int, outlines: Outlines | None = None) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
+    Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
+    waits for it.
+
     Args:
         source: See `Client.push`.
         shard_bytes: Most bytes of tensors in a shard that holds more than one.
@@ -143,10 +150,10 @@ def make_source(source: object, shard_bytes: int, outlines: Outlines | None = No
     if isinstance(source, (str, os.PathLike)):
         return _of_files(Path(source))
     if isinstance(source, Mapping):
-        tensors = [_wrap_pair(pair) for pair in source.items()]
-        settle_devices(tensors)
-        shards, layout = (outlines or Outlines()).shards_of(tensors, shard_bytes)
-        return Source(shards, layout, tuple(tensors))
+        source = source.items()
+    if isinstance(source, (list, tuple, ItemsView)):
+        # These hold all of their tensors; what else can be iterated may make them one by one.
+        return _of_pairs(source, shard_bytes, outlines or Outlines())
     if isinstance(source, Iterable):
         flow = Flow(iter(source), shard_bytes)
         return Source(flow.shards(), None, flow=flow)
@@ -157,6 +164,21 @@ def make_source(source: object, shard_bytes: int, outlines: Outlines | None = No
         Reason.REQUEST_INVALID,
         f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
     )
+
+
+def _of_pairs(pairs: Iterable[object], shard_bytes: int, outlines: Outlines) -> Source:
+    tensors = [_wrap_pair(pair) for pair in pairs]
+    seen: set[str] = set()
+    for tensor in tensors:
+        _note_name(tensor.name, seen)
+    shards, layout = outlines.shards_of(tensors, shard_bytes)
+    return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
+
+
+def _note_name(name: str, seen: set[str]) -> None:
+    if name in seen:
+        raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {name!r} twice")
+    seen.add(name)
 
 
 def _of_files(path: Path) -> Source:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from weightsync_client.errors import ClientError, refuse
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-__all__ = ["Read", "Scratch", "SourceTensor", "settle", "settle_devices", "wrap"]
+__all__ = ["Read", "Scratch", "SourceTensor", "queued_work", "settle", "wrap"]
 
-#: Bytes of a device tensor that are copied to the host at a time.
+#: Bytes that are copied at a time.
 _BLOCK_BYTES = 16 << 20
 
 # Names of PyTorch's and NumPy's (ml_dtypes') dtypes.
@@ -103,6 +104,29 @@ class SourceTensor:
                 Reason.REQUEST_INVALID,
                 f"tensor {self.name!r} cannot be read as plain bytes: {error}",
             ) from error
+
+    def copy_into(self, memory: NDArray[np.uint8], scratch: Scratch) -> None:
+        """Copy all bytes of the tensor into `memory`, which has as many.
+
+        Raises:
+            InvalidError: Its library cannot give its bytes.
+        """
+        import numpy as np
+
+        read = self.reader(scratch)
+        for at in range(0, self.size, _BLOCK_BYTES):
+            end = min(at + _BLOCK_BYTES, self.size)
+            memory[at:end] = np.frombuffer(read(at, end), np.uint8)
+
+    def copied(self, memory: NDArray[np.uint8], scratch: Scratch) -> SourceTensor:
+        """Return this tensor as it is now, in `memory`, which has its size.
+
+        Raises:
+            InvalidError: Its library cannot give its bytes.
+        """
+        self.copy_into(memory, scratch)
+        view = memory.data
+        return SourceTensor(self.name, self.dtype, self.shape, lambda _: lambda a, b: view[a:b])
 
 
 def wrap(name: str, value: object) -> SourceTensor:
@@ -269,10 +293,26 @@ def settle(device: torch.device) -> None:
         module.synchronize()
 
 
-def settle_devices(tensors: list[SourceTensor]) -> None:
-    """Wait until work that the calling thread has queued on the tensors' devices is done.
+def queued_work(tensors: Iterable[SourceTensor]) -> Callable[[], None]:
+    """Return what waits, in any thread, for the work that is queued on the tensors' devices by now.
 
-    Sending threads read on streams of their own, which know nothing of the caller's.
+    Threads that read tensors have streams of their own, which know nothing of the caller's. This
+    call itself waits for no device, so an event loop may make it.
     """
-    for device in {tensor.device for tensor in tensors if tensor.device is not None}:
-        settle(device)
+    waits = [_mark(device) for device in {tensor.device for tensor in tensors} if device]
+
+    def wait() -> None:
+        for one in waits:
+            one()
+
+    return wait
+
+
+def _mark(device: torch.device) -> Callable[[], None]:
+    module: Any = getattr(sys.modules.get("torch"), device.type, None)
+    if not hasattr(module, "current_stream"):
+        return partial(settle, device)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

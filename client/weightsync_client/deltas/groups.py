@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightsync_client.tensors import settle_devices
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -52,9 +50,7 @@ def as_they_come(flow: Flow, total: int) -> Iterator[list[SourceTensor]]:
         group.append(tensor)
         size += tensor.size
         if size >= least:
-            settle_devices(group)
             yield group
             group, size = [], 0
     if group:
-        settle_devices(group)
         yield group

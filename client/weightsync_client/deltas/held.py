@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HeldTensor", "HostTensor", "all_bytes", "held_source", "own_scratch"]
 
-#: Bytes that are read from a device at a time.
-_BLOCK = 16 << 20
 #: Memory of more bytes is not kept for the next tensor.
 _KEPT = 256 << 20
 # Host memory for what is read belongs to the thread that reads.
@@ -103,13 +101,10 @@ def all_bytes(
     """
     if not tensor.size:
         return np.empty(0, np.uint8)
-    read = tensor.reader(scratch)
     if tensor.device is None:
-        return np.frombuffer(read(0, tensor.size), np.uint8)
+        return np.frombuffer(tensor.reader(scratch)(0, tensor.size), np.uint8)
     data = np.empty(tensor.size, np.uint8) if room is None else room
-    for at in range(0, tensor.size, _BLOCK):
-        end = min(at + _BLOCK, tensor.size)
-        data[at:end] = np.frombuffer(read(at, end), np.uint8)
+    tensor.copy_into(data, scratch)
     return data
 
 
@@ -153,7 +148,7 @@ class HostTensor:
 
     def fill(self, tensor: SourceTensor, scratch: Scratch) -> None:
         """Take a copy of a tensor as it is now."""
-        np.copyto(self.data, all_bytes(tensor, scratch))
+        tensor.copy_into(self.data, scratch)
         self.digest = tensor_digest(self.data.data)
 
     def window(self, begin: int, end: int) -> NDArray[np.uint8]:
