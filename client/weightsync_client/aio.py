@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
@@ -55,6 +55,20 @@ AsyncPushSource = PushSource | AsyncIterable[tuple[str, Any]]
 def _retrieve(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
+
+
+async def _patiently(
+    send: Callable[[calls.Call[T]], Awaitable[T]], call: calls.Call[T], retry: Retry | None
+) -> T:
+    patience = Patience(retry, call.timeout_s)
+    while True:
+        try:
+            return await send(replace(call, timeout_s=patience.left_s))
+        except ClientError as error:
+            pause = patience.pause_s(error)
+            if pause is None:
+                raise
+        await asyncio.sleep(pause)
 
 
 class AsyncPushHandle:
@@ -110,7 +124,7 @@ class AsyncClient:
             self._channel = self._link.aio_channel()
         return pb_grpc.WeightSyncStub(self._channel)
 
-    async def _invoke(self, call: calls.Call[T]) -> T:
+    async def _send(self, call: calls.Call[T]) -> T:
         stub = self._stub()
         if call.stub is not None:
             stub = call.stub(self._channel)
@@ -122,15 +136,13 @@ class AsyncClient:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
 
+    async def _invoke(self, call: calls.Call[T]) -> T:
+        """Send a call; ask again for about a second where the link breaks."""
+        return await _patiently(self._send, call, None)
+
     async def _insist(self, call: calls.Call[T]) -> T:
         """Send a call with a key; ask again while nobody answers."""
-        patience = Patience(self._retry, call.timeout_s)
-        while True:
-            try:
-                return await self._invoke(replace(call, timeout_s=patience.left_s))
-            except ClientError as error:
-                pause = patience.pause_s(error)
-            await asyncio.sleep(pause)
+        return await _patiently(self._invoke, call, self._retry)
 
     async def model(self) -> str:
         """Name of the model; asks the server once if none was given."""

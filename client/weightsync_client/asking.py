@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from weightsync.errors import Reason
 from weightsync_client import calls
-from weightsync_client.errors import ClientError, passing
+from weightsync_client.errors import AbortedError, ClientError, UnavailableError, passing
+from weightsync_client.options import Retry
 
 if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.link import Link
-    from weightsync_client.options import Retry
 
 __all__ = ["Asking", "Invoke", "Patience"]
 
@@ -24,6 +23,9 @@ T = TypeVar("T")
 
 # Nobody answered. Whatever an engine's server does answer is the end of an apply.
 _AWAY = frozenset({Reason.SERVER_AWAY, Reason.SHUTTING_DOWN, Reason.CANCELLED})
+
+# For a link that is cut, or a server that is being restarted by somebody who hurries.
+_BRIEF = Retry(attempts=5, initial_s=0.1, max_s=2.0)
 
 # How long the clean-up after a failed push may take.
 _ABORT_S = 5.0
@@ -36,16 +38,27 @@ class Invoke(Protocol):
         """Return what the call's answer says."""
 
 
+def _link_broke(error: ClientError) -> bool:
+    return isinstance(error, (UnavailableError, AbortedError)) and passing(error)
+
+
+def _away(error: ClientError) -> bool:
+    return error.reason in _AWAY
+
+
 class Patience:
-    """How long one call with a key is asked again: a server that restarts takes some seconds.
+    """How long one call is asked again.
 
     Args:
-        retry: How often, and how long to wait between.
+        retry: How often, and how long to wait between; None: about a second, where the link broke.
+            Every unary call is idempotent, by itself or by its key, so a lost answer may be asked
+            for again. gRPC's own retries cannot tell a broken link from TLS that does not fit.
         timeout_s: Longest time of the call, with all tries.
     """
 
-    def __init__(self, retry: Retry, timeout_s: float) -> None:
-        self._retry = retry
+    def __init__(self, retry: Retry | None, timeout_s: float) -> None:
+        self._retry = retry or _BRIEF
+        self._passing = _link_broke if retry is None else _away
         self._end = time.monotonic() + timeout_s
         self._failures = 0
 
@@ -54,18 +67,12 @@ class Patience:
         """What is left of the call's time."""
         return max(0.0, self._end - time.monotonic())
 
-    def pause_s(self, error: ClientError) -> float:
-        """Return how long to wait before the next try.
-
-        Raises:
-            ClientError: There is none; the error that was given.
-        """
+    def pause_s(self, error: ClientError) -> float | None:
+        """Return how long to wait before the next try; None: there is none."""
         self._failures += 1
         pause = self._retry.delay_s(self._failures, error.retry_after_s)
         last = self._failures >= self._retry.attempts or pause >= self.left_s
-        if last or error.reason not in _AWAY:
-            raise error
-        return pause
+        return None if last or not self._passing(error) else pause
 
 
 class Asking:
@@ -119,11 +126,14 @@ class Asking:
         """Commit a push."""
         return self._persist(calls.commit_push(push_id, digest, shards, self._timeouts))
 
-    def abort(self, push_id: str) -> None:
-        """Try once, for a few seconds, to drop a push."""
+    def abort(self, push_id: str) -> ClientError | None:
+        """Try for a few seconds to drop a push; return why it may still be there."""
         call = calls.abort_push(push_id, self._timeouts)
-        with contextlib.suppress(ClientError):
+        try:
             self._invoke(replace(call, timeout_s=_ABORT_S))
+        except ClientError as error:
+            return error
+        return None
 
     def _persist(self, call: calls.Call[T]) -> T:
         failures = 0

@@ -56,6 +56,18 @@ def default_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
+def _patiently(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: Retry | None) -> T:
+    patience = Patience(retry, call.timeout_s)
+    while True:
+        try:
+            return send(replace(call, timeout_s=patience.left_s))
+        except ClientError as error:
+            pause = patience.pause_s(error)
+            if pause is None:
+                raise
+        time.sleep(pause)
+
+
 class Client:
     """Speaks with one server about one model. Threads may share it.
 
@@ -99,7 +111,7 @@ class Client:
             self._model = calls.single_model(self.status())
         return self._model
 
-    def _invoke(self, call: calls.Call[T]) -> T:
+    def _send(self, call: calls.Call[T]) -> T:
         self._check_open()
         try:
             stub = call.stub(self._channel) if call.stub else self._stub
@@ -110,15 +122,13 @@ class Client:
             raise from_rpc(error, method=call.method, address=self._link.address) from None
         return call.read(reply)
 
+    def _invoke(self, call: calls.Call[T]) -> T:
+        """Send a call; ask again for about a second where the link breaks."""
+        return _patiently(self._send, call, None)
+
     def _insist(self, call: calls.Call[T]) -> T:
         """Send a call with a key; ask again while nobody answers."""
-        patience = Patience(self._retry, call.timeout_s)
-        while True:
-            try:
-                return self._invoke(replace(call, timeout_s=patience.left_s))
-            except ClientError as error:
-                pause = patience.pause_s(error)
-            time.sleep(pause)
+        return _patiently(self._invoke, call, self._retry)
 
     def _check_open(self) -> None:
         if self._closed:

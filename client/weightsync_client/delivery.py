@@ -19,7 +19,7 @@ from weightsync_client.deltas.room import roomy
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.fallback import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
-from weightsync_client.pusher import Push
+from weightsync_client.pusher import NOTHING_SENT, Push
 from weightsync_client.samehost import why_streamed
 from weightsync_client.types import PushKind, PushResult
 from weightsync_client.values import metadata, text, whole_number
@@ -143,6 +143,9 @@ class Delivery:
             with self._turn():
                 self._source.ready()
                 result = self._full("") if self._ticket is None else self._with_snapshot()
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(self._push.state if self._push else NOTHING_SENT)
+            raise
         finally:
             if self._source.flow is not None:
                 self._source.flow.close()

@@ -163,6 +163,29 @@ _REASONS: Mapping[grpc.StatusCode, Reason] = MappingProxyType(
     }
 )
 
+#: What the caller did, by the RPC that it became.
+_ACTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "AcquireEpoch": "the request for an epoch",
+        "BeginPush": "the push",
+        "PushWeights": "the push",
+        "CommitPush": "the commit of the push",
+        "AbortPush": "the abort of the push",
+        "GetPush": "the push",
+        "ApplyVersion": "the apply",
+        "Rollback": "the rollback",
+        "ListVersions": "the query for the versions",
+        "GetVersion": "the query for the version",
+        "WatchVersions": "the watch",
+        "PinVersion": "the pin",
+        "DeleteVersion": "the deletion",
+        "PullWeights": "the pull",
+        "VerifyVersion": "the verification",
+        "GetStatus": "the query for the status",
+        "Check": "the health check",
+    }
+)
+
 _LINK_CODES = (_CODE.UNAVAILABLE, _CODE.UNKNOWN, _CODE.INTERNAL, _CODE.OK)
 
 
@@ -220,7 +243,7 @@ def _rich_status(error: Any) -> status_pb2.Status | None:
     return None
 
 
-def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str) -> str:
+def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str) -> str:
     if code in _LINK_CODES:
         cause = _cause(details) or code.name.lower()
         if _tls_refused(code, details):
@@ -238,23 +261,26 @@ def _sentence(code: grpc.StatusCode, details: str, *, method: str, address: str)
                 "WEIGHTSYNC_TLS_KEY (tls_cert, tls_key) if it asks clients for a certificate"
             )
         return (
-            f"no answer from {address} to {method} ({cause}); check that weightsync-server runs "
+            f"no answer from {address} to {action} ({cause}); check that weightsync-server runs "
             f"there and that the address is right{hint}"
         )
     if code is _CODE.DEADLINE_EXCEEDED:
         return (
-            f"{method} on {address} did not end within its timeout; "
+            f"{action} on {address} did not end within its timeout; "
             "look at the status, then try again or allow more time"
         )
     if code in (_CODE.UNAUTHENTICATED, _CODE.PERMISSION_DENIED):
-        return f"{address} does not let this token call {method} ({details}); check the token"
+        return (
+            f"{address} refuses {action} ({details}); check the token, which WEIGHTSYNC_TOKEN or "
+            "WEIGHTSYNC_TOKEN_FILE gives (token, token_file)"
+        )
     if code is _CODE.UNIMPLEMENTED:
         return (
-            f"{address} does not serve {method} ({details}); check that it is a weightsync-server"
+            f"{address} does not serve {action} ({details}); check that it is a weightsync-server"
         )
     if code is _CODE.CANCELLED:
-        return f"{method} on {address} was cancelled; call again"
-    return details or f"{method} on {address} failed with {code.name}"
+        return f"{action} on {address} was cancelled; call again"
+    return details or f"{action} on {address} failed with {code.name}"
 
 
 def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
@@ -286,7 +312,8 @@ def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
         if _tls_refused(code, details):
             # Neither time nor another try mends it: settings are wrong, as with a CA that is none.
             reason = Reason.REQUEST_INVALID
-        details = _sentence(code, details, method=method, address=address)
+        action = _ACTIONS.get(method, method)
+        details = _sentence(code, details, action=action, address=address)
         metadata["address"] = address
     kind = InvalidError if reason is Reason.REQUEST_INVALID else _CLASSES[code]
     return kind(

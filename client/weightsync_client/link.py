@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from weightsync.addresses import is_private
 from weightsync.errors import Reason
 from weightsync_client.access import Access
 from weightsync_client.errors import refuse
-from weightsync_client.options import Timeouts
+from weightsync_client.options import DEFAULT_ADDRESS, Timeouts
 
 __all__ = ["MAX_MESSAGE_BYTES", "Link"]
 
@@ -24,30 +24,9 @@ MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 
 _URLS = ("http://", "https://", "grpc://", "grpcs://")
 _MAX_PORT = 65535
-
-_SERVICE = "weightsync.v1.WeightSync"
-_STREAMS = {"PushWeights", "PullWeights", "WatchVersions"}
-
-# Every unary call is idempotent on its own or by its key, so a lost answer may be asked for again.
-# CANCELLED that comes from a server: its gRPC was flooded and dropped the call at random.
-# Streams are taken up by this client where they stopped, never replayed from the start.
-_SERVICE_CONFIG = json.dumps(
-    {
-        "methodConfig": [
-            {
-                "name": [{"service": _SERVICE}],
-                "retryPolicy": {
-                    "maxAttempts": 5,
-                    "initialBackoff": "0.1s",
-                    "maxBackoff": "2s",
-                    "backoffMultiplier": 2,
-                    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
-                },
-            },
-            {"name": [{"service": _SERVICE, "method": method} for method in sorted(_STREAMS)]},
-        ]
-    }
-)
+_DEFAULT_PORT = DEFAULT_ADDRESS.rpartition(":")[2]
+#: What may come before HOST:PORT; targets of other schemes need no port.
+_SCHEME = re.compile(r"(dns:(//[^/]*/)?|ipv4:|ipv6:)")
 
 _Options = list[tuple[str, str | int]]
 _OPTIONS: _Options = [
@@ -57,7 +36,6 @@ _OPTIONS: _Options = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.write_buffer_size", 4 << 20),
-    ("grpc.service_config", _SERVICE_CONFIG),
     ("grpc.primary_user_agent", f"weightsync-client/{__version__}"),
     # Without it, gRPC lets channels of one process share a connection: a stream of bytes would
     # hold up the calls beside it, and several streams would be one.
@@ -95,15 +73,26 @@ class Link:
                 f"{self.address.partition('://')[0]}://, or unix:PATH",
             )
         if not self.address.startswith("unix:"):
-            port = self.address.rpartition(":")[2]
-            if port.isdecimal() and int(port[:30]) > _MAX_PORT:
-                raise refuse(
-                    Reason.REQUEST_INVALID,
-                    f"the server address is {self.address!r}, but ports end at {_MAX_PORT}; "
-                    "use HOST:PORT",
-                )
+            self._check_port()
             object.__setattr__(self, "_credentials", self.access.channel_credentials())
         self._protection(self.address)
+
+    def _check_port(self) -> None:
+        place = _SCHEME.sub("", self.address, count=1)
+        host, _, port = place.rpartition(":")
+        wrong = ""
+        if "://" not in place and (":" not in place or not port or port.endswith("]")):
+            wrong = "which has no port"
+        elif ":" in host and "/" not in host and not host.startswith("["):
+            wrong = "but an IPv6 address stands in [ ] before its port"
+        elif port.isdecimal() and int(port[:30]) > _MAX_PORT:
+            wrong = f"but ports end at {_MAX_PORT}"
+        if wrong:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"the server address is {self.address!r}, {wrong}; use HOST:PORT "
+                f"(weightsync-server listens on port {_DEFAULT_PORT} by default), or unix:PATH",
+            )
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -30,8 +30,13 @@ from weightsync_client.tensors import Scratch
 from weightsync_client.types import PushResult
 from weightsync_client.ways import Streamed
 
-__all__ = ["Push"]
+__all__ = ["NOTHING_SENT", "Push"]
 
+NOTHING_SENT = "nothing was sent, and no version was made"
+_UNKNOWN = (
+    "`weightsync versions` tells whether the version is committed, and `weightsync status` whether "
+    "the push is still open"
+)
 # A server that restarted may know less of a push: none of it with memory://, else at most 64 MiB of
 # each shard less.
 # What was left open by another process of ours may be sent in place of written.
@@ -77,6 +82,8 @@ class Push:
         self._freed = False
         #: The version had been committed before, under this push's key: nothing was sent.
         self.joined = False
+        #: What is to be said of it should it be interrupted now.
+        self.state = NOTHING_SENT
         #: How long the latest attempt to send took.
         self.sending_s = 0.0
         self._lock = threading.Lock()
@@ -143,6 +150,7 @@ class Push:
                 self._clean_up(error)
                 raise
             else:
+                self.state = f"version {reply.version} is committed"
                 return self._result(reply, time.monotonic() - started)
 
     def _may_restart(self, error: ClientError) -> bool:
@@ -160,6 +168,7 @@ class Push:
         self._same_host.cancel()
 
     def _run_once(self) -> pb.CommitPushResponse:
+        self.state = _UNKNOWN
         reply = self._ask.begin(self._request, self._source.sizes)
         self.joined = reply.HasField("committed")
         # What is committed is nothing to abort.
@@ -167,6 +176,7 @@ class Push:
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch
         if self.joined:
+            self.state = f"version {reply.version} had been committed under this key"
             self._compare(reply.committed)
         else:
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
@@ -298,5 +308,10 @@ class Push:
         )
         if lost and (self._commit_asked or self._options.get("idempotency_key")):
             return  # It may be committed, or be taken up again under its key.
-        if self._push_id:
-            self._ask.abort(self._push_id)
+        if not self._push_id:
+            return
+        kept = self._ask.abort(self._push_id)
+        if kept is None:
+            self.state = "the push was dropped, and no version was made"
+        elif kept.reason is Reason.VERSION_IN_USE:
+            self.state = kept.message

@@ -86,10 +86,11 @@ def _show(found: Difference, rows: int) -> None:
         f"{found.changed} of {found.elements} elements changed ({found.changed_fraction:.4%}), "
         f"in {changed} of {len(found.tensors)} tensors"
     )
-    ratio = found.dense_bytes / found.packed_bytes if found.packed_bytes else float("inf")
+    # Where nothing changed, a delta has no byte of tensors.
+    less = f": 1/{found.dense_bytes / found.packed_bytes:.0f}" if found.packed_bytes else ""
     console.print(
         f"delta {render.size(found.delta_bytes)}, with zstd {render.size(found.packed_bytes)}, "
-        f"dense {render.size(found.dense_bytes)}: 1/{ratio:.0f}"
+        f"dense {render.size(found.dense_bytes)}{less}"
     )
     for coding, count in sorted(found.bytes_by_coding.items()):
         console.print(f"  {coding:>12} {render.size(count):>10}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from typing import Annotated
 
 import typer
 
@@ -21,11 +23,30 @@ logger = logging.getLogger(__name__)
 _TABLE = "\n".join(f"{code:>5}  {meaning}" for code, meaning in MEANINGS.items())
 _ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIABLES.items())
 
-# Remedies of the server, which knows fields of the protocol, as this command does them.
+# Remedies of the server, which knows calls and fields of the protocol, as this command does them.
 _COMMANDS = {
     "unpin it first": "unpin it first with `weightsync pin --undo`",
     "set clear_rejected to": "give --clear-rejected to",
 }
+_CALLS = {
+    "AcquireEpoch": "epoch",
+    "BeginPush": "push",
+    "PushWeights": "push",
+    "CommitPush": "push",
+    "GetPush": "push",
+    "AbortPush": "abort",
+    "ApplyVersion": "apply",
+    "Rollback": "rollback",
+    "ListVersions": "versions",
+    "GetVersion": "versions",
+    "WatchVersions": "watch",
+    "PinVersion": "pin",
+    "DeleteVersion": "delete",
+    "PullWeights": "pull",
+    "VerifyVersion": "verify",
+    "GetStatus": "status",
+}
+_CALL = re.compile(rf"\b({'|'.join(_CALLS)})\b")
 
 app = typer.Typer(
     name="weightsync",
@@ -62,21 +83,30 @@ def _show_version(*, wanted: bool) -> None:
 @app.callback()
 def _root(
     *,
-    version: bool = typer.Option(
-        False,
-        "--version",
-        help="Print the version.",
-        callback=lambda value: _show_version(wanted=value),
-        is_eager=True,
-    ),
+    address: Annotated[
+        str | None, typer.Option(help="As after a command; for any of them.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As after a command; for any of them.")] = None,
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=lambda value: _show_version(wanted=value),
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
-    pass
+    # What stands after the command goes before this, and this before the environment.
+    for variable, value in (("WEIGHTSYNC_ADDRESS", address), ("WEIGHTSYNC_NAME", model)):
+        if value is not None:
+            os.environ[variable] = value
 
 
 def _told(message: str) -> str:
     for words, command in _COMMANDS.items():
         message = message.replace(words, command)
-    return message
+    return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[0]]}`", message)
 
 
 def _fail(code: ExitCode, sentence: str) -> ExitCode:

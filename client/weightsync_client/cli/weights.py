@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -23,8 +25,11 @@ from weightsync_client.cli.options import (
 )
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
+from weightsync_client.pusher import NOTHING_SENT
 
 __all__ = ["abort", "apply", "epoch", "push", "rollback"]
+
+_GOES_ON = "the server goes on with what it has begun: `weightsync status` tells what is live"
 
 
 def _metadata(pairs: list[str]) -> dict[str, str]:
@@ -54,6 +59,21 @@ def _set_pause(
         choices["after_wait"] = after_wait
     if key:
         choices["idempotency_key"] = key
+
+
+@contextlib.contextmanager
+def _explain_interrupt(otherwise: str) -> Iterator[None]:
+    """Say in which state an interrupt leaves things; Typer keeps nothing of it but its exit code.
+
+    Args:
+        otherwise: What to say where nothing was noted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", [otherwise]):
+            typer.echo(f"weightsync: interrupted; {note}", err=True)
+        raise
 
 
 def push(
@@ -88,7 +108,11 @@ def push(
     options["delta"] = "never" if base is None else "auto"
     if key:
         options["idempotency_key"] = key
-    with connect(address, model) as client, render.progress("push") as update:
+    with (
+        connect(address, model) as client,
+        render.progress("push") as update,
+        _explain_interrupt(NOTHING_SENT),
+    ):
         options["on_progress"] = update
         if base is not None:
             client.hold(base)
@@ -132,7 +156,7 @@ def apply(
         options["prepare_timeout_s"] = prepare_timeout
     if timeout is not None:
         options["timeout_s"] = timeout
-    with connect(address, model) as client:
+    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
         report = client.apply(version, **options)
     render.show_json(report) if json else render.show_apply(report)
 
@@ -152,7 +176,7 @@ def rollback(
     """Go back to the previous version. The one that is left is marked rejected."""
     choices = PauseChoices()
     _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
-    with connect(address, model) as client:
+    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
         result = client.rollback(reason, **choices)
     if json:
         render.show_json(result)

@@ -18,8 +18,9 @@ __all__ = ["Gate"]
 _SCHEME = "Bearer "
 #: The same sentence for every failure: it tells nothing about tokens that exist.
 _REMEDY = (
-    "this call proves nobody's authority; send one bearer token, or a client certificate, that "
-    "the server's authority file knows"
+    "this call proves nobody's authority; send one bearer token, which our clients take from "
+    "WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE, or a client certificate, that the server's "
+    "authority file knows"
 )
 
 

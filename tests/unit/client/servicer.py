@@ -195,8 +195,12 @@ class Servicer(Answers):
 
     def AbortPush(self, request: Any, context: Any) -> Any:
         self.note("AbortPush", request, context)
-        if request.push_id in self.uploads:
-            self.uploads[request.push_id].aborted = True
+        upload = self.uploads.get(request.push_id)
+        if upload is not None and upload.commit is not None:
+            sentence = f"the push is committed as version {upload.version}; delete that instead"
+            fail(context, WeightSyncError(Reason.VERSION_IN_USE, sentence))
+        if upload is not None:
+            upload.aborted = True
         return pb.AbortPushResponse()
 
     def GetPush(self, request: Any, context: Any) -> Any:

@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,10 @@ def test_status_without_vllm_names_no_version_of_it(run: Run) -> None:
             "version 1 is rejected (worse); set clear_rejected to apply it all the same",
             "version 1 is rejected (worse); give --clear-rejected to apply it all the same",
         ),
+        (
+            "reader may not call ApplyVersion; use Rollback",
+            "reader may not call `weightsync apply`; use `weightsync rollback`",
+        ),
     ],
 )
 def test_remedies_are_told_as_this_command_does_them(
@@ -122,6 +127,33 @@ def test_a_diff_that_nobody_watches_has_whole_names(run: Run, tmp_path: Path) ->
     assert (code, [line for line in out.splitlines() if name in line]) != (0, [])
     assert name in out.splitlines()[1]
     assert out.splitlines()[1].split()[1] == "F64"
+
+
+def test_a_diff_of_nothing_names_no_ratio(run: Run, weights: Path) -> None:
+    code, out, err = run("diff", weights, weights)
+    assert (code, err) == (0, "")
+    assert "inf" not in out
+    assert out.splitlines()[1] == "delta 0 B, with zstd 0 B, dense 400.0 kB"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_address_may_stand_on_either_side_of_the_command(
+    run: Run, running: Any, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("WEIGHTSYNC_NAME", "other")
+    arguments = ["status"]
+    arguments[place:place] = ["--address", running.address, "--model", "policy"]
+    code, out, _ = run(*arguments)
+    assert (code, "model policy" in out) == (0, True)
+
+
+def test_what_comes_after_the_command_goes_before_what_comes_before_it(
+    run: Run, running: Any
+) -> None:
+    assert run("--address", "127.0.0.1:1", "status", "--address", running.address)[0] == 0
+    code, _, err = run("--address", "127.0.0.1:1", "status")
+    assert (code, "no answer from 127.0.0.1:1 to the query" in err) == (5, True)
 
 
 def test_status_asks_the_standard_health_service(
@@ -209,6 +241,8 @@ def test_denied(run: Run, servicer: Any, status_error: Any) -> None:
         (["diff", "9" * 20, "x"], "99999999999999999999"),
         (["status", "--address", "http://127.0.0.1:1"], "use HOST:PORT without http://"),
         (["status", "--address", "127.0.0.1:99999"], "ports end at 65535"),
+        (["status", "--address", "foo"], "'foo', which has no port; use HOST:PORT"),
+        (["--address", "foo", "status"], "'foo', which has no port; use HOST:PORT"),
         (["fly"], "No such command"),
         (["push", "/nowhere"], "cannot be read"),
     ],
@@ -223,7 +257,7 @@ def test_wrong_use(run: Run, arguments: list[str], sentence: str) -> None:
 def test_no_server(run: Run) -> None:
     code, out, err = run("status", "--address", "127.0.0.1:1")
     assert (code, out) == (5, "")
-    assert err.startswith("weightsync: no answer from 127.0.0.1:1 to GetStatus")
+    assert err.startswith("weightsync: no answer from 127.0.0.1:1 to the query for the status")
     assert err.count("\n") == 1
 
 
@@ -262,6 +296,91 @@ def test_watch_prints_lines_until_it_is_interrupted(running: Any, run: Run, weig
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (130, "")
+
+
+def interrupted(running: Any, begun: threading.Event, *arguments: str) -> str:
+    """Interrupt a command once something has begun; return what it says of that."""
+    process = subprocess.Popen(
+        program(*arguments, "--address", running.address),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert begun.wait(20)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err.count("\n")) == (130, "", 1)
+    return str(err).removeprefix("weightsync: interrupted; ").rstrip("\n")
+
+
+def test_an_interrupt_while_bytes_are_sent_says_that_the_push_was_dropped(
+    running: Any, weights: Path
+) -> None:
+    begun = threading.Event()
+
+    def hold(_chunk: Any) -> None:
+        begun.set()
+        time.sleep(0.5)
+
+    running.servicer.chunk = hold
+    told = interrupted(running, begun, "push", str(weights))
+    assert told == "the push was dropped, and no version was made"
+    assert running.servicer.uploads["push-0"].aborted
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_interrupt_of_a_commit_says_whether_it_came_too_late(
+    running: Any, weights: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    begun = threading.Event()
+    commit = type(running.servicer)._commit
+
+    def slow(servicer: Any, upload: Any, request: Any) -> Any:
+        reply = commit(servicer, upload, request) if committed else None
+        begun.set()
+        servicer.lock.release()
+        time.sleep(1)
+        servicer.lock.acquire()
+        return reply or commit(servicer, upload, request)
+
+    monkeypatch.setattr(type(running.servicer), "_commit", slow)
+    told = interrupted(running, begun, "push", str(weights))
+    if committed:
+        assert told == "the push is committed as version 1; delete that instead"
+    else:
+        assert told == "the push was dropped, and no version was made"
+
+
+def test_an_interrupt_says_where_to_look_when_the_server_does_not(
+    running: Any, weights: Path
+) -> None:
+    begun = threading.Event()
+
+    def away(method: str, _request: Any) -> None:
+        if method == "CommitPush":
+            begun.set()
+            time.sleep(1)
+        if method == "AbortPush":
+            raise WeightSyncError(Reason.FAULT, "no answer for you")
+
+    running.servicer.before = away
+    told = interrupted(running, begun, "push", str(weights))
+    assert told.startswith("`weightsync versions` tells whether the version is committed")
+
+
+def test_an_interrupt_of_an_apply_says_that_the_server_goes_on(
+    running: Any, run: Run, weights: Path
+) -> None:
+    run("push", weights)
+    begun = threading.Event()
+
+    def slow(method: str, _request: Any) -> None:
+        if method == "ApplyVersion":
+            begun.set()
+            time.sleep(1)
+
+    running.servicer.before = slow
+    assert "the server goes on" in interrupted(running, begun, "apply")
 
 
 def test_the_progress_bar_is_for_terminals(running: Any, weights: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import errors
 from weightsync_client.cli.exits import MEANINGS, ExitCode, exit_code
 
@@ -106,9 +108,24 @@ def test_transport_errors_name_address_and_remedy() -> None:
     details = "failed to connect to all addresses; last error: UNKNOWN: ipv4:1.2.3.4: refused"
     error = convert(FakeRpcError(grpc.StatusCode.UNAVAILABLE, details))
     assert error.message == (
-        "no answer from host:1 to CommitPush (ipv4:1.2.3.4: refused); check that "
+        "no answer from host:1 to the commit of the push (ipv4:1.2.3.4: refused); check that "
         "weightsync-server runs there and that the address is right, then try again"
     )
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_sentence_names_a_call_of_the_protocol(code: grpc.StatusCode) -> None:
+    calls = [method.name for method in pb.DESCRIPTOR.services_by_name["WeightSync"].methods]
+    for method in [*calls, "Check"]:
+        error = FakeRpcError(code, "upstream: refused")
+        message = errors.from_rpc(error, method=method, address="host:1").message
+        words = set(re.findall(r"\w+", message))
+        assert not words & {*calls, "Check"}, message
+
+
+def test_a_missing_token_names_the_variable() -> None:
+    message = convert(FakeRpcError(grpc.StatusCode.UNAUTHENTICATED, "no token")).message
+    assert "WEIGHTSYNC_TOKEN or WEIGHTSYNC_TOKEN_FILE" in message
 
 
 @pytest.mark.parametrize("reason", list(Reason))

@@ -35,8 +35,22 @@ def test_data_ports_are_dialled_on_the_host_that_was_dialled(
         ("https://weights.example", "use HOST:PORT without https://"),
         ("127.0.0.1:65536", "ports end at 65535"),
         ("[::1]:99999", "ports end at 65535"),
+        ("foo", "'foo', which has no port; use HOST:PORT"),
+        ("foo:", "which has no port"),
+        ("[::1]", "which has no port"),
+        ("dns:///weights.example", "which has no port"),
+        ("dns://8.8.8.8/weights.example", "which has no port"),
+        ("::1", r"stands in \[ \] before its port"),
     ],
 )
 def test_an_address_that_cannot_be_dialled_is_refused(address: str, remedy: str) -> None:
     with pytest.raises(InvalidError, match=remedy):
         Link(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["foo:1", "[::1]:1", "ipv4:127.0.0.1:1", "ipv6:[::1]:1", "dns://8.8.8.8/foo:1", "xds:///foo"],
+)
+def test_an_address_that_can_be_dialled_is_taken(address: str) -> None:
+    assert Link(address).address == address

@@ -119,8 +119,8 @@ def test_numbers_are_taken_for_text_and_for_versions(client: Client) -> None:
     assert client.push(changed, metadata={"run_id": 3}).version == 5
 
 
-# gRPC itself asks five times.
-_OF_GRPC = 5
+# Where the link breaks, every call is sent five times.
+_SENT = 5
 
 
 def failing(servicer: Any, method: str, times: int, error: Exception) -> list[str]:
@@ -154,14 +154,14 @@ async def test_an_apply_outlasts_a_restart_of_the_server(
     client.apply(2)
     away = status_error(code, "Connection refused")
     rpc = "ApplyVersion" if method == "apply" else "Rollback"
-    keys = failing(servicer, rpc, 2 * _OF_GRPC + 1, away)
+    keys = failing(servicer, rpc, 2 * _SENT + 1, away)
     other = kind(client._link.address, retry=retry)
     try:
         await call(other, method, *((1,) if method == "apply" else ()))
     finally:
         await call(other, "close")
     assert servicer.live == 1
-    assert len(keys) == 2 * _OF_GRPC + 2
+    assert len(keys) == 2 * _SENT + 2
     assert len(set(keys)) == 1
 
 
@@ -179,7 +179,7 @@ async def test_an_apply_is_given_up(
             await call(client, "apply", 1, timeout_s=timeout_s)
     finally:
         await call(client, "close")
-    assert len(keys) <= attempts * _OF_GRPC
+    assert len(keys) <= attempts * _SENT
 
 
 def test_what_the_server_answers_ends_an_apply(client: Client, servicer: Any) -> None:
@@ -188,4 +188,4 @@ def test_what_the_server_answers_ends_an_apply(client: Client, servicer: Any) ->
     with pytest.raises(UnavailableError, match="the engine is gone") as told:
         client.apply(1)
     assert told.value.reason is Reason.ENGINE_AWAY
-    assert len(keys) <= _OF_GRPC
+    assert len(keys) <= _SENT

@@ -119,8 +119,8 @@ def test_iterable_is_never_collected(client: Client, servicer: Any) -> None:
 
     result = client.push(tensors(), shard_bytes=2_000_000)
     assert len(servicer.uploads["push-0"].shards) == 10
-    # Two tensors make a shard: one shard is sent while the next is filled.
-    assert 2 <= most <= 5
+    # Each is copied as it comes; of its copies there are never more than the shards on their way.
+    assert most == 1
     gc.collect()
     assert len(alive) == 0
     assert result.tensor_count == 20
@@ -212,7 +212,7 @@ def test_a_server_that_stays_away_is_given_up(
         raise status_error(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
     servicer.chunk = refuse
-    with pytest.raises(UnavailableError, match=r"no answer from 127\.0\.0\.1:\d+ to PushWeights"):
+    with pytest.raises(UnavailableError, match=r"no answer from 127\.0\.0\.1:\d+ to the push"):
         client.push(state(count=1))
     # The slot is freed: nobody else knows this push's key.
     assert servicer.uploads["push-0"].aborted

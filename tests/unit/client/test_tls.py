@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.unit.client.servicer import Servicer, start
 from weightsync.errors import Reason
 from weightsync_client import (
     Access,
+    AsyncClient,
     Client,
     ClientError,
     InvalidError,
@@ -101,6 +103,29 @@ def test_tls_that_does_not_fit_is_permanent(servers: Servers, tmp_path: Path) ->
         assert cause in error.message
         assert ": OK" not in error.message
         assert error.message.endswith("and that its certificate names this host")
+
+
+def test_tls_that_does_not_fit_is_tried_once(servers: Servers, tmp_path: Path) -> None:
+    # Asked five times, as a broken link is, a call takes more than a second.
+    access = Access(tls_ca=Authority(tmp_path / "other").ca)
+    took = []
+    for _ in range(3):
+        started = time.monotonic()
+        assert isinstance(_error(servers.tls, access), InvalidError)
+        took.append(time.monotonic() - started)
+    assert min(took) < 0.5
+
+
+async def test_asyncio_tries_it_once_too(servers: Servers, tmp_path: Path) -> None:
+    access = Access(tls_ca=Authority(tmp_path / "other").ca)
+    took = []
+    for _ in range(3):
+        async with AsyncClient(f"localhost:{servers.tls}", access=access) as client:
+            started = time.monotonic()
+            with pytest.raises(InvalidError):
+                await client.status()
+            took.append(time.monotonic() - started)
+    assert min(took) < 0.5
 
 
 def test_a_data_port_with_other_tls_is_left(servers: Servers) -> None:
