@@ -43,6 +43,8 @@ class Collection:
         self._begun: list[Shard] = []
         #: Where shards lie of which that was found out ahead, by index.
         self._known: dict[int, Placed | None] = {}
+        #: Shards that the server could copy if their tensors lay on one GPU.
+        self.mixed = 0
         #: Memory that must stay as it is.
         self._held: list[torch.Tensor] = []
 
@@ -113,12 +115,15 @@ class Collection:
         """Return where a shard lies; None: not on one GPU, or not where the server can reach it."""
         tensors = [self._tensors.get(entry.name) for entry in shard.tensors]
         filled = [tensor for tensor in tensors if tensor is not None and tensor.size]
-        devices = {tensor.device for tensor in filled}
-        device = next(iter(devices), None)
-        if len(devices) != 1 or device is None or device.type != "cuda" or None in tensors:
+        if None in tensors or not filled or len(filled) > MOST_PLACES:
             return None
-        if len(filled) > MOST_PLACES or not all(map(self._fits, filled)):
+        if not all(map(self._fits, filled)):
             return None
+        devices = {tensor.device for tensor in filled if tensor.device is not None}
+        if len(devices) > 1:
+            self.mixed += 1
+            return None
+        (device,) = devices
         try:
             flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
             settle(device)
@@ -133,7 +138,8 @@ class Collection:
 
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.
-        return tensor.in_place and (self._keeper is None or self._keeper.copies(tensor.name))
+        there = tensor.device is not None and tensor.device.type == "cuda" and tensor.in_place
+        return there and (self._keeper is None or self._keeper.copies(tensor.name))
 
     def _keep(self, shard: Shard) -> None:
         if self._keeper is not None:

@@ -299,7 +299,7 @@ class Push:
             seconds=seconds,
             dense_bytes=reply.size_bytes,
             way=self._same_host.way,
-            way_reason=self._same_host.reason,
+            way_reason=self._same_host.way_reason,
         )
 
     def _clean_up(self, error: BaseException) -> None:

@@ -94,6 +94,11 @@ class SameHost:
         return Way.SAME_HOST if self.done else Way.STREAM
 
     @property
+    def way_reason(self) -> Streamed | str:
+        """Why the bytes, or some of them, did not go the fastest way; empty: they did."""
+        return self.reason or (Streamed.SEVERAL_GPUS if self._work.several_gpus else "")
+
+    @property
     def done(self) -> dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]]:
         """Tensors and digests of the shards that were handed over, by index."""
         return self._work.done

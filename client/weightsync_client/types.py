@@ -154,7 +154,8 @@ class PushResult:
         changed_fraction: Share of the elements that changed; None: not known in a push in full.
         dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
         way: How the bytes went; SAME_HOST if any shard was written into the server's memory.
-        way_reason: Why they, or some of them, were sent over the link; empty: they were not.
+        way_reason: Why they, or some of them, were sent over the link, or with SAME_HOST went
+            through this process where the server could have copied them; empty: neither.
     """
 
     version: int

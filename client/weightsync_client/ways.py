@@ -15,7 +15,10 @@ class Way(enum.StrEnum):
 
 
 class Streamed(enum.StrEnum):
-    """Why bytes of a push were sent over the link in place of written into the server's memory.
+    """Why bytes of a push did not go the fastest way there is to a server on the same host.
+
+    They were sent over the link in place of written into the server's memory; but with SEVERAL_GPUS
+    they were written there by this process, in place of copied by the server.
 
     Attributes:
         OFF: This push was told to (`same_host="never"`).
@@ -27,6 +30,8 @@ class Streamed(enum.StrEnum):
         REFUSED: The server refused on the way.
         RESUMED: Some shards had been begun over the link before.
         WRITER_LEFT: Another process of the trainer kept the server's memory open.
+        SEVERAL_GPUS: Some shards hold tensors of several GPUs; the server copies from one at a
+            time. Push the tensors of one GPU after those of the other.
     """
 
     OFF = enum.auto()
@@ -38,3 +43,4 @@ class Streamed(enum.StrEnum):
     REFUSED = enum.auto()
     RESUMED = enum.auto()
     WRITER_LEFT = enum.auto()
+    SEVERAL_GPUS = enum.auto()

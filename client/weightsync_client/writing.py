@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from weightsync_client.sources import Source
 
 __all__ = ["HandOff"]
+
+logger = logging.getLogger(__name__)
 
 #: Bytes that are digested and written, times the number of threads: between two pieces a thread
 #: waits for the interpreter, and the longer, the more there are.
@@ -82,6 +85,8 @@ class HandOff:
         self.copied: set[int] = set()
         #: Some of them were copied into memory that was mapped.
         self.mapped = False
+        #: Some of them went through this process because their tensors lie on several GPUs.
+        self.several_gpus = False
 
     def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
         """Write every shard but those that were `begun` otherwise.
@@ -99,6 +104,7 @@ class HandOff:
                 key=lambda shard: -shard.entry.size,
             )
             waiting = collection.begin(self._borrower, waiting, self._stop)
+            self._note_mixed(collection.mixed)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = max(_LEAST_PIECE, _PIECE * count)
@@ -119,6 +125,16 @@ class HandOff:
     def _collection(self) -> Collection:
         tensors = {tensor.name: tensor for tensor in self._source.tensors}
         return Collection(tensors if self._collects else {}, self._keeper)
+
+    def _note_mixed(self, shards: int) -> None:
+        if shards:
+            self.several_gpus = True
+            logger.warning(
+                "this push has shards with tensors of several GPUs (%d), which are read through "
+                "this process, slower than the server copies them; push the tensors of one GPU "
+                "after those of the other, or choose smaller shard_bytes",
+                shards,
+            )
 
     def _note_collected(self, shard: Shard, digests: list[bytes]) -> None:
         self._note(shard, digests)

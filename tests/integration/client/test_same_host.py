@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 
 from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
@@ -38,13 +41,15 @@ from weightsync_client import (
     Way,
     copying,
     delivery,
+    sources,
+    writing,
 )
 from weightsync_client.collecting import Collection
 from weightsync_client.copying import compiled, plain
 from weightsync_client.copying.compiled import CompiledCopier
 from weightsync_client.samehost import SameHost
 from weightsync_client.shards import Shard
-from weightsync_client.tensors import Scratch
+from weightsync_client.tensors import Scratch, SourceTensor, wrap
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -248,6 +253,26 @@ def test_what_cannot_go_so_is_sent_and_says_why(server: WeightSyncServer, client
     assert same(client, away.version, weights(3))
     with pytest.raises(InvalidError, match="same_host"):
         client.push(weights(4), same_host="sometimes")
+
+
+def test_shards_of_several_gpus_are_written_and_say_so(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The tensors only say that they lie on GPUs, one here and one there.
+    def on_gpus(name: str, value: object) -> SourceTensor:
+        tensor = wrap(name, value)
+        return replace(tensor, device=torch.device("cuda", len(name) % 2), in_place=True)
+
+    tensors = {"x" * (1 + number): value for number, value in enumerate(weights(9).values())}
+    monkeypatch.setattr(sources, "wrap", on_gpus)
+    monkeypatch.setattr(sources, "queued_work", lambda _: lambda: None)
+    monkeypatch.setattr(writing, "_own_streams", lambda _: nullcontext())
+    result = client.push(tensors, delta="never")
+    assert (result.way, result.way_reason) == (Way.SAME_HOST, Streamed.SEVERAL_GPUS)
+    (line,) = [record.message for record in caplog.records if "several GPUs" in record.message]
+    assert "(1)" in line
+    assert "push the tensors of one GPU after those of the other" in line
+    assert same(client, result.version, tensors)
 
 
 def test_what_another_process_of_the_trainer_keeps_open_is_sent(

@@ -176,6 +176,19 @@ def test_what_cannot_be_copied_is_left_and_the_rest_is_not(group: list[SourceTen
     assert list(server.told) == [1]
 
 
+def test_only_what_would_be_copied_from_one_gpu_counts_as_of_several() -> None:
+    groups = [
+        [on(GPU, "a"), on(OTHER, "b")],
+        [on(GPU, "c"), on(None, "host")],
+        [on(GPU, "d"), on(OTHER, "strided", in_place=False)],
+        [on(GPU, "e"), on(OTHER, "none", 0)],
+    ]
+    collection, left = begin(Server(), *groups)
+    assert (left, collection.mixed) == ([0, 1, 2], 1)
+    collection, _ = begin(Server(), *groups, keeper=Keeper("a"))
+    assert collection.mixed == 0
+
+
 def test_a_shard_of_too_many_tensors_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "MOST_PLACES", 2)
     server = Server()
