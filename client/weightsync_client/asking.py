@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from weightsync.errors import Reason
 from weightsync_client import calls
-from weightsync_client.errors import AbortedError, ClientError, UnavailableError, passing
+from weightsync_client.errors import ClientError, passing
 from weightsync_client.options import Retry
 
 if TYPE_CHECKING:
@@ -38,19 +38,11 @@ class Invoke(Protocol):
         """Return what the call's answer says."""
 
 
-def _link_broke(error: ClientError) -> bool:
-    return isinstance(error, (UnavailableError, AbortedError)) and passing(error)
-
-
-def _away(error: ClientError) -> bool:
-    return error.reason in _AWAY
-
-
 class Patience:
     """How long one call is asked again.
 
     Args:
-        retry: How often, and how long to wait between; None: about a second, where the link broke.
+        retry: How often, and how long to wait between; None: about a second, whatever is told.
             Every unary call is idempotent, by itself or by its key, so a lost answer may be asked
             for again. gRPC's own retries cannot tell a broken link from TLS that does not fit.
         timeout_s: Longest time of the call, with all tries.
@@ -58,7 +50,7 @@ class Patience:
 
     def __init__(self, retry: Retry | None, timeout_s: float) -> None:
         self._retry = retry or _BRIEF
-        self._passing = _link_broke if retry is None else _away
+        self._brief = retry is None
         self._end = time.monotonic() + timeout_s
         self._failures = 0
 
@@ -70,9 +62,10 @@ class Patience:
     def pause_s(self, error: ClientError) -> float | None:
         """Return how long to wait before the next try; None: there is none."""
         self._failures += 1
-        pause = self._retry.delay_s(self._failures, error.retry_after_s)
+        told = None if self._brief else error.retry_after_s
+        pause = self._retry.delay_s(self._failures, told)
         last = self._failures >= self._retry.attempts or pause >= self.left_s
-        return None if last or not self._passing(error) else pause
+        return None if last or error.reason not in _AWAY else pause
 
 
 class Asking:
