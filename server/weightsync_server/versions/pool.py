@@ -127,7 +127,7 @@ class SlotPool:
         """
         if record.slot is None and (self._waiting or self._candidate(record) is None):
             self.on_wait()
-            raise self._none_free(0)
+            raise self.none_free(0)
 
     def _forget(self, entry: tuple[asyncio.Future[Slot], VersionRecord]) -> None:
         future, record = entry
