@@ -159,8 +159,9 @@ class _Guard:
         end = self._start()
         try:
             result = await inner(request, context)
-        except BaseException as error:  # noqa: BLE001 - every end is counted, then passed on
+        except BaseException as error:
             await self._fail(error, context, end)
+            raise
         else:
             end(grpc.StatusCode.OK)
             return result
@@ -174,8 +175,9 @@ class _Guard:
             async with contextlib.aclosing(inner(request, context)) as messages:
                 async for message in messages:
                     await self._write(context, message)
-        except BaseException as error:  # noqa: BLE001 - as above
+        except BaseException as error:
             await self._fail(error, context, end)
+            raise
         else:
             end(grpc.StatusCode.OK)
 
@@ -194,23 +196,27 @@ class _Guard:
     async def _fail(
         self, error: BaseException, context: Any, end: Callable[[grpc.StatusCode], None]
     ) -> None:
+        """Abort the call, or return where the error must be passed on as it is."""
         if isinstance(error, asyncio.CancelledError):
             end(grpc.StatusCode.CANCELLED)
-            raise error
+            return
         if isinstance(error, grpc.aio.UsageError) and context.cancelled():
             # The caller left between two messages.
             end(grpc.StatusCode.CANCELLED)
             raise asyncio.CancelledError
         if isinstance(error, grpc.aio.AbortError):
             end(context.code() or grpc.StatusCode.UNKNOWN)
-            raise error
+            return
         if not isinstance(error, WeightSyncError):
             logger.error("%s failed", self._method, exc_info=error)
             if system_fault(error, self._method) is None:
                 self._on_fault()
             error = refusal(error, self._method)
         end(error.code)
-        await context.abort_with_status(to_status(error))
+        status = to_status(error)
+        # It goes no further: a task or a push that keeps it need not keep every frame of its way.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        await context.abort_with_status(status)
 
 
 def _wrap(

@@ -12,7 +12,7 @@ from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec, SwitchOr
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.rpc_status import to_status
+from weightsync.rpc_status import release_with_call, to_status
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,13 +47,19 @@ def _told(
         try:
             return await method(self, request, context)
         except WeightSyncError as error:
-            refusal = error
+            # Not the error itself: its traceback holds this frame.
+            status = to_status(error)
         except Exception as error:
             logger.exception("weightsync: %s failed", method.__name__)
             text = f"the bridge failed ({type(error).__name__}); vLLM's log tells why"
-            refusal = WeightSyncError(Reason.FAULT, text)
-        await context.abort_with_status(to_status(refusal))
-        raise refusal
+            status = to_status(WeightSyncError(Reason.FAULT, text))
+        try:
+            await context.abort_with_status(status)
+        except Exception as aborted:
+            release_with_call(aborted)
+            raise
+        msg = "gRPC went on with a call that was refused"
+        raise AssertionError(msg)
 
     return call
 

@@ -14,7 +14,7 @@ from weightsync.generic import generic_only
 from weightsync.sockets import claimed, umask
 from weightsync_server.authority.file import AuthorityFile
 from weightsync_server.authority.gate import Gate
-from weightsync_server.authority.interceptor import AuthorityInterceptor
+from weightsync_server.authority.interceptor import MAX_MESSAGE_BYTES, AuthorityInterceptor
 from weightsync_server.authority.tls import Certificates
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ __all__ = ["Doors"]
 _OPTIONS = (
     # Two servers on one port would be a silent split brain.
     ("grpc.so_reuseport", 0),
-    # A chunk of 2 MiB and its envelope fit; nothing larger is legal.
-    ("grpc.max_receive_message_length", (4 << 20) + (64 << 10)),
+    # More than is legal, which we refuse with a reason; beyond it gRPC does, and cannot tell ours.
+    ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
     # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
     ("grpc.keepalive_time_ms", 4_000),
     ("grpc.keepalive_timeout_ms", 4_000),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.rpc_status import to_status
+from weightsync.rpc_status import release_with_call, to_status
 from weightsync_server.authority.caller import CALLER, Attempt, Caller
 from weightsync_server.authority.roles import RULES, Role
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
     from weightsync_server.authority.gate import Gate
 
-__all__ = ["Auditor", "AuthorityInterceptor", "Told", "noting"]
+__all__ = ["MAX_MESSAGE_BYTES", "Auditor", "AuthorityInterceptor", "Told", "noting", "reader"]
 
-#: Seconds from the begin of a call to its one request, of at most 4 MiB.
+_T = TypeVar("_T")
+
+#: Seconds from the begin of a call to its one request.
 _REQUEST_S = 10.0
+#: A chunk of 2 MiB and its envelope fit; nothing larger is legal.
+MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 
 
 class Auditor(Protocol):
@@ -78,12 +82,38 @@ class AuthorityInterceptor(grpc.aio.ServerInterceptor):
         else:
             make, serve = grpc.stream_unary_rpc_method_handler, entry.answer
         # Every method takes its requests as a stream: the first is read by us, when all is well.
-        streams = handler is not None and handler.request_streaming
+        parse = handler.request_deserializer if handler and handler.request_streaming else None
         return make(
             serve,
-            request_deserializer=handler.request_deserializer if handler and streams else None,
+            request_deserializer=reader(parse) if parse else None,
             response_serializer=handler.response_serializer if handler else None,
         )
+
+
+def reader(parse: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
+    """Return what reads a message from outside as `parse` does, and refuses what it cannot be.
+
+    It raises WeightSyncError: LIMIT_EXCEEDED for one that is too large, unread, and REQUEST_INVALID
+    for bytes that are no such message.
+    """
+
+    def read(data: bytes) -> _T:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"a message of {len(data)} bytes; send chunks of at most 2 MiB and other messages "
+                "of at most 1 MiB",
+            )
+        try:
+            return parse(data)
+        except DecodeError:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{len(data)} bytes that are not the message which the proto says; generate the "
+                "stubs again",
+            ) from None
+
+    return read
 
 
 class _Entry:
@@ -103,27 +133,29 @@ class _Entry:
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         """Serve a method with one response."""
-        async with self._refusing(context):
-            caller, request = await self._enter(requests, context)
-        inner: Any = self._inner()
-        with noting(self._door.audit, caller, context, self._told):
-            self._told.response = await inner(request, context)
-            return self._told.response
+        async with _ending(requests) as messages:
+            async with self._refusing(context):
+                caller, request = await self._enter(messages, context)
+            inner: Any = self._inner()
+            with noting(self._door.audit, caller, context, self._told):
+                self._told.response = await inner(request, context)
+                return self._told.response
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Serve a method with a stream of responses."""
-        async with self._refusing(context):
-            caller, request = await self._enter(requests, context)
-        inner: Any = self._inner()
-        with noting(self._door.audit, caller, context, self._told):
-            responses = inner(request, context)
-            if not hasattr(responses, "__aiter__"):
-                # Writes to the context itself, as the health service does.
-                await responses
-                return
-            async with contextlib.aclosing(responses):
-                async for response in responses:
-                    await context.write(response)
+        async with _ending(requests) as messages:
+            async with self._refusing(context):
+                caller, request = await self._enter(messages, context)
+            inner: Any = self._inner()
+            with noting(self._door.audit, caller, context, self._told):
+                responses = inner(request, context)
+                if not hasattr(responses, "__aiter__"):
+                    # Writes to the context itself, as the health service does.
+                    await responses
+                    return
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
 
     def _inner(self) -> Any:
         handler = self._handler
@@ -171,19 +203,10 @@ class _Entry:
             ) from None
         if data is None:
             raise WeightSyncError(Reason.REQUEST_INVALID, "the call holds no request; send one")
-        try:
-            request = self._parse(data)
-        except DecodeError:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                "the request is not what the proto says; generate the stubs again",
-            ) from None
+        parse: Any = self._handler and self._handler.request_deserializer
+        request = reader(parse)(data) if parse else data
         self._look(request)
         return request
-
-    def _parse(self, data: bytes) -> Any:
-        parse: Any = self._handler and self._handler.request_deserializer
-        return parse(data) if parse else data
 
     def _look(self, message: Any) -> None:
         """Refuse what a request asks beyond the caller's authority."""
@@ -206,6 +229,18 @@ class _Entry:
             method = self._method.rpartition("/")[2][:64]
             self._door.audit.refuse(error, Attempt(self._who, method, context.peer()))
             await context.abort_with_status(to_status(error))
+
+
+@contextlib.asynccontextmanager
+async def _ending(requests: AsyncIterator[Any]) -> AsyncIterator[AsyncIterator[Any]]:
+    """Yield the requests of a call; they, and what refuses it, keep nothing alive after it."""
+    try:
+        # grpc.aio's generator, which holds its call until it has ended.
+        async with contextlib.aclosing(aiter(requests)) as messages:  # type: ignore[type-var]
+            yield messages
+    except grpc.aio.AbortError as error:
+        release_with_call(error)
+        raise
 
 
 class _Opening:

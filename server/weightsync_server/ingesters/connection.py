@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.authority.interceptor import reader
 from weightsync_server.children import wire
 from weightsync_server.ingest import Claim, Distant, Wrote, read_message
 
@@ -29,6 +30,9 @@ _STOP_S = 5.0
 _DISCARD_BYTES = 64 << 10
 #: Seconds that what has come from a stream which was cut is waited for to be counted.
 _REST_S = 1.0
+
+
+_read: Callable[[bytes], Message] = reader(read_message)
 
 
 class Connection(Distant):
@@ -76,8 +80,8 @@ class Connection(Distant):
 
         Raises:
             StopAsyncIteration: The stream has ended, or the process was told to stop.
-            DecodeError: A message is none.
-            WeightSyncError: The system, or authority, refused the process something.
+            WeightSyncError: REQUEST_INVALID: a message is none. Or the system, or authority,
+                refused the process something.
         """
         if self._taken:
             self._taken = False
@@ -93,7 +97,7 @@ class Connection(Distant):
         if op == "claim":
             return Claim(document["shard"])
         if op == "message":
-            message = read_message(blob)
+            message = _read(blob)
             self.first = self.first or message
             return message
         if op == "end":
