@@ -30,6 +30,7 @@ class Reason(enum.StrEnum):
     MODEL_UNKNOWN = enum.auto()
     VERSION_UNKNOWN = enum.auto()
     PUSH_UNKNOWN = enum.auto()
+    SERVICE_UNKNOWN = enum.auto()
     VERSION_CONFLICT = enum.auto()
     VERSION_NOT_ABOVE = enum.auto()
     VERSION_JUMP = enum.auto()
@@ -79,6 +80,7 @@ STATUS: Mapping[Reason, str] = MappingProxyType(
         Reason.MODEL_UNKNOWN: "NOT_FOUND",
         Reason.VERSION_UNKNOWN: "NOT_FOUND",
         Reason.PUSH_UNKNOWN: "NOT_FOUND",
+        Reason.SERVICE_UNKNOWN: "NOT_FOUND",
         Reason.VERSION_CONFLICT: "ALREADY_EXISTS",
         Reason.VERSION_NOT_ABOVE: "FAILED_PRECONDITION",
         Reason.VERSION_JUMP: "OUT_OF_RANGE",

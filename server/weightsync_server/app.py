@@ -8,7 +8,8 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
 from weightsync import clock
@@ -30,7 +31,15 @@ from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
 from weightsync_server.lock import StateLock
 from weightsync_server.metrics import Metrics, MetricsEndpoint
 from weightsync_server.process import tune_process
-from weightsync_server.service import WeightSyncServicer, add_debug_service, add_service
+from weightsync_server.service import (
+    PUSH,
+    SERVING,
+    Announcer,
+    HealthServicer,
+    WeightSyncServicer,
+    add_debug_service,
+    add_service,
+)
 from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store, server_identity
 from weightsync_server.versions import (
@@ -54,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 #: The engine's checkpoint is the first version, whatever is pushed before the engine is up.
 _CHECKPOINT_VERSION = 1
-#: Health services: `push` while pushes are accepted, `serving` while the engine serves one version.
-_PUSH, _SERVING = "push", "serving"
 
 
 class App:
@@ -141,7 +148,9 @@ class App:
             silence_s = settings.push_idle_timeout_s
             lender = start_lending(stack, pushes, settings.lending_socket, silence_s, collector)
         engine = await self._engine(stack)
-        health_service = health.aio.HealthServicer()
+        health_service = HealthServicer()
+        for name in (PUSH, SERVING):
+            await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         keeper = Keeper(
             engine,
             versions,
@@ -149,7 +158,7 @@ class App:
             journal,
             metrics,
             settings,
-            _Announcer(health_service).serving,
+            Announcer(health_service).serving,
         )
         applier = Applier(keeper, versions, journal, metrics, settings)
         processes = Processes(fetchers, ingesters)
@@ -208,7 +217,7 @@ class App:
         self,
         metrics: Metrics,
         servicer: WeightSyncServicer,
-        health_service: health.aio.HealthServicer,
+        health_service: HealthServicer,
     ) -> tuple[Audit, list[grpc.aio.ServerInterceptor]]:
         """Take every address; return who is told of calls, and what they go through after that."""
         rpcs = RpcMetrics(metrics.registry)
@@ -230,7 +239,7 @@ class App:
             if add_debug_service(server):
                 logger.warning("failpoints are on; this server fails on purpose")
             if self._settings.reflection:
-                names = (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+                names = (service.full_name, HEALTH, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
 
         interceptors = [guard, admission]
@@ -241,7 +250,7 @@ class App:
     async def _listen(
         self,
         stack: contextlib.AsyncExitStack,
-        health_service: health.aio.HealthServicer,
+        health_service: HealthServicer,
         ingesters: Ingesters,
     ) -> None:
         await self._doors.start()
@@ -251,7 +260,7 @@ class App:
             await asyncio.gather(self._doors.close(self._drain_s), ingesters.drain(self._drain_s))
 
         stack.push_async_callback(stop)
-        await health_service.set(_PUSH, health_pb2.HealthCheckResponse.SERVING)
+        await health_service.set(PUSH, health_pb2.HealthCheckResponse.SERVING)
         logger.info("listening on %s", ", ".join(self.addresses))
         if self.metrics_port:
             host = self._settings.metrics.rpartition(":")[0]
@@ -309,25 +318,6 @@ class _Parts(NamedTuple):
     segments: SegmentServer
     budget: SegmentBudget
     journal: Journal
-
-
-class _Announcer:
-    """Tells the health service, and only when the answer changes."""
-
-    def __init__(self, service: health.aio.HealthServicer) -> None:
-        self._service = service
-        self._told: bool | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def serving(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
-        if serving == self._told:
-            return
-        self._told = serving
-        status = health_pb2.HealthCheckResponse
-        value = status.SERVING if serving else status.NOT_SERVING
-        task = asyncio.ensure_future(self._service.set(_SERVING, value))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _track(

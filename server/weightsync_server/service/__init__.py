@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from weightsync_server.service.debug import add_debug_service
+from weightsync_server.service.health import PUSH, SERVING, Announcer, HealthServicer
 from weightsync_server.service.servicer import WeightSyncServicer
 from weightsync_server.service.serving import add_service
 
-__all__ = ["WeightSyncServicer", "add_debug_service", "add_service"]
+__all__ = [
+    "PUSH",
+    "SERVING",
+    "Announcer",
+    "HealthServicer",
+    "WeightSyncServicer",
+    "add_debug_service",
+    "add_service",
+]

@@ -178,6 +178,20 @@ def test_the_command_says_how_to_unpin(file_server: WeightSyncServer) -> None:
     assert (done.returncode, "with `weightsync pin --undo`" in done.stderr) == (4, True)
 
 
+def test_the_command_names_the_health_services(server: WeightSyncServer) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightsync_client.cli", "status", "--service", "nonsense"],
+        env=os.environ | {"WEIGHTSYNC_ADDRESS": server.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert "no health service 'nonsense'" in line
+    assert "'push' or 'serving'" in line
+
+
 def test_pin_delete_watch(client: Client) -> None:
     client.push(state(1, 1))
     watch = client.watch()

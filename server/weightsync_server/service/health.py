@@ -1,0 +1,55 @@
+"""The standard health service (grpc.health.v1) and the names of what it tells about."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from grpc_health.v1 import health, health_pb2
+
+from weightsync.errors import Reason, WeightSyncError
+
+__all__ = ["PUSH", "SERVING", "Announcer", "HealthServicer"]
+
+#: `push` while pushes are accepted, `serving` while the engine serves one version.
+PUSH, SERVING = "push", "serving"
+
+
+class HealthServicer(health.aio.HealthServicer):
+    """Tells of `push`, `serving` and the empty name, the server as a whole, and of nothing else."""
+
+    async def Check(  # noqa: N802 - the name in the proto
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> Any:
+        """Tell whether a service is serving.
+
+        Raises:
+            WeightSyncError: SERVICE_UNKNOWN.
+        """
+        if request.service not in ("", PUSH, SERVING):
+            raise WeightSyncError(
+                Reason.SERVICE_UNKNOWN,
+                f"there is no health service {request.service[:64]!r}; ask about {PUSH!r} or "
+                f"{SERVING!r}, or about no service, which stands for the server as a whole",
+            )
+        return await super().Check(request, context)
+
+
+class Announcer:
+    """Tells the health service, and only when the answer changes."""
+
+    def __init__(self, service: HealthServicer) -> None:
+        self._service = service
+        self._told: bool | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serving(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
+        """Tell whether the engine serves one version."""
+        if serving == self._told:
+            return
+        self._told = serving
+        status = health_pb2.HealthCheckResponse
+        value = status.SERVING if serving else status.NOT_SERVING
+        task = asyncio.ensure_future(self._service.set(SERVING, value))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
