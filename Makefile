@@ -54,6 +54,10 @@ generate: setup ## Write the stubs of protos/
 check-generated: setup ## Fail if the committed stubs are not those of protos/
 	$(PY) scripts/generate.py --check
 
+.PHONY: errors
+errors: setup ## Write docs/errors.md
+	$(PY) scripts/errors_page.py
+
 .PHONY: format
 format: setup ## Format the code and the protos
 	$(VENV)/bin/ruff check --fix-only --quiet .

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import grpc
 
-__all__ = ["STATUS", "Reason", "WeightSyncError"]
+__all__ = ["EXPLANATIONS", "STATUS", "Explanation", "Reason", "WeightSyncError"]
 
 
 class Reason(enum.StrEnum):
@@ -68,58 +68,256 @@ class Reason(enum.StrEnum):
     FAULT = enum.auto()
 
 
-#: The one table from reason to the name of its grpc.StatusCode; a test proves that it is total.
-#: Names, because fetchers and workers raise these errors and do without importing grpc.
-STATUS: Mapping[Reason, str] = MappingProxyType(
+class Explanation(NamedTuple):
+    """What a reason means to whoever gets it.
+
+    Attributes:
+        status: Name of its grpc.StatusCode; a name, because fetchers and workers raise these errors
+            and do without importing grpc.
+        meaning: One sentence.
+        remedy: One sentence; that of the error itself is more exact.
+    """
+
+    status: str
+    meaning: str
+    remedy: str
+
+
+#: The one table of reasons, of which docs/errors.md is made; a test proves that it is total.
+EXPLANATIONS: Mapping[Reason, Explanation] = MappingProxyType(
     {
-        Reason.REQUEST_INVALID: "INVALID_ARGUMENT",
-        Reason.LAYOUT_INVALID: "INVALID_ARGUMENT",
-        Reason.SHARD_INVALID: "INVALID_ARGUMENT",
-        Reason.DIGEST_MISMATCH: "INVALID_ARGUMENT",
-        Reason.DATA_CORRUPT: "DATA_LOSS",
-        Reason.MODEL_UNKNOWN: "NOT_FOUND",
-        Reason.VERSION_UNKNOWN: "NOT_FOUND",
-        Reason.PUSH_UNKNOWN: "NOT_FOUND",
-        Reason.SERVICE_UNKNOWN: "NOT_FOUND",
-        Reason.VERSION_CONFLICT: "ALREADY_EXISTS",
-        Reason.VERSION_NOT_ABOVE: "FAILED_PRECONDITION",
-        Reason.VERSION_JUMP: "OUT_OF_RANGE",
-        Reason.VERSION_IN_USE: "FAILED_PRECONDITION",
-        Reason.VERSION_REJECTED: "FAILED_PRECONDITION",
-        Reason.VERSION_BELOW_LIVE: "FAILED_PRECONDITION",
-        Reason.VERSION_NOT_DURABLE: "FAILED_PRECONDITION",
-        Reason.NO_ROLLBACK: "FAILED_PRECONDITION",
-        Reason.EPOCH_STALE: "FAILED_PRECONDITION",
-        # A delta whose base is not what the server has: its ErrorInfo tells what is held.
-        Reason.BASE_MISMATCH: "FAILED_PRECONDITION",
-        Reason.PUSH_INCOMPLETE: "FAILED_PRECONDITION",
-        Reason.OFFSET_MISMATCH: "ABORTED",
-        Reason.SHARD_BUSY: "ABORTED",
-        # A trainer on this host told a shard as written and can still write into its memory.
-        Reason.WRITER_LEFT: "FAILED_PRECONDITION",
-        Reason.PUSH_ABORTED: "ABORTED",
-        Reason.NO_SLOT: "RESOURCE_EXHAUSTED",
-        Reason.MEMORY_EXHAUSTED: "RESOURCE_EXHAUSTED",
-        Reason.DISK_EXHAUSTED: "RESOURCE_EXHAUSTED",
-        Reason.LIMIT_EXCEEDED: "RESOURCE_EXHAUSTED",
-        Reason.ENGINE_AWAY: "UNAVAILABLE",
-        Reason.ENGINE_FENCED: "FAILED_PRECONDITION",
-        Reason.ENGINE_UNSUPPORTED: "FAILED_PRECONDITION",
-        Reason.ENGINE_REFUSED: "FAILED_PRECONDITION",
-        Reason.ENGINE_ASLEEP: "FAILED_PRECONDITION",
-        Reason.APPLY_BUSY: "ABORTED",
-        Reason.APPLY_RESTORED: "ABORTED",
-        Reason.FETCHER_FAILED: "UNAVAILABLE",
-        Reason.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
-        Reason.SHUTTING_DOWN: "UNAVAILABLE",
-        Reason.SERVER_AWAY: "UNAVAILABLE",
-        Reason.UNAUTHENTICATED: "UNAUTHENTICATED",
-        Reason.PERMISSION_DENIED: "PERMISSION_DENIED",
-        Reason.CANCELLED: "CANCELLED",
-        Reason.NOT_SUPPORTED: "UNIMPLEMENTED",
-        # An uncaught exception in the server. Its text stays in the log: it may hold secrets.
-        Reason.FAULT: "UNAVAILABLE",
+        Reason.REQUEST_INVALID: Explanation(
+            "INVALID_ARGUMENT",
+            "The request, a setting or a file is wrong in itself, whatever the server's state.",
+            "Correct what the sentence names, then call again.",
+        ),
+        Reason.LAYOUT_INVALID: Explanation(
+            "INVALID_ARGUMENT",
+            "Names, dtypes, shapes or places of tensors are not those of well-formed "
+            "safetensors shards, or differ from what was declared.",
+            "Correct the layout and push the version again.",
+        ),
+        Reason.SHARD_INVALID: Explanation(
+            "INVALID_ARGUMENT",
+            "The bytes of a shard are not what its layout or its delta says.",
+            "Send what was declared: push the version again, a delta as a full push.",
+        ),
+        Reason.DIGEST_MISMATCH: Explanation(
+            "INVALID_ARGUMENT",
+            "Bytes arrived with another digest than the trainer computed.",
+            "Push the version again; if it stays so, the tensors changed while they were sent.",
+        ),
+        Reason.DATA_CORRUPT: Explanation(
+            "DATA_LOSS",
+            "Bytes that were stored, staged or received no longer have their digest, or "
+            "cannot be read.",
+            "Push the version again or restore the file; if it comes back, check memory, "
+            "disk or GPU.",
+        ),
+        Reason.MODEL_UNKNOWN: Explanation(
+            "NOT_FOUND",
+            "The server does not serve a model of this name.",
+            "Use the name that the sentence gives.",
+        ),
+        Reason.VERSION_UNKNOWN: Explanation(
+            "NOT_FOUND",
+            "There is no such version, none that could be chosen, or none with that content.",
+            "Choose one of ListVersions, or push it.",
+        ),
+        Reason.PUSH_UNKNOWN: Explanation(
+            "NOT_FOUND",
+            "No open or recently ended push has this id.",
+            "See in ListVersions whether it is committed, else begin it again.",
+        ),
+        Reason.SERVICE_UNKNOWN: Explanation(
+            "NOT_FOUND",
+            "The standard health service does not know a service of this name.",
+            "Ask about `push`, `serving` or the empty name.",
+        ),
+        Reason.VERSION_CONFLICT: Explanation(
+            "ALREADY_EXISTS",
+            "The version, or the idempotency key, stands for something else already.",
+            "Push it as a higher version or as 0; use a key for one push only.",
+        ),
+        Reason.VERSION_NOT_ABOVE: Explanation(
+            "FAILED_PRECONDITION",
+            "The version is not above the highest that was ever committed.",
+            "Push it as 0 for the next number, or above the number in `newest_version`.",
+        ),
+        Reason.VERSION_JUMP: Explanation(
+            "OUT_OF_RANGE",
+            "The version is further above the newest than `max_version_jump` allows.",
+            "Choose a lower one, or raise the setting.",
+        ),
+        Reason.VERSION_IN_USE: Explanation(
+            "FAILED_PRECONDITION",
+            "The version is live, staged for an apply, pinned, or the base of another one.",
+            "Do what the sentence says first, such as unpin it or apply another version.",
+        ),
+        Reason.VERSION_REJECTED: Explanation(
+            "FAILED_PRECONDITION",
+            "The version was rejected by a rollback or by the engine.",
+            "Apply another version, or set `clear_rejected`.",
+        ),
+        Reason.VERSION_BELOW_LIVE: Explanation(
+            "FAILED_PRECONDITION",
+            "An apply only goes up.",
+            "Call Rollback, or push the weights as a new version.",
+        ),
+        Reason.VERSION_NOT_DURABLE: Explanation(
+            "FAILED_PRECONDITION",
+            "Kept for a version that is not durable; this release says PUSH_INCOMPLETE of it.",
+            "Commit its push first.",
+        ),
+        Reason.NO_ROLLBACK: Explanation(
+            "FAILED_PRECONDITION",
+            "No earlier verified version is known.",
+            "Push the wanted weights as a new version.",
+        ),
+        Reason.EPOCH_STALE: Explanation(
+            "FAILED_PRECONDITION",
+            "Another process has become the writer of the model since.",
+            "Stop this writer, or call AcquireEpoch if it shall take over.",
+        ),
+        Reason.BASE_MISMATCH: Explanation(
+            "FAILED_PRECONDITION",
+            "The base of a delta is not what the server has; the metadata tells what it has.",
+            "Push the version in full; our client does so by itself.",
+        ),
+        Reason.PUSH_INCOMPLETE: Explanation(
+            "FAILED_PRECONDITION",
+            "Shards, bytes or digests of the version are missing, or it is not committed.",
+            "Send what the sentence lists, then commit.",
+        ),
+        Reason.OFFSET_MISMATCH: Explanation(
+            "ABORTED",
+            "A chunk begins beyond what has arrived, or bytes are here already.",
+            "Go on from `received_bytes`, which the metadata and GetPush tell.",
+        ),
+        Reason.SHARD_BUSY: Explanation(
+            "ABORTED",
+            "Somebody else is sending, copying or still able to write this shard.",
+            "Send another shard, or wait until that one has ended.",
+        ),
+        Reason.WRITER_LEFT: Explanation(
+            "FAILED_PRECONDITION",
+            "A trainer on this host told a shard as written and can still write into its memory.",
+            "Close every descriptor and mapping first, and push the version again.",
+        ),
+        Reason.PUSH_ABORTED: Explanation(
+            "ABORTED",
+            "The push was aborted, dropped or overtaken by another one.",
+            "Begin it again.",
+        ),
+        Reason.NO_SLOT: Explanation(
+            "RESOURCE_EXHAUSTED",
+            "No slot for the bytes of a version came free in time.",
+            "Try again after `retry_after`; abort open pushes, unpin versions, or raise `slots`.",
+        ),
+        Reason.MEMORY_EXHAUSTED: Explanation(
+            "RESOURCE_EXHAUSTED",
+            "Shared or host memory, or its budget, is used up.",
+            "Free memory, raise `memory_bytes`, lower `slots`, or delete or unpin versions.",
+        ),
+        Reason.DISK_EXHAUSTED: Explanation(
+            "RESOURCE_EXHAUSTED",
+            "The disk of the store or of `state_dir` is full, or files cannot be opened.",
+            "Free space, delete versions, or raise the limit on open files.",
+        ),
+        Reason.LIMIT_EXCEEDED: Explanation(
+            "RESOURCE_EXHAUSTED",
+            "More calls, streams or pushes than are allowed at once, or a message that is "
+            "too large.",
+            "Come again after `retry_after`, send smaller messages, or raise the limit that "
+            "is named.",
+        ),
+        Reason.ENGINE_AWAY: Explanation(
+            "UNAVAILABLE",
+            "vLLM does not answer, is not ready, or left in the middle of an apply.",
+            "Start it with VLLM_PLUGINS=weightsync, look at GetStatus, then apply again.",
+        ),
+        Reason.ENGINE_FENCED: Explanation(
+            "FAILED_PRECONDITION",
+            "The engine is kept from serving: its weights are not known to be one whole version.",
+            "Wait for the server's next try, or restart vLLM; it comes back with the live version.",
+        ),
+        Reason.ENGINE_UNSUPPORTED: Explanation(
+            "FAILED_PRECONDITION",
+            "This engine, its model or its configuration cannot be updated in place.",
+            "Change what the sentence names, then restart vLLM.",
+        ),
+        Reason.ENGINE_REFUSED: Explanation(
+            "FAILED_PRECONDITION",
+            "The engine or one of its ranks refused; it serves what it served before.",
+            "Do what the sentence says, such as push tensors that fit the model.",
+        ),
+        Reason.ENGINE_ASLEEP: Explanation(
+            "FAILED_PRECONDITION",
+            "vLLM's sleep mode holds the engine.",
+            "Wake it up, then call again.",
+        ),
+        Reason.APPLY_BUSY: Explanation(
+            "ABORTED",
+            "Another apply runs, or too many calls wait for the engine.",
+            "Wait for it, then call again.",
+        ),
+        Reason.APPLY_RESTORED: Explanation(
+            "ABORTED",
+            "The apply failed, and the previous version was restored and verified on every rank.",
+            "Push the version again, or apply another one.",
+        ),
+        Reason.FETCHER_FAILED: Explanation(
+            "UNAVAILABLE",
+            "A process that digests, stores or reads bytes failed more than once.",
+            "See the server's log, then try again.",
+        ),
+        Reason.DEADLINE_EXCEEDED: Explanation(
+            "DEADLINE_EXCEEDED",
+            "The call, a stream or a step of an apply took longer than it may.",
+            "Look at the state, then call again; allow more time.",
+        ),
+        Reason.SHUTTING_DOWN: Explanation(
+            "UNAVAILABLE",
+            "The server is ending.",
+            "Call again when it is back.",
+        ),
+        Reason.SERVER_AWAY: Explanation(
+            "UNAVAILABLE",
+            "The server cannot be reached, or one of its processes left in the middle of a stream.",
+            "Check that it runs and that the address is right; resume the push.",
+        ),
+        Reason.UNAUTHENTICATED: Explanation(
+            "UNAUTHENTICATED",
+            "The caller has not proved who it is.",
+            "Send a valid token or client certificate, or use a socket that gives a role.",
+        ),
+        Reason.PERMISSION_DENIED: Explanation(
+            "PERMISSION_DENIED",
+            "The caller's role does not allow the call, or not for this model.",
+            "Use a principal with the role that the sentence names.",
+        ),
+        Reason.CANCELLED: Explanation(
+            "CANCELLED",
+            "The call was cancelled before it was answered.",
+            "Read the state, then call again.",
+        ),
+        Reason.NOT_SUPPORTED: Explanation(
+            "UNIMPLEMENTED",
+            "This server, host or store does not have what was asked for.",
+            "Use what the sentence names, or install what it needs.",
+        ),
+        Reason.FAULT: Explanation(
+            "UNAVAILABLE",
+            "A fault inside the server or its engine; the text stays in the log, for it may "
+            "hold secrets.",
+            "Look at the server's log and report it; the call may be repeated.",
+        ),
     }
+)
+
+#: The name of each reason's grpc.StatusCode.
+STATUS: Mapping[Reason, str] = MappingProxyType(
+    {reason: explanation.status for reason, explanation in EXPLANATIONS.items()}
 )
 
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
 
-from weightsync.errors import STATUS, Reason, WeightSyncError
+from weightsync.errors import EXPLANATIONS, STATUS, Reason, WeightSyncError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_reason_has_a_status() -> None:
@@ -69,3 +73,20 @@ def test_raising_needs_no_grpc() -> None:
         "sys.exit('grpc' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
+
+
+def test_the_page_of_all_reasons_is_current() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "errors_page.py"))
+    text = (ROOT / "docs" / "errors.md").read_text()
+    assert text == page["text"](), "run `make errors`"
+    for reason in Reason:
+        assert text.count(f"| `{reason}` |") == 1
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_is_explained_in_sentences_that_fit_a_table(reason: Reason) -> None:
+    one = EXPLANATIONS[reason]
+    for text in (one.meaning, one.remedy):
+        assert text.endswith(".")
+        assert text.isprintable()
+        assert "|" not in text
