@@ -208,6 +208,10 @@ class App:
             from weightsync_server.engines.embedded import start_embedded
 
             engine: Engine = await start_embedded(self._settings, self._engine_args)
+        elif self._settings.engine == "memory":
+            from weightsync_server.engines.memory import load_memory_engine
+
+            engine = load_memory_engine(self._settings)
         else:
             engine = BridgeEngine(self._settings.engine)
         stack.push_async_callback(engine.close)

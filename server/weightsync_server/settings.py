@@ -74,9 +74,15 @@ class Settings(BaseSettings):
     name: str = Field("default", description="Name of the model that clients use.")
     engine: str = Field(
         "unix:/run/weightsync/engine.sock",
-        description="unix:PATH of the bridge in vLLM, or 'embedded' to host vLLM in this process.",
+        description="unix:PATH of the bridge in vLLM, 'embedded' to host vLLM in this process, or "
+        "'memory' for an engine without vLLM that generates nothing: for tests of trainers.",
     )
-    model: str = Field("", description="Embedded engine: model directory or name for vLLM.")
+    model: str = Field(
+        "",
+        description="Embedded engine: model directory or name for vLLM. Engine 'memory': a "
+        "safetensors file, or a folder of them.",
+    )
+    ranks: int = Field(1, ge=1, le=64, description="Engine 'memory': ranks, each with the model.")
     listen: _Several = Field(
         ["127.0.0.1:50551"],
         description="gRPC addresses: HOST:PORT, unix:PATH, or unix:PATH?role=ROLE, a socket that "
@@ -239,8 +245,8 @@ class Settings(BaseSettings):
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, value: str) -> str:
-        if value != "embedded" and not value.startswith("unix:"):
-            msg = f"engine must be unix:PATH or 'embedded', not {value!r}"
+        if value not in ("embedded", "memory") and not value.startswith("unix:"):
+            msg = f"engine must be unix:PATH, 'embedded' or 'memory', not {value!r}"
             raise ValueError(msg)
         return value
 
@@ -254,8 +260,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
-        if (self.engine == "embedded") != bool(self.model):
-            msg = "model names the directory for the embedded engine: give both or neither"
+        if self.engine.startswith("unix:") == bool(self.model):
+            msg = "model names what --engine embedded or memory loads: give both or neither"
+            raise ValueError(msg)
+        if self.ranks > 1 and self.engine != "memory":
+            msg = "ranks are those of --engine memory; vLLM's come from its own flags"
             raise ValueError(msg)
         return self
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.vectors import forged
 from weightsync.delta import DeltaError, Item, encode_shard, parse_shard
 from weightsync.delta.encode import Encoder
 
@@ -86,6 +87,10 @@ def _cases() -> dict[str, tuple[list[Item], dict[str, bool]]]:
             ],
             {},
         ),
+        "names that share half a character": (
+            [_item(name, "BF16", (12,), small, signs) for name in ("\u00e4", "\u00f6")],
+            {},
+        ),
     }
 
 
@@ -131,7 +136,7 @@ def accepted() -> list[dict[str, Any]]:
                 "shard": encoded.blob.tobytes().hex(),
             }
         )
-    return found
+    return found + forged.legal(BASE_DIGEST, LAYOUT_DIGEST)
 
 
 def _refused() -> list[dict[str, Any]]:
@@ -165,6 +170,11 @@ def main() -> None:
         "layout_digest": LAYOUT_DIGEST,
         "accepted": accepted(),
         "refused": _refused(),
+        "refused_tensors": {
+            name: {"dtype": dtype, "shape": shape}
+            for name, (dtype, shape) in forged.TENSORS.items()
+        },
+        "refused_with_right_checksums": forged.wrong(BASE_DIGEST, LAYOUT_DIGEST),
     }
     VECTORS.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 

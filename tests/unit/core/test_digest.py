@@ -11,6 +11,7 @@ from weightsync.digest import (
     DIGEST_BYTES,
     TensorDigester,
     content_digest,
+    content_head,
     lines_digest,
     tensor_digest,
 )
@@ -97,3 +98,9 @@ def test_the_content_digest_knows_neither_order_nor_encoding() -> None:
     assert one.layout.signature == two.layout.signature == three.layout.signature
     assert len({m.layout.digest for m in (one, two, three)}) == 3
     assert len({m.manifest_digest for m in (one, two, three)}) == 3
+
+
+def test_names_in_lines_are_spelled_as_the_page_says() -> None:
+    name = '"\\/\b\f\n\r\t\x00\x1f ~\x7f\x80\u00e4\uffff\U0001f600'
+    spelled = r'''"\"\\/\b\f\n\r\t\u0000\u001f ~\u007f\u0080\u00e4\uffff\ud83d\ude00"'''
+    assert content_head(name, "BF16", (2, 3)) == f"{spelled} BF16 2,3"

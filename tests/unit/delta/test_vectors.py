@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from tests.unit.delta import reference
 from tests.unit.delta.cases import changed_item, encode, expected, many
+from tests.vectors import forged
 from tests.vectors.make import VECTORS, accepted
 from weightsync.delta import DeltaError, Encoder, Item, apply_change, parse_shard
 from weightsync.delta.coding import Positions, Values
 from weightsync.digest import tensor_digest
+from weightsync.errors import Reason
 
 # The first test of a process may compile all kernels.
 pytestmark = pytest.mark.timeout(300)
@@ -75,6 +77,43 @@ def test_the_encoder_makes_the_exact_vectors(vector: dict[str, Any]) -> None:
 def test_wrong_vectors_are_refused(vector: dict[str, Any]) -> None:
     with pytest.raises(DeltaError):
         parse_shard(memoryview(bytes.fromhex(vector["shard"])), {"w": ("U16", ())})
+
+
+def _made(shard: bytes) -> dict[str, Any]:
+    """Return the base of the wrong vectors, all zeros, with every change of a shard applied."""
+    expect = {n: (t["dtype"], tuple(t["shape"])) for n, t in DOCUMENT["refused_tensors"].items()}
+    widths = {"BF16": 2, "F32": 4, "U8": 1}
+    base = {
+        name: np.zeros(shape[0] * widths[dtype], np.uint8)
+        for name, (dtype, shape) in expect.items()
+    }
+    try:
+        for change in parse_shard(memoryview(shard), expect).changes.values():
+            apply_change(change, base[change.name])
+    except DeltaError:
+        assert not any(data.any() for data in base.values()), "written before it was refused"
+        raise
+    return base
+
+
+@pytest.mark.parametrize(
+    "vector", DOCUMENT["refused_with_right_checksums"], ids=lambda vector: vector["what"]
+)
+def test_wrong_meanings_are_refused_whatever_their_checksums(vector: dict[str, Any]) -> None:
+    with pytest.raises(DeltaError) as caught:
+        _made(bytes.fromhex(vector["shard"]))
+    assert caught.value.reason is not Reason.DIGEST_MISMATCH, "a checksum is wrong"
+
+
+def test_the_shard_that_the_wrong_ones_differ_from_is_good() -> None:
+    # Else any of them might be refused for something that all of them have.
+    (good,) = forged.wrong(DOCUMENT["base_content_digest"], DOCUMENT["layout_digest"], good=True)
+    assert _made(bytes.fromhex(good["shard"]))["w"][:2].tolist() == [0xFF, 0xFF]
+
+
+def test_the_wrong_vectors_are_those_that_the_program_writes() -> None:
+    made = forged.wrong(DOCUMENT["base_content_digest"], DOCUMENT["layout_digest"])
+    assert DOCUMENT["refused_with_right_checksums"] == made
 
 
 def test_the_vectors_are_those_that_the_program_writes() -> None:

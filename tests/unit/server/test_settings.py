@@ -149,6 +149,9 @@ def test_bad_names(name: str) -> None:
     [
         ({"engine": "http://vllm:8000"}, "engine must be unix:PATH"),
         ({"engine": "embedded"}, "give both or neither"),
+        ({"engine": "memory"}, "give both or neither"),
+        ({"model": "/somewhere"}, "give both or neither"),
+        ({"ranks": 2}, "ranks are those of --engine memory"),
         ({"model": "/models/x"}, "give both or neither"),
         ({"listen": []}, "at least one address"),
         ({"listen": ["unix:/a?role=push", "unix:/a?role=read"]}, "unix:/a is named twice"),

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from weightsync.testing import MemoryEngine
-from weightsync.testing.memory_engine import _Prepared
+from weightsync.testing.memory_rank import _Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

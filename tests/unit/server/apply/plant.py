@@ -50,8 +50,8 @@ class Engine(MemoryEngine):
         wrong: Values that the next writes put into tensor `a` instead of what was prepared.
     """
 
-    def __init__(self, socket: Path, seed: int = 1) -> None:
-        super().__init__(checkpoint(seed), socket)
+    def __init__(self, socket: Path, seed: int = 1, ranks: int = 1) -> None:
+        super().__init__(checkpoint(seed), socket, ranks)
         self.before: dict[str, Callable[[], Any]] = {}
         self.after: dict[str, Callable[[Any], Any]] = {}
         self.calls: list[str] = []

@@ -1,0 +1,97 @@
+"""The server with the engine for tests, started as a user types it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weightsync_client import Client, ClientError, RefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+_START_S = 60.0
+_COMMAND = Path(sys.executable).with_name("weightsync-server")
+
+
+def _tensors(seed: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((8, 4), float(seed), dtype=torch.bfloat16), "b": torch.zeros(3) + seed}
+
+
+def _flags(folder: Path, model: Path) -> list[str]:
+    return [
+        *("--engine", "memory", "--model", str(model), "--ranks", "2", "--store", "memory://"),
+        *("--listen", f"unix:{folder}/server.sock", "--run-dir", f"{folder}/run"),
+        *("--state-dir", f"{folder}/state", "--metrics", ""),
+    ]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="wsm") as name:
+        yield Path(name)
+
+
+def _serving(client: Client) -> bool:
+    try:
+        return client.health("serving")
+    except ClientError:
+        return False
+
+
+@pytest.mark.parametrize("shape", ["file", "folder"])
+def test_push_apply_rollback_and_stop(folder: Path, shape: str) -> None:
+    model = folder / "model.safetensors"
+    if shape == "folder":
+        model = folder / "model"
+        model.mkdir()
+        save_file({"w": _tensors(1)["w"]}, model / "model-00001-of-00002.safetensors")
+        save_file({"b": _tensors(1)["b"]}, model / "model-00002-of-00002.safetensors")
+    else:
+        save_file(_tensors(1), model)
+    server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
+    try:
+        with Client(f"unix:{folder}/server.sock") as client:
+            end = time.monotonic() + _START_S
+            while not _serving(client):
+                assert server.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            version = client.push(_tensors(2)).version
+            report = client.apply(version)
+            assert [rank.rank for rank in report.ranks] == ["0/0/0", "0/0/1"]
+            proof = client.verify()
+            assert proof.verified
+            assert proof.version == version
+            assert client.rollback().report.version == 1
+            with pytest.raises(RefusedError, match="push this model"):
+                client.apply(client.push({"other": torch.zeros(1)}).version)
+            (status,) = client.status().models
+            assert status.live_version == 1
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 100, b"\x10\0\0\0\0\0\0\0{}"])
+def test_a_model_that_is_none_is_one_sentence(folder: Path, content: bytes | None) -> None:
+    model = folder / "model.safetensors"
+    if content is not None:
+        model.write_bytes(content)
+    done = subprocess.run(
+        [_COMMAND, *_flags(folder, model)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("weightsync-server: --model ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,279 @@
+"""One rank of the in-memory engine: its parameters, and what a worker of vLLM does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from weightsync.digest import tensor_digest
+from weightsync.handover import SegmentClient
+from weightsync.layout import parse_header
+from weightsync.pages import PageWriter
+from weightsync.segments import MappedSegment
+from weightsync.staged import StagedVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+__all__ = ["MemoryRank"]
+
+#: Tensors named in one refusal.
+_NAMES = 10
+#: What a rank of vLLM does one after the other, and a switch.
+_IN_TURN = frozenset({"weightsync_commit", "weightsync_state", "weightsync_release"})
+
+
+class _MisfitError(ValueError):
+    """Tensors that are not those of the model."""
+
+    def __init__(self, message: str, names: list[str]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+def _refused(error: _MisfitError) -> dict[str, Any]:
+    named = {"names": error.names[:_NAMES], "names_total": len(error.names)}
+    return {"error": str(error), "refused": True, **named}
+
+
+@dataclass
+class _Prepared:
+    content_digest: str
+    tensors: dict[str, bytes] = field(default_factory=dict)
+    #: Content digest of what must be live for `changed` to be enough; "": nothing is enough.
+    base: str = ""
+    #: Names of the tensors that differ from it.
+    changed: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(map(len, self.tensors.values()))
+
+    def patch(self, held: str) -> dict[str, bytes] | None:
+        """Return the tensors to write if `held` is live; None: all of them."""
+        if not held or held != self.base:
+            return None
+        return {name: self.tensors[name] for name in self.changed}
+
+
+class MemoryRank:
+    """Holds a whole model, proves it by digests and writes versions into it.
+
+    Args:
+        name: "dp/pp/tp", as the server's reports name it.
+        tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
+        segment_socket: The server's segment socket.
+        generates: Tells whether the engine generates, so that nothing may be written.
+
+    Attributes:
+        live: The live parameters: name to bytes. Tests read them, and damage them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]],
+        segment_socket: str | Path,
+        generates: Callable[[], bool],
+    ) -> None:
+        self.name = name
+        self._socket = str(segment_socket)
+        self._generates = generates
+        self._kinds = {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+        self.live = {name: data for name, (_, _, data) in tensors.items()}
+        self._prepared: dict[str, _Prepared] = {}
+        # What the parameters were last proved to hold, and whether a write was not proved.
+        self._content, self._dirty = "", False
+        self._turn = threading.Lock()
+
+    @property
+    def content_digest(self) -> str:
+        """What the parameters were last proved to hold; empty: nothing."""
+        return self._content
+
+    def write(self, tensors: Mapping[str, bytes]) -> None:
+        """Put bytes into the live parameters; a test overrides this to write wrongly."""
+        self.live.update(tensors)
+
+    async def call(self, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a worker method does."""
+        work = partial(getattr(self, f"_{method.removeprefix('weightsync_')}"), args)
+        return await self._answer(partial(self._in_turn, work) if method in _IN_TURN else work)
+
+    async def place(self, prepared_id: str, apply_id: str) -> dict[str, Any]:
+        """Write a prepared version in the switch of an apply between two steps."""
+        work = partial(self._place, prepared_id, apply_id)
+        return await self._answer(partial(self._in_turn, work))
+
+    def become(self, tensors: Mapping[str, bytes]) -> None:
+        """Hold these parameters, and know nothing else, as after a crash of vLLM."""
+        self.live = dict(tensors)
+        self._prepared, self._content, self._dirty = {}, "", False
+
+    async def _answer(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        reply = {"ok": True, "rank": self.name, "error": ""}
+        try:
+            return reply | await asyncio.to_thread(work)
+        except _MisfitError as error:
+            return reply | {"ok": False} | _refused(error)
+        except (LookupError, ValueError, OSError, EOFError) as error:
+            return reply | {"ok": False, "error": str(error)}
+
+    def _in_turn(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        # Also after a caller that has gone away, whose call goes on.
+        with self._turn:
+            return work()
+
+    # The worker methods.
+
+    def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        del args
+        return {"content_digest": self._content, "dirty": self._dirty}
+
+    def _check(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        with SegmentClient(self._socket) as client:
+            ((fd, size),) = client.map([str(args["document"])])
+        layout = StagedVersion.from_view(MappedSegment(fd, size).view).manifest.layout
+        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
+        if extra := sorted(found.keys() - self._kinds.keys()):
+            raise _MisfitError(f"tensor {extra[0]} is extra; push this model", extra)
+        self._check_kinds(found)
+        return {}
+
+    def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        with SegmentClient(self._socket) as client:
+            ((page_fd, _),) = client.map([f"{args['page']}/{self.name}"])
+            page = PageWriter(page_fd)
+            report: dict[str, Any] = {"ticket": args["ticket"], "phase": "ready", "error": ""}
+            try:
+                prepared = self._read(client, str(args["document"]))
+            except _MisfitError as error:
+                report |= {"phase": "failed"} | _refused(error)
+            except ValueError as error:
+                report |= {"phase": "failed", "error": str(error), "refused": True}
+            else:
+                self._base(prepared, str(args.get("base", "")))
+                report |= self._ready(str(args["apply_id"]), prepared, bool(args["compare_live"]))
+        page.write(report)
+        page.close()
+        return {}
+
+    def _read(self, client: SegmentClient, document: str) -> _Prepared:
+        ((fd, size),) = client.map([document])
+        staged = StagedVersion.from_view(MappedSegment(fd, size).view)
+        layout = staged.manifest.layout
+        found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
+        self._check_fit(found)
+        prepared = _Prepared(staged.manifest.content_digest)
+        for group, segment_id in zip(layout.by_shard, staged.segments, strict=True):
+            ((fd, size),) = client.map([segment_id])
+            mapped = MappedSegment(fd, size)
+            start = 8 + int.from_bytes(mapped.view[:8], "little")
+            parse_header(mapped.view[8:start])
+            for tensor in group:
+                prepared.tensors[tensor.name] = bytes(
+                    mapped.view[start + tensor.begin : start + tensor.end]
+                )
+        return prepared
+
+    def _check_fit(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        if others := sorted(found.keys() ^ self._kinds.keys()):
+            name = others[0]
+            raise _MisfitError(
+                f"tensor {name} is {'extra' if name in found else 'missing'}; push this model",
+                others,
+            )
+        self._check_kinds(found)
+
+    def _check_kinds(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        if wrong := [name for name, kind in found.items() if kind != self._kinds[name]]:
+            name = wrong[0]
+            raise _MisfitError(
+                f"tensor {name} is {found[name]}, the model has {self._kinds[name]}; "
+                "push this model",
+                wrong,
+            )
+
+    def _base(self, prepared: _Prepared, apply_id: str) -> None:
+        base = self._prepared.get(apply_id)
+        if base is None or self._dirty or base.content_digest != self._content:
+            return
+        changed = {name for name, data in prepared.tensors.items() if base.tensors[name] != data}
+        if 2 * sum(len(prepared.tensors[name]) for name in changed) < prepared.size:
+            prepared.base, prepared.changed = base.content_digest, frozenset(changed)
+
+    def _ready(self, apply_id: str, prepared: _Prepared, compare_live: bool) -> dict[str, Any]:  # noqa: FBT001 - a wire field
+        self._prepared[apply_id] = prepared
+        wrong = self._differing(prepared.tensors) if compare_live else []
+        if compare_live and not wrong:
+            self._content, self._dirty = prepared.content_digest, False
+        patch = prepared.patch(self._content)
+        return {
+            "bytes": prepared.size if patch is None else sum(map(len, patch.values())),
+            "patched": patch is not None,
+            "proved": not wrong if compare_live else None,
+            "mismatched": wrong[:10],
+        }
+
+    def _differing(self, tensors: Mapping[str, bytes]) -> list[str]:
+        return [
+            name
+            for name, data in tensors.items()
+            if tensor_digest(self.live[name]) != tensor_digest(data)
+        ]
+
+    def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        prepared = self._known(args)
+        if self._generates():
+            raise ValueError("the engine generates; pause it before a commit")
+        return self._write(prepared, str(args["apply_id"]))
+
+    def _place(self, prepared_id: str, apply_id: str) -> dict[str, Any]:
+        return self._write(self._prepared[prepared_id], apply_id)
+
+    def _write(self, prepared: _Prepared, apply_id: str) -> dict[str, Any]:
+        patch = prepared.patch("" if self._dirty else self._content)
+        tensors = prepared.tensors if patch is None else patch
+        self._content, self._dirty = "", True
+        self.write(tensors)
+        wrong = self._differing(tensors)
+        if not wrong:
+            self._content, self._dirty = prepared.content_digest, False
+        return {
+            "apply_id": apply_id,
+            "content_digest": self._content,
+            "written_bytes": sum(map(len, tensors.values())),
+            "patched": patch is not None,
+            "error": f"{wrong[0]} does not hold what was written" if wrong else "",
+            "ok": not wrong,
+        }
+
+    def _known(self, args: Mapping[str, Any]) -> _Prepared:
+        apply_id = str(args["apply_id"])
+        if apply_id not in self._prepared:
+            raise ValueError(f"apply {apply_id} is not prepared on this rank; prepare it first")
+        return self._prepared[apply_id]
+
+    def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        wrong = self._differing(self._known(args).tensors)
+        if wrong:
+            self._content, self._dirty = "", True
+        with SegmentClient(self._socket) as client:
+            ((fd, _),) = client.map([f"{args['page']}/{self.name}"])
+        page = PageWriter(fd)
+        page.write(
+            {"ticket": args["ticket"], "phase": "ready", "proved": not wrong, "mismatched": wrong}
+        )
+        page.close()
+        return {}
+
+    def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        keep = set(args["keep"])
+        self._prepared = {key: value for key, value in self._prepared.items() if key in keep}
+        # It has copied what it prepared.
+        return {"mapped": []}
