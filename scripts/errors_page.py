@@ -15,13 +15,14 @@ _HEAD = """\
 
 <!-- Written by `make errors` from weightsync/errors.py: change that. -->
 
-Every refusal is a gRPC status with a `google.rpc.ErrorInfo` (domain `weightsync`) whose `reason` is one
-of these and stays what it is from release to release, one sentence that names the remedy, facts for
-programs in `metadata`, and a `RetryInfo` where a retry may help. `weightsync_client` raises them as
-`ClientError`: `error.reason`, `error.message`, `error.metadata`, `error.retry_after_s`.
+Every refusal is a gRPC status with one sentence that names the remedy and a `google.rpc.ErrorInfo`
+(domain `weightsync`), whose `reason` is one of these and keeps its meaning from release to release,
+with facts for programs in its `metadata`; and a `RetryInfo` where a retry may help.
+`weightsync_client` raises them as `ClientError` with `reason`, `message`, `metadata` and
+`retry_after_s`.
 
-A status without `ErrorInfo` is none of ours but gRPC's own or a proxy's: a broken link, a message of more
-than 16 MiB, over `max_calls` at once. UNKNOWN and INTERNAL are never ours.
+A status without `ErrorInfo` is none of ours but gRPC's own or a proxy's: a broken link, a message
+of more than 16 MiB, more than `max_calls` at once. UNKNOWN and INTERNAL are never ours.
 
 | reason | status | what it means | what to do |
 |---|---|---|---|
