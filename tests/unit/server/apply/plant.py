@@ -51,7 +51,7 @@ class Engine(MemoryEngine):
     """
 
     def __init__(self, socket: Path, seed: int = 1, ranks: int = 1) -> None:
-        super().__init__(checkpoint(seed), socket, ranks)
+        super().__init__(checkpoint(seed), socket, ranks, checks_layouts=True)
         self.before: dict[str, Callable[[], Any]] = {}
         self.after: dict[str, Callable[[Any], Any]] = {}
         self.calls: list[str] = []
