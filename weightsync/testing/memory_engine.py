@@ -45,17 +45,14 @@ class MemoryEngine(MemoryRank):
     Args:
         tensors: The checkpoint: name to (safetensors dtype, shape in elements, bytes).
         segment_socket: The server's segment socket.
-<<<<<<< HEAD
         ranks: How many ranks; each holds the whole model.
+        checks_layouts: Whether a push of other tensors is refused when its layout comes, as with
+            vLLM, and not only when it is applied.
 
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
         events: What was done, in order: pause, commit, resume, switch, fence.
-=======
-        checks_layouts: Whether a push of other tensors is refused when its layout comes, as with
-            vLLM, and not only when it is applied.
->>>>>>> aff07a3 (Let the engine in memory check layouts where a test asks for it, and say what unchecked means)
     """
 
     def __init__(
@@ -86,13 +83,8 @@ class MemoryEngine(MemoryRank):
         return EngineInfo(
             engine_id=self._engine_id,
             vllm_version="none",
-<<<<<<< HEAD
             ranks=tuple(rank.name for rank in self.ranks),
             capabilities=frozenset(self._abilities),
-=======
-            ranks=(_RANK,),
-            capabilities=frozenset(self._abilities),
->>>>>>> aff07a3 (Let the engine in memory check layouts where a test asks for it, and say what unchecked means)
             refusals=(),
             state=self._condition,
             reason=self._reason,
