@@ -158,7 +158,7 @@ class MemoryRank:
                 report |= {"phase": "failed", "error": str(error), "refused": True}
             else:
                 self._base(prepared, str(args.get("base", "")))
-                report |= self._ready(str(args["apply_id"]), prepared, bool(args["compare_live"]))
+                report |= self._ready(prepared, args)
         page.write(report)
         page.close()
         return {}
@@ -207,10 +207,11 @@ class MemoryRank:
         if 2 * sum(len(prepared.tensors[name]) for name in changed) < prepared.size:
             prepared.base, prepared.changed = base.content_digest, frozenset(changed)
 
-    def _ready(self, apply_id: str, prepared: _Prepared, compare_live: bool) -> dict[str, Any]:  # noqa: FBT001 - a wire field
-        self._prepared[apply_id] = prepared
+    def _ready(self, prepared: _Prepared, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._prepared[str(args["apply_id"])] = prepared
+        compare_live = bool(args["compare_live"])
         wrong = self._differing(prepared.tensors) if compare_live else []
-        if compare_live and not wrong:
+        if compare_live and not wrong and not args.get("proof_only"):
             self._content, self._dirty = prepared.content_digest, False
         patch = prepared.patch(self._content)
         return {

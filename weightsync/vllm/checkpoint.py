@@ -67,22 +67,32 @@ def checkpoint_files(config: Any) -> list[Path]:
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
             f"the engine loads {config.model_config.model} in format {load_format}, which holds no "
-            "safetensors files to adopt; serve a safetensors checkpoint",
+            "safetensors files to prove the load plan with; serve a safetensors checkpoint",
         )
     return files
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            f"the engine's checkpoint cannot be read: {error}; put the file back, readable to vLLM",
+        ) from error
 
 
 def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
     """Send read-only descriptors of the checkpoint files; returns their names in order.
 
     Raises:
-        WeightSyncError: ENGINE_UNSUPPORTED as in `checkpoint_files`; ENGINE_REFUSED when the
-            server's segment socket does not take them.
+        WeightSyncError: ENGINE_UNSUPPORTED as in `checkpoint_files`; ENGINE_REFUSED when a file
+            cannot be read, or the server's segment socket does not take them.
     """
     with contextlib.ExitStack() as stack:
         offered: list[OfferedFile] = []
         for path in checkpoint_files(config):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = _opened(path)
             stack.callback(os.close, fd)
             offered.append((path.name, os.fstat(fd).st_size, fd))
         try:

@@ -354,7 +354,9 @@ class Rank:
         ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._sent
         made = self._make_ready(ready, job, args)
-        proved = self._compare(ready, stop) if args.get("compare_live") else {"proved": None}
+        proved: dict[str, Any] = {"proved": None}
+        if args.get("compare_live"):
+            proved = self._compare(ready, stop, claim=not args.get("proof_only"))
         self._prepared[job.apply_id] = ready
         work = ready.work(self._holding.proved)
         size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work.patched}
@@ -421,7 +423,9 @@ class Rank:
         ready = self._known(job.apply_id)
         return {"phase": "ready", **self._compare(ready, job.cancelled.is_set)}
 
-    def _compare(self, ready: Prepared, stop: Callable[[], bool]) -> dict[str, Any]:
+    def _compare(
+        self, ready: Prepared, stop: Callable[[], bool], *, claim: bool = True
+    ) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
         found = self._beside.digests(ready.targets, stop) if self._beside is not None else {}
@@ -430,9 +434,9 @@ class Rank:
         if held.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
             raise RefusedCallError(msg)
-        if not wrong:
+        if not wrong and claim:
             held.apply_id, held.content_digest = ready.apply_id, ready.content_digest
             held.dirty = False
-        elif held.content_digest == ready.content_digest:
+        elif wrong and held.content_digest == ready.content_digest:
             held.content_digest, held.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}

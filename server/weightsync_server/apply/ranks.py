@@ -127,6 +127,7 @@ class Ranks:
         *,
         compare_live: bool,
         timeout_s: float,
+        proof_only: bool = False,
         base: str = "",
         ahead: str = "",
         on_read: Callable[[int], None] | None = None,
@@ -138,6 +139,7 @@ class Ranks:
             document: Segment that tells where it lies.
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
+            proof_only: Whether ranks that hold it do not claim that: it is no version.
             base: Apply id of what is live: where little differs from it, only that is prepared.
             ahead: What the version was called when it was read while it came in.
             on_read: Called with n, time and again, when no rank reads the first n shards any more,
@@ -148,6 +150,7 @@ class Ranks:
             "document": document,
             "page": self._page,
             "compare_live": compare_live,
+            "proof_only": proof_only,
             "base": base,
             "ahead": ahead,
         }

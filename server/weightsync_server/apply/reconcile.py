@@ -21,14 +21,15 @@ from weightsync_server.apply.rejecting import reject
 from weightsync_server.faults import refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
+    from weightsync.handover import OfferedFile
     from weightsync_server.apply.doubts import Doubts
     from weightsync_server.apply.journal import Journal
     from weightsync_server.apply.session import Pause, Prepared, Session
     from weightsync_server.apply.switch import Switch
     from weightsync_server.apply.told import RankState
-    from weightsync_server.versions import ModelVersions, VersionRecord
+    from weightsync_server.versions import ModelVersions, SlotLease, VersionRecord
 
 __all__ = ["Reconciler"]
 
@@ -136,17 +137,26 @@ class Reconciler:
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> Prepared:
         lease = await self._versions.stage(record.version, _LOAD_S)
         try:
+            return await self._ask(lease, compare_live=compare_live)
+        except BaseException:
+            lease.release()
+            raise
+
+    async def _ask(
+        self, lease: SlotLease, *, compare_live: bool, proof_only: bool = False
+    ) -> Prepared:
+        try:
             return await self._session.prepare(
-                record, lease, compare_live=compare_live, timeout_s=self._timeout_s
+                lease.record,
+                lease,
+                compare_live=compare_live,
+                proof_only=proof_only,
+                timeout_s=self._timeout_s,
             )
         except WeightSyncError as error:
-            lease.release()
             if error.reason is Reason.ENGINE_REFUSED:
                 # The model cannot take these tensors, however often it is asked.
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
-            raise
-        except BaseException:
-            lease.release()
             raise
 
     async def _go_on(self, held: Prepared) -> Prepared:
@@ -160,13 +170,13 @@ class Reconciler:
     async def _place(self, *, written: bool) -> Prepared:
         async with contextlib.AsyncExitStack() as stack:
             pause = await self._stand_still(stack)
-            held = await self._last_good()
+            held = await self._last_good(fresh=not written)
             adopted = held is None
             if held is None:
                 held = await self._prepare(await self._adopt(), compare_live=True)
             try:
-                if adopted and not written and not _proved(held):
-                    raise _not_copies(held)
+                if adopted and not written:
+                    self._check_plan(held)
                 if not _proved(held):
                     await self._switch.place(held)
             except BaseException as error:
@@ -178,12 +188,19 @@ class Reconciler:
         logger.info("the engine serves version %d", held.record.version)
         return held
 
-    async def _last_good(self) -> Prepared | None:
-        """Prepare what was live, else what was live before it; None: neither can be had."""
+    async def _last_good(self, *, fresh: bool) -> Prepared | None:
+        """Prepare what was live, else what was live before it; None: neither can be had.
+
+        Args:
+            fresh: Whether the engine holds what it started with: then its load plan is proved
+                first, for what is written by a wrong plan is compared by a wrong plan.
+        """
         for version in (self._wanted(), self._versions.rollback_to):
             record = self._committed(version)
             if record is None:
                 continue
+            if fresh and not self._session.plan_proved:
+                await self._prove_plan()
             try:
                 return await self._prepare(record, compare_live=False)
             except WeightSyncError as error:
@@ -191,6 +208,26 @@ class Reconciler:
                     raise
                 logger.critical("version %d is lost: %s", version, error.message)
         return None
+
+    async def _prove_plan(self) -> None:
+        """Compare the live parameters with the engine's own checkpoint; nothing is kept of that.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: they differ, or vLLM has no checkpoint of files.
+        """
+        async with (
+            self._offered() as files,
+            self._versions.borrow_checkpoint(files) as lease,
+        ):
+            held = await self._ask(lease, compare_live=True, proof_only=True)
+            await self._session.let_go()
+        self._check_plan(held)
+
+    def _check_plan(self, held: Prepared) -> None:
+        if not _proved(held):
+            raise _not_copies(held)
+        self._session.plan_proved = True
+        logger.info("the load plan is proved against the engine's checkpoint")
 
     async def _stand_still(self, stack: contextlib.AsyncExitStack) -> Pause | None:
         health = await self._session.engine.health()
@@ -206,11 +243,18 @@ class Reconciler:
         return record if record is not None and record.commit is not None else None
 
     async def _adopt(self) -> VersionRecord:
+        async with self._offered() as files:
+            logger.info("adopting the engine's checkpoint: %d files", len(files))
+            return await self._versions.adopt(files, 0)
+
+    @contextlib.asynccontextmanager
+    async def _offered(self) -> AsyncIterator[Sequence[OfferedFile]]:
+        """Give the files of the engine's checkpoint, closed after the block."""
         offer = f"checkpoint-{secrets.token_hex(8)}"
         future = self._session.segments.expect_offer(offer)
         path = str(self._session.segments.path)
         try:
-            names = await self._session.engine.offer_checkpoint(path, offer)
+            await self._session.engine.offer_checkpoint(path, offer)
             async with asyncio.timeout(QUICK_S):
                 files = await asyncio.wrap_future(future)
         except (TimeoutError, EOFError, OSError) as error:
@@ -220,9 +264,8 @@ class Reconciler:
             ) from error
         finally:
             future.cancel()
-        logger.info("adopting the engine's checkpoint: %d files", len(names))
         try:
-            return await self._versions.adopt(files, 0)
+            yield files
         finally:
             for _, _, fd in files:
                 os.close(fd)
@@ -250,5 +293,6 @@ def _not_copies(held: Prepared) -> WeightSyncError:
     return WeightSyncError(
         Reason.ENGINE_UNSUPPORTED,
         "the engine's live parameters are not plain copies of its checkpoint "
-        f"({', '.join(names[:10])}); this model cannot be updated in place",
+        f"({', '.join(names[:10])}); this model cannot be updated in place, unless its files were "
+        "changed since vLLM loaded them: then restart vLLM",
     )

@@ -106,6 +106,7 @@ class Session:
         ranks: Its workers.
         lease_s: How long a pause lasts without renewal.
         live: What every rank is proved to hold; None: not known.
+        plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before.
     """
@@ -116,6 +117,7 @@ class Session:
     lease_s: float
     ranks: Ranks = field(init=False)
     live: Prepared | None = None
+    plan_proved: bool = False
     tidy: bool = False
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class Session:
         *,
         compare_live: bool,
         timeout_s: float,
+        proof_only: bool = False,
         patch: bool = False,
         ahead: str = "",
         digests: ShardDigests | None = None,
@@ -148,6 +151,7 @@ class Session:
             lease: Keeps its segments.
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
+            proof_only: Whether that comparison is all, and no rank claims to hold it.
             patch: Whether the ranks may prepare to write only what differs from what is live.
             ahead: What the ranks call what they have read of it already; "": nothing.
             digests: Begun for each shard as soon as no rank reads it any more; None: not here.
@@ -163,6 +167,7 @@ class Session:
                 lease,
                 compare_live=compare_live,
                 timeout_s=timeout_s,
+                proof_only=proof_only,
                 base=self.live.apply_id if patch and self.live else "",
                 ahead=ahead,
                 digests=digests,
@@ -182,6 +187,7 @@ class Session:
         *,
         compare_live: bool,
         timeout_s: float,
+        proof_only: bool,
         base: str,
         ahead: str,
         digests: ShardDigests | None,
@@ -196,6 +202,7 @@ class Session:
                 lease.staged_id,
                 compare_live=compare_live,
                 timeout_s=timeout_s,
+                proof_only=proof_only,
                 base=base,
                 ahead=ahead,
                 on_read=digests.begin if digests is not None else None,

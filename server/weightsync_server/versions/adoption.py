@@ -1,8 +1,9 @@
-"""Adoption: the engine's checkpoint becomes a committed version, so that there is a way back."""
+"""The engine's checkpoint: adopted as a committed version, or only borrowed for a proof."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from typing import TYPE_CHECKING
@@ -14,16 +15,21 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.versions.reading import all_done, load_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from weightsync.handover import OfferedFile
     from weightsync.manifest import Layout, Manifest, TensorEntry
+    from weightsync_server.versions.leases import SlotLease
     from weightsync_server.versions.records import VersionRecord
     from weightsync_server.versions.registry import ModelVersions
+    from weightsync_server.versions.slots import Slot
+    from weightsync_server.versions.staging import Stager
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "borrow"]
 
 _SLOT_WAIT_S = 60.0
+#: What files are that are not, or not wholly, safetensors.
+_UNREADABLE = (Reason.SHARD_INVALID, Reason.LAYOUT_INVALID, Reason.DATA_CORRUPT)
 
 
 def _read_shard(index: int, file: OfferedFile) -> tuple[ShardEntry, tuple[TensorEntry, ...]]:
@@ -43,27 +49,45 @@ def _read_layout(files: Sequence[OfferedFile]) -> Layout:
     return check_version([shard for shard, _ in read], [tensors for _, tensors in read])
 
 
+async def _read(versions: ModelVersions, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
+    """Read files, sorted by name, into a slot and return what they turned out to be."""
+    try:
+        return await _read_whole(versions, slot, files)
+    except WeightSyncError as error:
+        if error.reason not in _UNREADABLE:
+            raise
+        raise WeightSyncError(
+            error.reason,
+            f"the engine's checkpoint cannot be read: {error.message}; "
+            "restore its files, or restart vLLM on a whole checkpoint",
+        ) from error
+
+
+async def _read_whole(
+    versions: ModelVersions, slot: Slot, files: Sequence[OfferedFile]
+) -> Manifest:
+    layout = await asyncio.to_thread(_read_layout, files)
+    await versions.pool.promise(slot, layout.size)
+    loads = [
+        load_shard(versions, slot, layout, shard, fd) for shard, (_, _, fd) in enumerate(files)
+    ]
+    digests = [digest for found in await all_done(loads) for digest in found]
+    if len(digests) != len(layout.tensors):
+        raise WeightSyncError(
+            Reason.SHARD_INVALID, "it changed meanwhile"
+        )
+    return await versions.seal(layout, digests)
+
+
 async def adopt(
     versions: ModelVersions, files: Sequence[OfferedFile], version: int
 ) -> VersionRecord:
     """Commit a checkpoint or find the version that it is; see `ModelVersions.adopt`."""
-    ordered = sorted(files)
-    layout = await asyncio.to_thread(_read_layout, ordered)
     # Registered only when it turns out to be new: what it is, its content tells.
     record = versions.unlisted(version)
     slot = await versions.pool.take(record, _SLOT_WAIT_S)
     try:
-        await versions.pool.promise(slot, layout.size)
-        loads = [
-            load_shard(versions, slot, layout, shard, fd)
-            for shard, (_, _, fd) in enumerate(ordered)
-        ]
-        digests = [digest for found in await all_done(loads) for digest in found]
-        if len(digests) != len(layout.tensors):
-            raise WeightSyncError(
-                Reason.SHARD_INVALID, "the checkpoint changed while it was read; start again"
-            )
-        manifest = await versions.seal(layout, digests)
+        manifest = await _read(versions, slot, sorted(files))
         known = versions.same_content(manifest.content_digest)
         if known is not None:
             versions.hand_over(record, known, manifest)
@@ -73,6 +97,22 @@ async def adopt(
         if record.durability != pb.DURABILITY_COMMITTED:
             await versions.drop(record)
         raise
+
+
+@contextlib.asynccontextmanager
+async def borrow(
+    versions: ModelVersions, stager: Stager, files: Sequence[OfferedFile]
+) -> AsyncIterator[SlotLease]:
+    """Lend a checkpoint in memory to an engine; see `ModelVersions.borrow_checkpoint`."""
+    record = versions.unlisted(0)
+    slot = versions.pool.borrow(record)
+    try:
+        versions.staged(record, await _read(versions, slot, sorted(files)))
+        # It is staged, so nothing is waited for.
+        with await stager.stage(record, 0, for_engine=True, durable=False) as lease:
+            yield lease
+    finally:
+        versions.pool.give_back(slot)
 
 
 async def _commit_new(

@@ -150,6 +150,27 @@ class SlotPool:
         self._parcels.add(parcel)
         return parcel
 
+    def borrow(self, record: VersionRecord) -> Slot:
+        """Return a slot, at once, for what is read and given back: no version gets lost by it.
+
+        Where none is free, and bytes that lose theirs could not be read again, it is a parcel.
+        `give_back` must follow.
+        """
+        idle = self._durable or any(slot.free for slot in self.slots)
+        slot = self._claim(record) if idle else None
+        if slot is None:
+            slot = self.parcel()
+            slot.begin(record)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Empty what was borrowed."""
+        if slot in self._parcels:
+            self.discard(slot)
+        else:
+            slot.empty()
+        self.wake()
+
     def discard(self, parcel: Slot) -> None:
         """Give the memory of a parcel back."""
         self._parcels.discard(parcel)

@@ -14,7 +14,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import CommitRecord
 from weightsync_server.threads import to_end
 from weightsync_server.versions.accepted import AcceptedTensors
-from weightsync_server.versions.adoption import adopt
+from weightsync_server.versions.adoption import adopt, borrow
 from weightsync_server.versions.arriving import Arrivals
 from weightsync_server.versions.catalog import Catalog
 from weightsync_server.versions.collector import Collector
@@ -34,6 +34,7 @@ from weightsync_server.versions.staging import Stager
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from weightsync.handover import OfferedFile, SegmentServer
     from weightsync.manifest import Layout
@@ -292,6 +293,21 @@ class ModelVersions(Catalog):
             WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, NO_SLOT, VERSION_NOT_ABOVE, ...
         """
         return await adopt(self, files, version)
+
+    def borrow_checkpoint(
+        self, files: Sequence[OfferedFile]
+    ) -> AbstractAsyncContextManager[SlotLease]:
+        """Lend the engine's checkpoint to the engine, in memory that is given back after the block.
+
+        It makes no version, and none that exists loses its bytes for good.
+
+        Args:
+            files: As for `adopt`; the caller closes.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, MEMORY_EXHAUSTED, ...
+        """
+        return borrow(self, self._stager, files)
 
     # Going out
 

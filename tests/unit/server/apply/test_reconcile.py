@@ -89,9 +89,8 @@ async def test_an_adoption_whose_offer_fails_is_tried_again(tmp_path: Path, engi
         assert not it.here.server._offers
 
 
-async def test_a_model_whose_loader_does_more_than_copy_is_refused(
-    tmp_path: Path, engine: Engine
-) -> None:
+def _do_more_than_copy(engine: Engine) -> None:
+    """Let live parameters be others than the checkpoint's, as a loader's work leaves them."""
     offered = dict(engine.live)
     engine.live["b"] = bytes(64)
 
@@ -103,6 +102,12 @@ async def test_a_model_whose_loader_does_more_than_copy_is_refused(
         return answer
 
     engine.before["offer"], engine.after["offer"] = differ, back
+
+
+async def test_a_model_whose_loader_does_more_than_copy_is_refused(
+    tmp_path: Path, engine: Engine
+) -> None:
+    _do_more_than_copy(engine)
     async with plant(tmp_path, engine) as it:
         status = await it.until(pb.ENGINE_STATE_FENCED)
         await until(lambda: "fence" in engine.events)
@@ -207,6 +212,136 @@ async def test_a_restarted_engine_gets_the_live_version_and_never_serves_its_dis
         assert served == [2]
         assert it.here.versions.rollback_to == 1
         assert it.leases() == {1: 0, 2: 1}
+
+
+async def test_a_restarted_engine_is_proved_against_its_checkpoint_before_anything_is_written(
+    tmp_path: Path, engine: Engine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        engine.restart(tensors(1))
+        engine.events.clear()
+        _do_more_than_copy(engine)
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        await until(lambda: "fence" in engine.events)
+        assert "not plain copies of its checkpoint (b)" in status.reason
+        assert set(engine.events) == {"fence"}, "nothing was written"
+        assert it.leases() == {1: 0, 2: 0}
+
+
+def _told(it: Plant) -> dict[int, tuple[int, int, str]]:
+    """Return what anybody can learn of the versions."""
+    return {
+        r.version: (r.durability, r.residency, r.content_digest) for r in it.here.versions.list()
+    }
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "in memory alone"])
+@pytest.mark.parametrize("slots", [2, 3])
+async def test_the_proof_of_a_restarted_engine_leaves_nothing_behind(
+    tmp_path: Path, engine: Engine, stored: bool, slots: int
+) -> None:
+    store = f"file://{tmp_path / 'store'}" if stored else "memory://"
+    async with plant(tmp_path, engine, store=store, slots=slots) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        versions, told, newest = it.here.versions, _told(it), it.here.versions.newest
+        engine.restart({name: bytes(len(data)) for name, data in tensors(1).items()})
+        engine.calls.clear()
+        await until(lambda: "commit" in engine.calls)
+        await it.ready()
+        assert engine.calls.index("offer") < engine.calls.index("commit")
+        assert engine.serves == versions.live == 2
+        assert versions.newest == newest
+        assert versions.rollback_to == 1
+        kept = _told(it)
+        if stored:
+            # What was evicted for the proof is read again for a rollback.
+            assert {version: (d, c) for version, (d, _, c) in kept.items()} == {
+                version: (d, c) for version, (d, _, c) in told.items()
+            }
+        else:
+            assert kept == told
+        await until(lambda: versions.pool.reserved_bytes == versions.keeper.budget.reserved)
+        states = [slot.state for slot in versions.slots_status()]
+        assert set(states) <= {"live", "staged", "free"}
+        await it.push(3)
+        await it.apply(3)
+        assert (await it.rollback()).report.version == 2
+
+
+async def test_a_server_that_dies_after_the_proof_still_places_the_live_version(
+    tmp_path: Path, engine: Engine
+) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        # Version 1 is the checkpoint: what a rank claimed of it would be believed.
+        engine.restart(tensors(1))
+        engine.before["commit"] = lambda: _fail(Reason.ENGINE_AWAY, "the server dies here")
+        engine.calls.clear()
+        await until(lambda: "commit" in engine.calls)
+    engine.before.clear()
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        assert engine.serves == it.here.versions.live == 2
+        assert not it.metrics.violations()["crash_safe"]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["live known", "first start"])
+@pytest.mark.parametrize(
+    ("reason", "tried_again"), [(Reason.ENGINE_UNSUPPORTED, False), (Reason.ENGINE_REFUSED, True)]
+)
+async def test_an_engine_whose_checkpoint_cannot_be_had_is_fenced_with_the_remedy(
+    tmp_path: Path, engine: Engine, reason: Reason, tried_again: bool, known: bool
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        if known:
+            await it.ready()
+            await it.push(2)
+            await it.apply(2)
+        engine.restart(tensors(1))
+        engine.events.clear()
+        engine.before["offer"] = lambda: _fail(reason, "loaded from nothing; serve files")
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        assert status.reason == "loaded from nothing; serve files"
+        assert "commit" not in engine.events
+        engine.before.clear()
+        if tried_again:
+            await it.ready()
+            assert engine.serves == it.here.versions.live == (2 if known else 1)
+
+
+async def test_a_checkpoint_that_is_no_longer_whole_is_told_with_the_remedy(
+    tmp_path: Path, engine: Engine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        engine.restart(tensors(1))
+        whole = dict(engine.live)
+
+        def cut() -> None:
+            engine.live["a"] = whole["a"][:-1]
+
+        def mend(answer: Any) -> Any:
+            engine.live.update(whole)
+            return answer
+
+        engine.before["offer"], engine.after["offer"] = cut, mend
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        assert "the engine's checkpoint cannot be read" in status.reason
+        assert "restore its files" in status.reason
+        assert it.leases() == {1: 0, 2: 0}
+        del engine.before["offer"]
+        await it.ready()
+        assert engine.serves == 2
 
 
 async def test_another_store_cannot_know_what_the_engine_serves(
