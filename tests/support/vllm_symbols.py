@@ -65,6 +65,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model",), "the rank's model"),
     Symbol(("vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model",), "the same, runner V2"),
     Symbol(("vllm.config:set_current_vllm_config",), "capture"),
+    Symbol(
+        ("vllm.model_executor.model_loader.base_loader:initialize_model",),
+        "seeing what loading makes of a model",
+    ),
+    Symbol(
+        ("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",),
+        "seeing what loading makes of a model",
+    ),
+    Symbol(("vllm.config.model:ModelConfig.use_mla",), "refusals"),
+    Symbol(("vllm.config.parallel:ParallelConfig.enable_eplb",), "refusals"),
     Symbol(("vllm.platforms:current_platform",), "CPU switch"),
     Symbol(("vllm.platforms.interface:Platform.is_cpu",), "CPU switch"),
     Symbol(("vllm._custom_ops:_supports_onednn",), "CPU switch"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from weightsync.manifest import Layout, TensorEntry
 
@@ -100,8 +100,9 @@ class LoadPlan:
         tensors: Name to dtype and shape of every tensor in the layout.
         slices: The copies, in the order of the loaders.
         param_dtypes: safetensors dtype of each parameter that is written.
-        same_as: For every tensor that the loaders ignored, the loaded tensor that had the same
-            bytes in the adopted checkpoint, or "" when there was none; filled by the adoption.
+        same_as: For every tensor that the loaders ignored, the loaded one that it repeated in the
+            adopted checkpoint (a tied output head), or "" when there was none; filled by the
+            adoption.
     """
 
     signature: str
@@ -165,11 +166,22 @@ class LoadPlan:
             )
             raise PlanRefusedError(msg, lost)
 
-    def note_ignored(self, digests: Mapping[str, bytes]) -> None:
-        """Remember, at adoption, which ignored tensors were copies of loaded ones."""
-        held = {digests[name]: name for name in self.loaded}
+    def note_ignored(
+        self, digests: Mapping[str, bytes], uniform: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """Remember, at adoption, which ignored tensors repeat loaded ones.
+
+        One that is the same value all over repeats nothing: norms and scales are alike by chance.
+
+        Args:
+            digests: Of every tensor of the adopted checkpoint.
+            uniform: Tells whether a tensor, by name, holds one value all over.
+        """
+        held = {(digests[name], self.tensors[name]): name for name in self.loaded}
         for name in self.ignored:
-            self.same_as.setdefault(name, held.get(digests[name], ""))
+            if name not in self.same_as:
+                twin = held.get((digests[name], self.tensors[name]), "")
+                self.same_as[name] = "" if twin and uniform(name) else twin
 
 
 def check_against_base(layout: Layout, base: LoadPlan) -> None:

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from weightsync.vllm.loading import watch_loading
 from weightsync.vllm.settings import EngineSettings
 from weightsync.vllm.worker import install
 
@@ -37,13 +38,17 @@ def _turn_repacking_off() -> None:
 
 
 def register() -> None:
-    """Install our worker methods. Idempotent, and without effect on what vLLM computes.
+    """Install our worker methods and watch what loading makes of a model.
+
+    Idempotent, and without effect on what vLLM computes.
 
     With WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1 it also turns the repacking of weights off on CPUs.
     """
     _initialise_amx()
+    from vllm.model_executor.model_loader import base_loader
     from vllm.v1.worker.worker_base import WorkerBase
 
     install(WorkerBase)
+    watch_loading(base_loader)
     if EngineSettings.load().cpu_plain_weights:
         _turn_repacking_off()

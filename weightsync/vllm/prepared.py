@@ -249,8 +249,15 @@ def read_document(socket: str, document: str) -> StagedVersion:
     return staged
 
 
-def find_plan(staged: StagedVersion, plans: Plans) -> LoadPlan:
+def find_plan(
+    staged: StagedVersion, plans: Plans, uniform: Callable[[str], bool] = lambda _: False
+) -> LoadPlan:
     """Return the plan for a staged version.
+
+    Args:
+        staged: The version.
+        plans: Those there are.
+        uniform: Tells whether one of its tensors, by name, holds one value all over.
 
     Raises:
         NeedsCaptureError: Its layout is new; the model's loaders must run once.
@@ -265,7 +272,7 @@ def find_plan(staged: StagedVersion, plans: Plans) -> LoadPlan:
         raise NeedsCaptureError
     digests = dict(zip((t.name for t in layout.tensors), staged.manifest.digests, strict=True))
     if plan is plans.base:
-        plan.note_ignored(digests)
+        plan.note_ignored(digests, uniform)
     assert plans.base is not None  # noqa: S101 - there is a plan, so there is a first one
     plan.accept_ignored(digests, plans.base)
     return plan

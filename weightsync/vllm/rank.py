@@ -21,10 +21,11 @@ from weightsync.vllm.crew import Crew, aside_size, crew_size, stand_aside
 from weightsync.vllm.cuda.device import Made
 from weightsync.vllm.jobs import NAMES, RefusedCallError
 from weightsync.vllm.live import LiveParameters
+from weightsync.vllm.loading import check_complete
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError, check_coverage, check_known, check_places
 from weightsync.vllm.prepared import Plans, Prepared, find_plan, prepare, read_document
-from weightsync.vllm.sources import Mappings
+from weightsync.vllm.sources import Mappings, Sources
 from weightsync.vllm.views import Views
 from weightsync.vllm.words import tensor_digest_of
 
@@ -137,6 +138,8 @@ class Rank:
             plan, seconds = capture_plan(self._model, self._live, layout, self._live_digests)
             if self._plans.base is not None:
                 check_coverage(plan, self._plans.base)
+            else:
+                check_complete(self._model, map(self._live.tensor, plan.written))
         self._plans.add(plan)
         if self._beside is not None:
             self._beside.warm_up(plan)
@@ -344,24 +347,31 @@ class Rank:
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
         self._refuse_repacked()
-        staged = read_document(self._socket(args), str(args["document"]))
-        plan = find_plan(staged, self._plans)
+        socket = self._socket(args)
+        staged = read_document(socket, str(args["document"]))
+        layout = staged.manifest.layout
+
+        def uniform(name: str) -> bool:
+            with self._memory:
+                segments = self._mappings.map(socket, staged.segments)
+                return Sources(layout, segments).uniform(name)
+
+        plan = find_plan(staged, self._plans, uniform)
         failpoints.hit("worker.map")
         with self._memory:
-            segments = self._mappings.map(self._socket(args), staged.segments)
-            read = self._views.read(staged.manifest.layout, staged.segments, plan, segments)
+            segments = self._mappings.map(socket, staged.segments)
+            read = self._views.read(layout, staged.segments, plan, segments)
         stop = job.cancelled.is_set
         ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._sent
         made = self._make_ready(ready, job, args)
-        proved: dict[str, Any] = {"proved": None}
-        if args.get("compare_live"):
-            proved = self._compare(ready, stop, claim=not args.get("proof_only"))
+        compare, claim = args.get("compare_live"), not args.get("proof_only")
+        proved = self._compare(ready, stop, claim=claim) if compare else {"proved": None}
         self._prepared[job.apply_id] = ready
         work = ready.work(self._holding.proved)
         size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work.patched}
         told = {"h2d_bytes": self._sent - sent + made.ahead, **self._told()}
-        told |= made.proved.told(staged.manifest.layout)
+        told |= made.proved.told(layout)
         return {"phase": "ready", **size, **told, **proved}
 
     def _read_ahead(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,13 @@ def _parallel_checks(parallel: Any) -> tuple[tuple[bool, str], ...]:
             "prefill context parallelism is not supported; set its size to 1",
         ),
         (
+            bool(getattr(parallel, "enable_eplb", False)),
+            (
+                "expert load balancing (EPLB) is not supported, because it moves experts between "
+                "ranks while the engine runs; start vLLM without --enable-eplb"
+            ),
+        ),
+        (
             int(getattr(parallel, "_api_process_count", 1) or 1) > 1,
             "several API server processes are not supported; pass --api-server-count 1",
         ),
@@ -85,6 +92,13 @@ def _model_checks(config: Any) -> tuple[tuple[bool, str], ...]:
             (
                 f"quantisation {config.model_config.quantization} is not supported; "
                 "serve an unquantised checkpoint"
+            ),
+        ),
+        (
+            bool(getattr(config.model_config, "use_mla", False)),
+            (
+                "multi-head latent attention (MLA) is not supported yet, because vLLM computes "
+                "from matrices that it makes of kv_b_proj; start vLLM with VLLM_MLA_DISABLE=1"
             ),
         ),
         (

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Mappings", "Sources"]
 
 
+#: Elements that are looked at together.
+_PIECE = 1 << 16
+
+
 class Mappings:
     """Segments of the server that this process has mapped, by id. Each is mapped once.
 
@@ -125,6 +129,12 @@ class Sources:
         if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
             raw, self.copied = raw.clone(), True
         return raw.view(dtype).view(entry.shape)
+
+    def uniform(self, name: str) -> bool:
+        """Tell whether a tensor holds one value all over, bit for bit."""
+        tensor = self.tensor(name)
+        rows = tensor.reshape(-1).view(torch.uint8).reshape(-1, tensor.element_size())
+        return all(bool((piece == rows[0]).all()) for piece in rows.split(_PIECE))
 
     def turn(self, item: Slice) -> int:
         """Return when the shard that a copy reads has its turn: its place in `largest_first`."""

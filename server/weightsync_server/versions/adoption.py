@@ -73,9 +73,7 @@ async def _read_whole(
     ]
     digests = [digest for found in await all_done(loads) for digest in found]
     if len(digests) != len(layout.tensors):
-        raise WeightSyncError(
-            Reason.SHARD_INVALID, "it changed meanwhile"
-        )
+        raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
     return await versions.seal(layout, digests)
 
 

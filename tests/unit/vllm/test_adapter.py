@@ -43,7 +43,10 @@ class Llm:
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(**parallel),
             model_config=SimpleNamespace(
-                model="m", quantization=changes.pop("quantization", None), revision=None
+                model="m",
+                quantization=changes.pop("quantization", None),
+                use_mla=changes.pop("use_mla", False),
+                revision=None,
             ),
             lora_config=changes.pop("lora", None),
             speculative_config=changes.pop("speculative", None),
@@ -566,6 +569,8 @@ async def test_nonsense_is_refused(spec: PauseSpec, lease_s: float) -> None:
         ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "context"),
         ({"parallel": {"_api_process_count": 2}}, "API server"),
+        ({"parallel": {"enable_eplb": True}}, "EPLB"),
+        ({"use_mla": True}, "MLA"),
         ({"lora": object()}, "LoRA"),
         ({"quantization": "fp8"}, "fp8"),
         ({"speculative": object()}, "speculative"),

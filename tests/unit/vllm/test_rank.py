@@ -128,6 +128,60 @@ def test_adoption_of_other_weights_is_not_proved(rank: Worker, staging: Staging)
     assert rank.call("state")["apply_id"] == "base"
 
 
+def test_a_proof_of_the_checkpoint_claims_nothing(staging: Staging, first: Version) -> None:
+    rank = Worker(load_for_real(ToyModel(), toy_tensors(1)), staging)
+    assert rank.job("prepare", "proof", first)["phase"] == "needs_capture"
+    assert rank.call("capture", document=first.document.id)["ok"]
+    how = {"compare_live": True, "proof_only": True}
+    assert rank.job("prepare", "proof", first, **how)["proved"] is True
+    state = rank.call("state")
+    assert (state["apply_id"], state["content_digest"], state["dirty"]) == ("", "", False)
+    other = staging.stage_files([save(toy_tensors(2))])
+    assert rank.job("prepare", "other", other, **how)["proved"] is False
+    assert rank.call("state")["content_digest"] == ""
+    assert rank.call("state")["dirty"] is False
+
+
+def test_what_is_made_of_the_weights_and_not_written_is_refused(staging: Staging) -> None:
+    model = load_for_real(ToyModel(), toy_tensors(1))
+    model.absorbed = model.qk.detach().T.contiguous()
+    rank = Worker(model, staging)
+    version = staging.stage_files([save(toy_tensors(1))])
+    reply = rank.call("capture", document=version.document.id)
+    assert not reply["ok"]
+    assert reply["names"] == ["absorbed"]
+    # What only shows a parameter in another form follows what is written there.
+    model.absorbed = model.qk.detach().T
+    assert rank.call("capture", document=version.document.id)["ok"]
+
+
+def test_an_ignored_norm_that_was_all_ones_is_no_tie(staging: Staging) -> None:
+    # As the norms of layers that only a draft model reads, before anything was trained.
+    class WithDraft(ToyModel):
+        def load_one(self, name: str, tensor: torch.Tensor) -> None:
+            if not name.startswith("mtp."):
+                super().load_one(name, tensor)
+
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        drawn = toy_tensors(seed)
+        extra = {"mtp.bias": drawn["q_bias"] * 3, "mtp.scale": drawn["scale"] * 3}
+        return {**drawn, **extra, "mtp.tied": drawn["down"].clone()}
+
+    ones = {"q_bias", "mtp.bias", "scale", "mtp.scale"}
+    start = {n: torch.ones_like(t) if n in ones else t for n, t in tensors(1).items()}
+    model = WithDraft()
+    load_for_real(model, start)
+    rank = Worker(model, staging)
+    rank.adopt(staging.stage_files([save(start)]))
+    assert rank.job("prepare", "trained", staging.stage_files([save(tensors(2))]))["phase"] == (
+        "ready"
+    )
+    # A real tie still counts.
+    untied = tensors(3) | {"mtp.tied": torch.randn(4, 6)}
+    report = rank.job("prepare", "untied", staging.stage_files([save(untied)]))
+    assert (report["phase"], report["names"]) == ("failed", ["mtp.tied"])
+
+
 def test_tensors_at_odd_addresses_and_of_several_shards(rank: Worker, staging: Staging) -> None:
     tensors = toy_tensors(2)
     raw = save({name: tensors[name] for name in ("q", "k", "down", "scale", "q_bias")})
@@ -373,6 +427,17 @@ def test_replaced_parameters_are_followed_or_refused(rank: Worker, staging: Stag
     rank.model.down = torch.nn.Parameter(torch.zeros(3, 4), requires_grad=False)
     reply = rank.call("commit", apply_id="base")
     assert "down was replaced" in reply["error"]
+
+
+def test_emptied_parameter_under_the_switch_has_another_remedy(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_CPU_PLAIN_WEIGHTS", "1")
+    rank.model.qk = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    report = rank.job("prepare", "two", staging.stage_files([save(toy_tensors(2))]))
+    assert report["phase"] == "failed"
+    assert "serve the model on a GPU" in report["error"]
+    assert "restart vLLM with" not in report["error"]
 
 
 def test_emptied_parameter_is_refused_with_the_switch_named(

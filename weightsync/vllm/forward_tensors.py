@@ -1,0 +1,110 @@
+"""Every tensor that a model's forward pass can reach: parameters, buffers, and what nobody lists.
+
+vLLM keeps tensors beside parameters: as bare attributes of modules, in helper objects (a kernel, an
+attention backend), in closures of functions that it puts on layers. `named_parameters` shows none
+of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["forward_tensors"]
+
+#: Modules whose objects hold no tensor of a model, and much that is costly to look at.
+_FOREIGN = frozenset(
+    {"asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "numpy", "threading", "torch"}
+)
+_LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, enum.Enum, type(None))
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def forward_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor that can be reached from a model, with a path to it.
+
+    Followed are modules, attributes, slots, lists, tuples, sets, dictionaries, and what functions
+    close over, have as defaults or are bound to; not what is global to a Python module. One tensor
+    may come under several paths, its shortest from a module first. Parameters and buffers have the
+    names that torch gives them.
+
+    Args:
+        model: Looked at only: no property of any object is evaluated.
+    """
+    ahead: deque[tuple[str, Any]] = deque(model.named_modules())
+    seen = {id(module) for _, module in ahead}
+    while ahead:
+        path, value = ahead.popleft()
+        for name, child in _children(value):
+            place = name if not path else f"{path}{'' if name.startswith('[') else '.'}{name}"
+            if isinstance(child, torch.Tensor):
+                yield place, child
+            elif not isinstance(child, _LEAVES) and id(child) not in seen:
+                seen.add(id(child))
+                ahead.append((place, child))
+
+
+def _children(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        return _of_module(value)
+    if isinstance(value, dict):
+        return [(f"[{key!r:.80}]", child) for key, child in list(value.items())]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [(f"[{index}]", child) for index, child in enumerate(list(value))]
+    if isinstance(value, types.FunctionType):
+        return _of_function(value)
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    return _of_object(value)
+
+
+def _of_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for table in _TABLES:
+        yield from list(vars(module)[table].items())
+    for name, child in list(vars(module).items()):
+        if name not in _TABLES:
+            yield name, child
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield f"<{name}>", cell.cell_contents
+        except ValueError:
+            # Not bound yet.
+            continue
+    yield "__defaults__", function.__defaults__
+    yield "__kwdefaults__", function.__kwdefaults__
+    yield from list(vars(function).items())
+
+
+def _of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _FOREIGN:
+        return
+    # Not `vars`: an object may answer for its attributes itself.
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = {}
+    yield from list(attributes.items())
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            place = vars(base).get(name)
+            if isinstance(place, types.MemberDescriptorType):
+                try:
+                    yield name, place.__get__(value, kind)
+                except AttributeError:
+                    continue
