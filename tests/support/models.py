@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["ARCHITECTURES", "make_checkpoint", "nudge_checkpoint", "perturb_checkpoint"]
 
 #: Model families that `make_checkpoint` knows.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "deepseek_v2")
 
 _CORPUS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -67,6 +67,17 @@ def _config(arch: str, *, tied: bool, hidden: int, layers: int) -> Any:
     head = {"head_dim": hidden // 4}
     if arch == "qwen3":
         return transformers.Qwen3Config(**common, **head)
+    if arch == "qwen3_moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        return transformers.Qwen3MoeConfig(**common, **head, **experts)
+    if arch == "deepseek_v2":
+        # Latent attention; dense layers alone, for experts have a family of their own.
+        latent = {"kv_lora_rank": hidden // 4, "q_lora_rank": None, "v_head_dim": hidden // 8}
+        heads = {"qk_nope_head_dim": hidden // 8, "qk_rope_head_dim": hidden // 8}
+        experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": layers}
+        return transformers.DeepseekV2Config(
+            **{**common, "num_key_value_heads": 4}, **latent, **heads, **experts
+        )
     gemma = {**common, **head, "query_pre_attn_scalar": hidden // 4, "sliding_window": 512}
     if arch == "gemma2":
         return transformers.Gemma2Config(**gemma)
