@@ -134,7 +134,8 @@ class Sources:
         """Tell whether a tensor holds one value all over, bit for bit."""
         tensor = self.tensor(name)
         rows = tensor.reshape(-1).view(torch.uint8).reshape(-1, tensor.element_size())
-        return all(bool((piece == rows[0]).all()) for piece in rows.split(_PIECE))
+        pieces = (rows[begin : begin + _PIECE] for begin in range(0, len(rows), _PIECE))
+        return all(bool((piece == rows[0]).all()) for piece in pieces)
 
     def turn(self, item: Slice) -> int:
         """Return when the shard that a copy reads has its turn: its place in `largest_first`."""

@@ -24,6 +24,7 @@ _PROGRAM = """
 import json, os, sys, tempfile
 import torch
 from pathlib import Path
+from safetensors.torch import load_file
 from weightsync.vllm import plugin
 plugin.register()
 from vllm.config import set_current_vllm_config
@@ -33,7 +34,7 @@ from vllm.model_executor.model_loader import get_model
 from weightsync.layout import check_shard, check_version, parse_header
 from weightsync.manifest import ShardEntry
 from weightsync.vllm.capture import capture_plan
-from weightsync.vllm.live import LiveParameters
+from weightsync.vllm.live import LiveParameters, view_of
 from weightsync.vllm.loading import check_complete, made_by_loading
 from weightsync.vllm.plain import why_not_plain
 from weightsync.vllm.plan import PlanRefusedError
@@ -47,6 +48,19 @@ def layout_of(folder):
         shards.append(ShardEntry(file.name, len(raw), size))
         tensors.append(check_shard(shards[-1], parse_header(raw[8 : 8 + size], index)))
     return check_version(shards, tensors)
+
+def unlike(plan, live, folder):
+    # The parameters that are no copies of the checkpoint: what the proof at start finds.
+    tensors = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return sorted({
+        item.param
+        for item in plan.slices
+        if not view_of(live.tensor(item.param), item.target).equal(
+            view_of(tensors[item.tensor], item.source)
+        )
+    })
 
 def refused(model, covered):
     try:
@@ -70,6 +84,7 @@ for arch, folder in json.loads(sys.argv[1]).items():
         plan, _ = capture_plan(model, live, layout_of(folder))
     covered = [live.tensor(name) for name in plan.written]
     found = {
+        "unlike": unlike(plan, live, folder),
         "refusals": config_refusals(config), "plain": why_not_plain(model),
         "made": len(made_by_loading(model)), "left": refused(model, covered),
         "without_one": refused(model, [live.tensor(n) for n in plan.written if "norm" not in n]),
@@ -92,9 +107,10 @@ DENSE = ("llama", "qwen3", "gemma2", "gemma3")
 
 @pytest.fixture(scope="module")
 def seen(checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    # vLLM makes the group of expert parallel ranks only for a model with experts: that one first.
     models = {
         arch: str(checkpoint(arch, dtype="bfloat16", tied=arch.startswith("gemma")))
-        for arch in (*DENSE, "qwen3_moe", "deepseek_v2")
+        for arch in ("qwen3_moe", *DENSE, "deepseek_v2")
     }
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(models)],
@@ -118,6 +134,8 @@ def test_ordinary_models_read_nothing_that_an_update_does_not_reach(
     assert found["plain"] == ""
     assert found["made"] > 0
     assert found["left"] == found["copied"] == []
+    # Experts are repacked on most processors; the proof at start then names them.
+    assert all(name.endswith(("w13_weight", "w2_weight")) for name in found["unlike"])
     assert found["without_one"]
     assert all("norm" in name for name in found["without_one"])
 
@@ -126,6 +144,7 @@ def test_matrices_made_for_latent_attention_are_found_where_they_are_copies(
     seen: dict[str, Any],
 ) -> None:
     found = seen["deepseek_v2"]
+    assert found["unlike"] == []
     (sentence,) = found["refusals"]
     assert "VLLM_MLA_DISABLE=1" in sentence
     # Where vLLM computes from views of kv_b_proj, they change with it.
