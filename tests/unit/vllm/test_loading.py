@@ -47,6 +47,7 @@ class _Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(4, 6), requires_grad=False)
+        self.rotary: torch.Tensor
         self.register_buffer("rotary", torch.arange(8.0), persistent=False)
         self.scale = torch.ones(())
         self.cache = torch.empty(0)
@@ -58,7 +59,7 @@ class _Model(torch.nn.Module):
         super().__init__()
         self.layer = _Layer()
         # An object that leads back to the modules, as vLLM's configuration does.
-        self.config = SimpleNamespace(context={"layer": self.layer}, root=self)
+        self.config: Any = SimpleNamespace(context={"layer": self.layer}, root=self)
 
 
 def _loaders(process: Callable[[_Layer], object]) -> Any:
