@@ -115,8 +115,12 @@ demo: setup ## Watch a model learn a sentence while it generates
 $(BENCHMARKS:%=bench-%): bench-%: setup
 	$(PY) -m benchmarks.$* --json
 
+.PHONY: bench-memory
+bench-memory: setup
+	$(PY) -m benchmarks.push --memory --json
+
 .PHONY: bench
-bench: $(BENCHMARKS:%=bench-%) ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
+bench: $(BENCHMARKS:%=bench-%) bench-memory ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
 # On a host whose environment is there already, so it sets nothing up: make gpu-bench PART=apply
 # PY=python3. `$(PY) -m benchmarks.gpu --help` tells the parts.

@@ -21,9 +21,16 @@ same_host_limit_gbps    two threads copy the tensors into such memory, digest th
                         then digest what lies there: what a push moves, without the push
 same_host_over_limit    median of the ratios within each round
 
+durable_gbps            the public client's call, as it chooses its way, against a server with the
+                        default store on the disk of --disk: it ends when the version would survive
+                        a crash
+disk_gbps               one thread writes the same shards to files and flushes each
+durable_over_disk       median of the ratios within each round; wanted at least 0.8
+
 The streams with suffix _unix over a unix socket. GB are 10^9 bytes. The three take turns, who goes
 first changes from round to round, every byte changes before each of them, slots are warm, the
-store is memory://, and no engine is attached.
+store is memory:// but for the durable ones, and no engine is attached. --durable measures these
+alone.
 
 With --ingest N and --clients M instead: how fast M client processes push one version together, each
 its own shards on one stream,
@@ -33,7 +40,8 @@ own_gbps          to the server's own process
 ingest_over_own   the one median over the other
 
 With --memory instead: how much the anonymous memory (RssAnon) of server and fetchers together
-grows at most over its idle value, while 8 GiB are pushed as 8 versions, and as one.
+grows at most over its idle value, while 8 GiB are pushed as 8 versions, and as one. Where
+either grows by more than 300 MB it ends with status 1.
 """
 
 from __future__ import annotations
@@ -41,8 +49,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -56,12 +67,13 @@ import numpy.typing as npt
 
 from benchmarks import report
 from benchmarks.crowd import crowd_samples
+from benchmarks.durable import filesystem, write_shards
 from benchmarks.floor import CLIENT_OPTIONS, make_chunk_class, push_floor
 from benchmarks.handing import limit_of, plain_copy
 from benchmarks.servers import descendants, free_port, process, rss_anon, weightsync_server
 from benchmarks.source import Source
 from benchmarks.stock import StockClient, stock_client
-from weightsync_client import Client, PushOptions, Residency, Way
+from weightsync_client import Client, Durability, PushOptions, Residency, Way
 
 __all__ = ["floor_client", "main"]
 
@@ -71,6 +83,10 @@ _SAMPLE_S = 0.05
 _THREADS = 2
 #: Rounds that warm connections, slots and the floor's buffer and are not counted.
 _WARM_UP = 3
+#: Most that RssAnon of server and fetchers may grow while 8 GiB are pushed, MB.
+_MEMORY_MB = 300
+#: Versions that the store on disk keeps: those before are removed while the next are pushed.
+_KEPT = 2
 
 
 def main() -> None:
@@ -82,15 +98,19 @@ def main() -> None:
     parser.add_argument("--ingest", type=int, default=0, help="ingest processes (default 0)")
     parser.add_argument("--clients", type=int, default=1, help="client processes (default 1)")
     parser.add_argument("--memory", action="store_true", help="measure memory instead of speed")
+    parser.add_argument("--durable", action="store_true", help="durable_gbps and its floor alone")
+    parser.add_argument(
+        "--disk", type=Path, default=Path("build/bench"), help="of the durable ones (build/bench)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
         if options.memory:
-            _report_memory(Path(folder), as_json=options.json)
-            return
+            sys.exit(_report_memory(Path(folder), as_json=options.json))
         if options.ingest:
             _report_ingest(Path(folder), options)
             return
         source = Source(options.mib << 20, options.shards)
+        options.disk.mkdir(parents=True, exist_ok=True)
         parameters = {
             "bytes": options.mib << 20,
             "shards": options.shards,
@@ -100,8 +120,12 @@ def main() -> None:
             "streams": 1,
             "store": "memory://",
             "warm_slots": True,
+            "disk": filesystem(options.disk),
         }
-        samples = _measure(Path(folder), source, options.shards, options.rounds)
+        samples: dict[str, list[float]] = {}
+        if not options.durable:
+            samples |= _measure(Path(folder), source, options.shards, options.rounds)
+        samples |= _durable(Path(folder), source, options.rounds, options.disk)
         report.emit("push", parameters, samples, as_json=options.json)
 
 
@@ -168,6 +192,47 @@ def _same_host(address: str, source: Source, rounds: int) -> dict[str, list[floa
         ratios = [speed["same_host"] / speed[against] for speed in speeds]
         samples[f"same_host_over_{name}"] = ratios
     return samples
+
+
+def _durable(folder: Path, source: Source, rounds: int, disk: Path) -> dict[str, list[float]]:
+    address = f"unix:{folder}/durable.sock"
+    # Where sockets are, paths are short; versions lie on the disk.
+    own = folder / "durable"
+    own.mkdir()
+    flags = ("--retain-versions", str(_KEPT))
+    with (
+        tempfile.TemporaryDirectory(prefix="store-", dir=disk) as store,
+        tempfile.TemporaryDirectory(prefix="plain-", dir=disk) as plain,
+        weightsync_server(own, [address], *flags, store=f"file://{Path(store).resolve()}"),
+        Client(address) as client,
+    ):
+        ways: dict[str, Callable[[], float]] = {
+            "disk": partial(_on_disk, source, Path(plain), itertools.count()),
+            "durable": partial(_durably, client, source),
+        }
+        speeds = _alternate(ways, source, rounds)
+    samples = {f"{name}_gbps": [speed[name] for speed in speeds] for name in ways}
+    samples["durable_over_disk"] = [speed["durable"] / speed["disk"] for speed in speeds]
+    return samples
+
+
+def _on_disk(source: Source, folder: Path, numbers: Iterator[int]) -> float:
+    number = next(numbers)
+    # As many copies lie on the disk as of the server: on some, blocks that were written before
+    # are several times as fast as others.
+    shutil.rmtree(folder / str(number - _KEPT - 1), ignore_errors=True)
+    target = folder / str(number)
+    target.mkdir()
+    return _speed(len(source.view), lambda: write_shards(source, target))
+
+
+def _durably(client: Client, source: Source) -> float:
+    started = time.perf_counter()
+    pushed = client.push(source.tensors, delta="never", shard_bytes=source.shard_bytes)
+    speed = len(source.view) / (time.perf_counter() - started) / 1e9
+    version = client.get_version(pushed.version)
+    assert version.durability == Durability.COMMITTED, version
+    return speed
 
 
 def _memcpy(source: memoryview, rounds: int) -> list[float]:
@@ -253,14 +318,16 @@ def _alternate(
     return found
 
 
-def _report_memory(folder: Path, *, as_json: bool) -> None:
+def _report_memory(folder: Path, *, as_json: bool) -> int:
     total = 8 << 30
     growth = {}
     for versions in (8, 1):
         growth[versions] = _memory_growth(folder / str(versions), total, versions)
-    facts = {f"rss_anon_growth_mb_{n}_versions": round(mb / 1e6, 1) for n, mb in growth.items()}
+    facts = {f"rss_anon_growth_mb_{n}_versions": round(size / 1e6, 1) for n, size in growth.items()}
+    bound = {"wanted_at_most_mb": _MEMORY_MB, "met": max(facts.values()) <= _MEMORY_MB}
     parameters = {"bytes": total, "chunk_bytes": _CHUNK_BYTES, "sampled_every_s": _SAMPLE_S}
-    report.emit("push_memory", parameters, {}, facts, as_json=as_json)
+    report.emit("push_memory", parameters, {}, facts | bound, as_json=as_json)
+    return int(not bound["met"])
 
 
 def _memory_growth(folder: Path, total: int, versions: int) -> int:

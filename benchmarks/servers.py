@@ -70,18 +70,19 @@ def process(
 
 @contextlib.contextmanager
 def weightsync_server(
-    folder: Path, listen: list[str], *flags: str, engine: str = ""
+    folder: Path, listen: list[str], *flags: str, engine: str = "", store: str = "memory://"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a real weightsync-server with the store memory:// until the block ends.
+    """Run a real weightsync-server until the block ends.
 
     Args:
         folder: For its sockets, state and log.
         listen: Addresses.
         *flags: More flags.
         engine: Socket of the bridge; empty: one that does not exist, which pushes do not need.
+        store: Where versions are kept; empty: in the state folder.
     """
     arguments = [
-        *("-m", "weightsync_server.cli", "--name", "bench", "--store", "memory://"),
+        *("-m", "weightsync_server.cli", "--name", "bench", "--store", store),
         *("--engine", f"unix:{engine or folder / 'absent.sock'}", "--metrics", ""),
         *("--run-dir", str(folder), "--state-dir", str(folder / "state")),
         *("--drain-timeout-s", "2"),

@@ -6,12 +6,15 @@ are called as `files.fsync(fd)`, never imported by name.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from typing_extensions import Buffer
@@ -31,6 +34,8 @@ __all__ = [
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o640
+#: Every disk writes a multiple of this without the page cache, from memory that begins at one.
+_BLOCK = 4096
 
 
 def create(path: Path | str) -> int:
@@ -62,8 +67,31 @@ def write(fd: int, data: Buffer) -> None:
 
 
 def pwrite(fd: int, data: Buffer, offset: int) -> int:
-    """Write at an offset and return how many bytes were."""
-    return os.pwrite(fd, data, offset)
+    """Write at an offset and return how many bytes were; fewer than asked is no error.
+
+    Whole blocks go to the disk past the page cache, where the file system can: that takes a fifth
+    of the processor's time, above all for a file that was reserved. They become durable with
+    `fsync`, as the others do.
+    """
+    view = memoryview(data).cast("B")
+    if before := -offset % _BLOCK:
+        return os.pwrite(fd, view[:before], offset)
+    if whole := len(view) // _BLOCK * _BLOCK:
+        with contextlib.suppress(OSError), _past_cache(fd):
+            return os.pwrite(fd, view[:whole], offset)
+    # Also what failed: the same error comes again, unless it was that the disk or the memory of
+    # these bytes does not allow it.
+    return os.pwrite(fd, view, offset)
+
+
+@contextlib.contextmanager
+def _past_cache(fd: int) -> Iterator[None]:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 def allocate(fd: int, size: int) -> None:
