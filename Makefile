@@ -107,6 +107,28 @@ planted: setup ## Plant bugs into a copy of the tree, one by one: do the tests n
 soak: setup ## Use the service for MINUTES (20) under random faults, with SEED if given; VLLM=1: a real vLLM
 	$(PY) -m tests.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED)) $(if $(VLLM),--vllm)
 
+.PHONY: prove
+prove: setup ## What CI does not run, or PART of it; each line with its commit into docs/proof.json
+	$(PY) -m tests.prove --part "$(PART)"
+
+# On a host whose environment is there already; without a git repository it is told the COMMIT.
+.PHONY: prove-gpu
+prove-gpu: ## The same on a host with GPUs: their tests and benchmarks, or PART of them, into STORE
+	PYTHONPATH="$(GPU_PATH)" $(PY) -m tests.prove --gpu --part "$(PART)" \
+		$(if $(COMMIT),--commit $(COMMIT)) $(if $(STORE),--store $(STORE))
+
+.PHONY: prove-merge
+prove-merge: setup # Takes STORE over, which `make prove-gpu` wrote elsewhere
+	$(PY) -m tests.prove --merge $(STORE)
+
+.PHONY: prove-docs
+prove-docs: setup # Writes the figures of docs/proof.json into the pages
+	$(PY) -m tests.prove --docs
+
+.PHONY: prove-ages
+prove-ages: setup # Tells which code each part was run on
+	$(PY) -m tests.prove --ages
+
 .PHONY: demo
 demo: setup ## Watch a model learn a sentence while it generates
 	$(PY) -m examples.demo
@@ -122,12 +144,17 @@ bench-memory: setup
 .PHONY: bench
 bench: $(BENCHMARKS:%=bench-%) bench-memory ## Every benchmark, one JSON line each (bench-push, bench-control, ...)
 
+GPU_PATH = $(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}
+
 # On a host whose environment is there already, so it sets nothing up: make gpu-bench PART=apply
 # PY=python3. `$(PY) -m benchmarks.gpu --help` tells the parts.
 .PHONY: gpu-bench
 gpu-bench: ## Measure PART on a host with GPUs, with FLAGS if given; one JSON line
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/server:$(CURDIR)/client:$${PYTHONPATH:-}" \
-		$(PY) -m benchmarks.gpu --json --part $(PART) $(FLAGS)
+	@PYTHONPATH="$(GPU_PATH)" $(PY) -m benchmarks.gpu --json --part $(PART) $(FLAGS)
+
+.PHONY: test-gpu
+test-gpu: # The tests that need a GPU, on such a host
+	PYTHONPATH="$(GPU_PATH)" $(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 .PHONY: constraints
 constraints: ## Pin in constraints.txt what .venv holds now

@@ -1,0 +1,104 @@
+"""The figures in the docs come from docs/proof.json: this writes them, and says what is missing.
+
+Between `<!-- proof: NAMES -->` and `<!-- end of proof -->` stands what the file tells of these
+parts or groups. A section whose figures were measured by hand says so with a block of a part
+`page-...`, which has a commit and no line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from tests.prove.parts import PARTS
+from tests.prove.proof import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from tests.prove.proof import Proof
+
+__all__ = ["PAGES", "render", "unproved"]
+
+PAGES: tuple[Path, ...] = (ROOT / "docs" / "guarantees.md", ROOT / "docs" / "performance.md")
+
+_BLOCK = re.compile(r"(<!-- proof: ([^>]+) -->\n).*?(<!-- end of proof -->)", re.DOTALL)
+#: What a line of a run looks like where nobody wrote it.
+_FIGURE = re.compile(r"\d+ of \d+ caught|\"violations\":|\d+ (?:tests )?passed|\| [^|]*\d[.,]\d")
+#: Of a line of JSON, what is no figure.
+_ABOUT = ("seed", "minutes", "benchmark", "parameters", "spread", "machine", "beside", "fuzz")
+
+
+def render(text: str, proofs: Mapping[str, Proof], older: Callable[[str], bool]) -> str:
+    """Return a page with every block as the proofs tell.
+
+    Args:
+        text: The page.
+        proofs: By part.
+        older: Whether code has changed since a commit.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        names = match[2].split()
+        found = [
+            (name, proof)
+            for name, proof in sorted(proofs.items(), key=lambda item: _place(item[0]))
+            if name in names or name.partition("-")[0] in names
+        ]
+        return f"{match[1]}{_table(found, older)}{match[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def unproved(text: str) -> list[str]:
+    """Return the headings of the sections whose figures have no commit."""
+    sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    wrong = []
+    for section in sections:
+        free = _BLOCK.sub("", section)
+        if _FIGURE.search(free) and "<!-- proof: page" not in section:
+            wrong.append(section.partition("\n")[0])
+    return wrong
+
+
+def _place(name: str) -> tuple[int, str]:
+    order = [part.name for part in PARTS]
+    return (order.index(name) if name in order else len(order), name)
+
+
+def _table(found: list[tuple[str, Proof]], older: Callable[[str], bool]) -> str:
+    pages = [(name, proof) for name, proof in found if not proof.line]
+    if pages:
+        return "".join(f"{_page(proof, older)}\n" for _, proof in pages)
+    if not found:
+        return "Not run yet.\n"
+    rows = ["| command | commit, day, machine | line |", "|---|---|---|"]
+    for _, proof in found:
+        command = proof.command.replace("make -s ", "make ")
+        rows.append(f"| `{command}` | {_when(proof, older)}; {proof.machine} | {_line(proof)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _page(proof: Proof, older: Callable[[str], bool]) -> str:
+    return f"*Figures of this section: {_when(proof, older)}; {proof.machine}.*"
+
+
+def _when(proof: Proof, older: Callable[[str], bool]) -> str:
+    how = "written down in " if proof.written else ""
+    since = f"`{proof.since[:10]}` to " if proof.since else ""
+    age = ", code has changed since" if older(proof.commit) else ""
+    return f"{how}{since}`{proof.commit[:10]}`, {proof.date}{age}"
+
+
+def _line(proof: Proof) -> str:
+    if not proof.line.startswith("{"):
+        return f"`{proof.line}`"
+    facts = {name: _flat(value) for name, value in json.loads(proof.line).items()}
+    return f"`{json.dumps({n: v for n, v in facts.items() if n not in _ABOUT})[1:-1]}`"
+
+
+def _flat(value: object) -> object:
+    # Of a fuzzer's target its number of inputs.
+    return value.get("inputs", len(value)) if isinstance(value, dict) else value
