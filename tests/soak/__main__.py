@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _FLAGS = (
     "--slots", "3", "--retain-versions", "100000", "--pause-lease-s", "5", "--commit-timeout-s",
     "2.5", "--drain-timeout-s", "5", "--push-idle-timeout-s", "3", "--delta-chain-length", "2",
+    "--ingest", "1", "--same-host",
 )  # fmt: skip
 #: Everything is looked at after so many faults even where nothing had to be started again.
 _CHECK_EVERY = 10
@@ -70,7 +72,7 @@ class Soak:
         self._callers: list[Caller] = [self._controller, trainer]
         outside = Outside(site, trainer, self._controller, self._still, seed + 3)
         self._injector = Injector(site, self._callers, seed, outside.blows, vllm=vllm)
-        self.checker = Checker(site, history, self._controller, vllm=vllm)
+        self.checker = Checker(site, history, self._controller, _ranks() if vllm else 2)
         self._reviving: Future[bool] | None = None
         self._pool = ThreadPoolExecutor(1)
         self._goes_on, self._over = threading.Event(), threading.Event()
@@ -87,6 +89,21 @@ class Soak:
     def deltas(self) -> int:
         """Versions that were pushed as a delta."""
         return self._trainer.deltas
+
+    @property
+    def switches(self) -> int:
+        """Applies and rollbacks between two steps that went well."""
+        return self._controller.switches
+
+    @property
+    def handed_over(self) -> int:
+        """Versions that a trainer wrote into the server's memory."""
+        return self._trainer.handed_over
+
+    @property
+    def ingested(self) -> int:
+        """Versions that came through an ingest process."""
+        return self._trainer.ingested
 
     @property
     def missed(self) -> dict[str, int]:
@@ -203,8 +220,13 @@ def _vllm_site(folder: Path) -> tuple[Engine, Contents]:
         make_checkpoint(folder / f"checkpoint-{seed}", dtype="bfloat16", seed=seed)
         for seed in range(4)
     ]
-    vllm = VllmServer(folders[0], folder / "run", dtype="bfloat16", tp=2, start_s=900)
+    vllm = VllmServer(folders[0], folder / "run", dtype="bfloat16", tp=_ranks(), start_s=900)
     return VllmEngineProcess(vllm), CheckpointContents(folders)
+
+
+def _ranks() -> int:
+    """Return how many ranks a real vLLM gets: each needs a core of its own."""
+    return min(2, len(os.sched_getaffinity(0)))
 
 
 def _adopt(site: Site, engine: Engine, rng: random.Random) -> None:
@@ -245,6 +267,9 @@ def _report(soak: Soak, history: History, seed: int, seconds: float, left: list[
         "operations": history.operations,
         "versions": len(history.committed),
         "deltas": soak.deltas,
+        "switches": soak.switches,
+        "handed_over": soak.handed_over,
+        "ingested": soak.ingested,
         "compared": soak.compared,
         "checks": soak.checker.looks,
         "looks": soak.seen,

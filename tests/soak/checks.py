@@ -36,13 +36,13 @@ class Checker:
         looks: How often everything was compared.
     """
 
-    def __init__(self, site: Site, history: History, controller: Controller, *, vllm: bool) -> None:
+    def __init__(self, site: Site, history: History, controller: Controller, ranks: int) -> None:
         self.leaked = self.looks = 0
         self._site = site
         self._history = history
         self._controller = controller
         self._stub = controller.stub
-        self._ranks = 2 if vllm else 1
+        self._ranks = ranks
         self._descriptors = self._surplus = 0
         self._start_of: dict[str, int] = {}
 
@@ -186,6 +186,8 @@ class Checker:
         found = len(self._site.fetchers())
         if not found == status.fetchers == _FETCHERS:
             wrong.append(f"{found} fetchers live, the server tells {status.fetchers}")
+        if len(self._site.ingesters()) != status.ingest_processes:
+            wrong.append(f"{len(self._site.ingesters())} ingest processes live, not one")
         return wrong
 
     def _files(self) -> list[str]:

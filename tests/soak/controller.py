@@ -27,18 +27,29 @@ class Controller(Caller):
     Attributes:
         compared: Versions that were read back and compared byte by byte.
         proved: Times that every rank proved what it holds.
+        switches: Applies and rollbacks between two steps that went well.
     """
 
     acts: ClassVar[Mapping[str, int]] = {
-        "apply": 45, "rollback": 12, "delete": 18, "pin": 8, "compare": 12, "verify": 5,
-        "incomplete": 2, "clash": 2, "crawl": 2,
+        "apply": 30, "switch": 15, "rollback": 12, "delete": 18, "pin": 8, "compare": 12,
+        "verify": 5, "incomplete": 2, "clash": 2, "crawl": 2,
     }  # fmt: skip
-    compared = proved = 0
+    compared = proved = switches = 0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         #: Whether a version is pinned, as acknowledged; None: nobody knows.
         self._pins: dict[int, bool | None] = {}
+        #: How applies and rollbacks pause.
+        self._mode: pb.PauseMode.ValueType = pb.PAUSE_MODE_UNSPECIFIED
+
+    def switch(self) -> None:
+        """Make a version live between two steps; where none is above, go back so."""
+        self._mode = pb.PAUSE_MODE_BETWEEN_STEPS
+        try:
+            self.apply()
+        finally:
+            self._mode = pb.PAUSE_MODE_UNSPECIFIED
 
     def apply(self) -> None:
         """Make a version live, sometimes twice with one key; where none is above, go back."""
@@ -66,7 +77,8 @@ class Controller(Caller):
     def rollback(self) -> None:
         """Go back, sometimes twice with one key: one version at most."""
         key = f"r{self.rng.randrange(1 << 30)}"
-        request = pb.RollbackRequest(model=MODEL, reason="soak", idempotency_key=key)
+        pause = pb.PauseOptions(mode=self._mode)
+        request = pb.RollbackRequest(model=MODEL, reason="soak", idempotency_key=key, pause=pause)
         starts, seen = self.site.starts, set()
         for _ in range(1 + (self.rng.random() < 0.3)):
             _, before = self.history.snapshot()
@@ -227,6 +239,7 @@ class Controller(Caller):
             version=version,
             clear_rejected=True,
             idempotency_key=f"a{self.rng.randrange(1 << 30)}",
+            pause=pb.PauseOptions(mode=self._mode),
         )
 
     def _switched(self, name: str, answer: Any, outcome: str, before: set[int]) -> None:
@@ -241,6 +254,7 @@ class Controller(Caller):
         if digests != {expected}:
             self.history.violate(f"{name} of version {report.version} was answered with {digests}")
         self.history.switched(report.version)
+        self.switches += report.pause.mode == pb.PAUSE_MODE_BETWEEN_STEPS
 
     def rest(self) -> None:
         """Leave some time to the others."""

@@ -18,6 +18,7 @@ ROWS = {
     "1": "the server dies at a failpoint",
     "4": "the server is asked to end while it works",
     "6": "a fetcher dies",
+    "7": "an ingest process dies",
     "8": "a fetcher stands still",
     "9": "a rank dies before, in or after its commit",
     "10": "a rank hangs",
@@ -49,9 +50,9 @@ ROWS = {
 
 #: Blows and acts, by row and how often each comes where a failpoint comes once.
 _BLOWS = {
-    "terminate": "4", "kill_fetcher": "6", "stop_fetcher": "8", "engine_in_pause": "15",
-    "flip_stored": "23", "flip_segment": "23", "no_memory": "30", "no_files": "33",
-    "tear_journal": "36", "jump_clock": "43", "second_server": "44", "flood": "45",
+    "terminate": "4", "kill_fetcher": "6", "kill_ingest": "7", "stop_fetcher": "8",
+    "engine_in_pause": "15", "flip_stored": "23", "flip_segment": "23", "no_memory": "30",
+    "no_files": "33", "tear_journal": "36", "jump_clock": "43", "second_server": "44", "flood": "45",
     "stall": "46", "attack": "50",
 }  # fmt: skip
 _ACTS = {
@@ -167,9 +168,10 @@ def _at_points(placed: Collection[str], rng: random.Random) -> list[Card]:
     cards = []
     for point in placed:
         fetcher, engine = points.in_fetcher(point), point.startswith(points.IN_ENGINE)
-        row = "6" if fetcher else "9" if engine else "1"
+        ingest = points.in_ingest(point)
+        row = "6" if fetcher else "7" if ingest else "9" if engine else "1"
         # What is dear is spent on ranks.
-        weight = 0.2 if point.startswith("bridge.") else 0.5 if fetcher or engine else _DEATH
+        weight = 0.2 if point.startswith("bridge.") else _DEATH if row == "1" else 0.5
         cards.append(
             Card(f"{point} panic", row, weight, point=point, action="panic", kills_engine=engine)
         )

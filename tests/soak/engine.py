@@ -3,15 +3,18 @@
 python -m tests.soak.engine RUN_DIR
 
 It serves EngineService on RUN_DIR/engine.sock, and on RUN_DIR/probe.sock tells every caller what it
-generates with: one line of JSON with its state and the digest of its live parameters. It has the
-failpoints of a real rank.
+generates with: one line of JSON with its state and the digest of its live parameters, of each rank
+where they differ. It has two ranks, the failpoints of real ones, and reads versions as they come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,20 +23,39 @@ import grpc
 
 from tests.soak.contents import KINDS, MemoryContents
 from weightsync import failpoints
+from weightsync.arriving import ArrivalReader
 from weightsync.digest import content_digest, tensor_digest
-from weightsync.engine import EngineState, Lease, PauseSpec
+from weightsync.engine import READ_AHEAD, EngineState, Lease, PauseSpec
 from weightsync.engine.v1 import engine_pb2_grpc
+from weightsync.handover import SegmentClient
+from weightsync.segments import MappedSegment
 from weightsync.testing import MemoryEngine
+from weightsync.testing.memory_rank import MemoryRank
 from weightsync.vllm.service import EngineServicer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from weightsync.engine import EngineInfo, SwitchOrder, SwitchOutcome
+
 __all__ = ["main"]
 
 
-class SlowEngine(MemoryEngine):
+#: What a rank tells that it may take to read ahead: a server asks for it where there is room.
+_ROOM = 1 << 20
+_PATIENCE_S = 5.0
+
+
+class _SlowRank(MemoryRank):
     """Writes its parameters one by one, so that a mixture can be seen where there is one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: What was read while it came in, by its name; what a prepare names is taken from here.
+        self._early: dict[str, dict[str, bytes]] = {}
+        self._reading: threading.Thread | None = None
+        self._enough = threading.Event()
+        self._ahead_of = ""
 
     def write(self, tensors: Mapping[str, bytes]) -> None:
         """Put bytes into the live parameters."""
@@ -45,12 +67,99 @@ class SlowEngine(MemoryEngine):
             time.sleep(0.001)
         failpoints.hit("worker.written")
 
+    # The worker methods.
+
+    def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.state")
+        return _falsified("worker.tell", super()._state(args))
+
+    def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        return _falsified("worker.reply", super()._commit(args))
+
+    def _ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._end_reading()
+        self._enough.clear()
+        self._reading = threading.Thread(target=self._read_ahead, args=(dict(args),), daemon=True)
+        self._reading.start()
+        return {}
+
+    def _read_ahead(self, args: dict[str, Any]) -> None:
+        with (
+            contextlib.suppress(OSError, ValueError, EOFError),
+            SegmentClient(self._socket) as client,
+        ):
+            failpoints.hit("worker.ahead")
+            reader = ArrivalReader(_mapped(client, str(args["document"])))
+            found = self._early[str(args["apply_id"])] = {}
+            for arrival in reader.arrivals(self._enough.wait, _PATIENCE_S):
+                if arrival.lies:
+                    continue
+                view = _mapped(client, reader.segments[arrival.shard])
+                start = 8 + int.from_bytes(view[:8], "little")
+                for tensor in reader.layout.by_shard[arrival.shard]:
+                    found[tensor.name] = bytes(view[start + tensor.begin : start + tensor.end])
+
+    def _end_reading(self) -> None:
+        self._enough.set()
+        if self._reading is not None:
+            self._reading.join()
+            self._reading = None
+
+    def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.prepare")
+        self._end_reading()
+        self._ahead_of = str(args.get("ahead", ""))
+        return super()._prepare(args)
+
+    def _read(self, client: SegmentClient, document: str) -> Any:
+        prepared = super()._read(client, document)
+        # As a rank does: what was read ahead is not read again.
+        prepared.tensors |= self._early.pop(self._ahead_of, {})
+        return prepared
+
+    def _ready(self, *args: Any) -> dict[str, Any]:
+        return super()._ready(*args) | {"device_room": _ROOM}
+
+    def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.verify")
+        return super()._verify(args)
+
+    def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        failpoints.hit("worker.release")
+        self._end_reading()
+        self._early = {}
+        return super()._release(args)
+
+
+class SlowEngine(_SlowRank, MemoryEngine):
+    """Two ranks; a step is not under way while they switch between two of them."""
+
+    def __init__(self, checkpoint: Any, socket: Path) -> None:
+        super().__init__(checkpoint, socket)
+        self.ranks = (self, _SlowRank("0/0/1", checkpoint, socket, self._serving))
+        self._switching = False
+
     def tell(self) -> dict[str, Any]:
         """Return what it generates with; runs on the loop, on which its state changes."""
-        generating = self._condition is EngineState.SERVING
-        live = dict(self.live)
-        content = content_digest((n, *KINDS[n], tensor_digest(live[n])) for n in KINDS)
-        return {"generating": generating, "content": content}
+        generating = self._condition is EngineState.SERVING and not self._switching
+        contents = {
+            content_digest((n, *KINDS[n], tensor_digest(rank.live[n])) for n in KINDS)
+            for rank in self.ranks
+        }
+        return {"generating": generating, "content": ", ".join(sorted(contents))}
+
+    async def hello(self) -> EngineInfo:
+        """Tell what the engine is."""
+        info = await super().hello()
+        return dataclasses.replace(info, capabilities=info.capabilities | {READ_AHEAD})
+
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Stand between two steps meanwhile."""
+        self._switching = True
+        try:
+            return await super().switch(order)
+        finally:
+            self._switching = False
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Stand still."""
@@ -67,30 +176,15 @@ class SlowEngine(MemoryEngine):
         await failpoints.reach("bridge.fence")
         await super().fence(reason)
 
-    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Do what a worker method does; a failpoint may falsify the reply."""
-        (reply,) = await super().call_workers(method, args)
-        point = {"weightsync_commit": "worker.reply", "weightsync_state": "worker.tell"}
-        field = failpoints.lie(point[method]) if method in point else None
-        return [reply | {field: "falsified"} if field else reply]
 
-    # The worker methods.
+def _falsified(point: str, reply: dict[str, Any]) -> dict[str, Any]:
+    field = failpoints.lie(point)
+    return reply | {field: "falsified"} if field else reply
 
-    def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        failpoints.hit("worker.state")
-        return super()._state(args)
 
-    def _prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        failpoints.hit("worker.prepare")
-        return super()._prepare(args)
-
-    def _verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        failpoints.hit("worker.verify")
-        return super()._verify(args)
-
-    def _release(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        failpoints.hit("worker.release")
-        return super()._release(args)
+def _mapped(client: SegmentClient, name: str) -> memoryview:
+    ((fd, size),) = client.map([name])
+    return MappedSegment(fd, size).view
 
 
 async def main(run_dir: Path) -> None:

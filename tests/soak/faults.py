@@ -82,7 +82,8 @@ class Injector:
         self._rng = random.Random(seed)
         self._blows = blows | {
             "kill_server": self._kill_server,
-            "kill_fetcher": self._kill_fetcher,
+            "kill_fetcher": lambda: self._kill_one(self._site.fetchers()),
+            "kill_ingest": lambda: self._kill_one(self._site.ingesters()),
             "kill_engine": self._kill_engine,
             "stop_server": lambda: self._stop([self._site.pid] if self._site.pid else []),
             "stop_fetcher": lambda: self._stop(self._site.fetchers()),
@@ -251,11 +252,10 @@ class Injector:
         self.tally.kills += 1
         return True
 
-    def _kill_fetcher(self) -> bool:
-        fetchers = self._site.fetchers()
-        if fetchers:
-            _send(self._rng.choice(fetchers), signal.SIGKILL)
-        return bool(fetchers)
+    def _kill_one(self, pids: list[int]) -> bool:
+        if pids:
+            _send(self._rng.choice(pids), signal.SIGKILL)
+        return bool(pids)
 
     def _kill_engine(self) -> bool:
         victims = self._site.engine.victims()

@@ -11,6 +11,7 @@ __all__ = [
     "STARTING",
     "SURVIVING",
     "in_fetcher",
+    "in_ingest",
     "needs_engine",
     "placed",
     "wish",
@@ -38,16 +39,12 @@ STARTING = (
 #: Met when a push goes on that was half done when the server died.
 SURVIVING = ("receive.resume", "fetcher.restore")
 #: Not faults but lies, or met only when the server is dead for longer than a pause lasts.
-_LIES = ("worker.reply", "worker.tell", "bridge.replies", "bridge.expire")
-#: Met only by switches between two steps, which a soak does not ask for.
-_SWITCHES = ("worker.vote", "worker.opinion", "worker.restore", "bridge.switch", "bridge.switched")
-#: Met only with ingest processes, which a soak has none of.
-_INGEST = ("ingest.claim", "ingest.chunk", "ingest.copied", "ingest.wrote")
+_LIES = ("worker.reply", "worker.tell", "worker.opinion", "bridge.replies", "bridge.expire")
 #: Met only with tensors on a GPU, which a soak's trainers have none of.
 _COLLECTING = ("receive.collect",)
-#: Met only by ranks with a GPU.
+#: Met only by ranks with a GPU, and by those of the in-memory engine.
 _AHEAD = ("worker.ahead",)
-_LEFT_OUT = (*_LIES, *_SWITCHES, *_INGEST, *_COLLECTING, *_AHEAD)
+_LEFT_OUT = (*_LIES, *_COLLECTING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.
@@ -58,6 +55,8 @@ COMPANIONS = {
     "bridge.fence": "worker.reply=2*lie(content_digest)",
     # A pause is renewed after a third of its lease.
     "bridge.renew": "apply.commit=1*sleep(2.5)",
+    # A rank goes back where the switch has failed.
+    "worker.restore": "worker.half=1*error(EIO)",
 }
 
 #: Who comes by: caller and act, by the beginning of the name; the first that fits.
@@ -67,6 +66,13 @@ _WISHES = {
     "store.delete": "delete",
     "stage.verify": "apply",
     "worker.verify": "verify",
+    "worker.ahead": "push",
+    "worker.vote": "switch",
+    "worker.restore": "switch",
+    "bridge.switch": "switch",
+    "ingest.": "ingest",
+    "receive.lend": "hand",
+    "receive.written": "hand",
     "apply.": "apply",
     "journal.": "apply",
     "worker.": "apply",
@@ -89,10 +95,15 @@ def in_fetcher(point: str) -> bool:
     return point.startswith("fetcher.") or point == "delta.patch"
 
 
+def in_ingest(point: str) -> bool:
+    """Return whether a failpoint is met in an ingest process."""
+    return point in ("ingest.chunk", "ingest.copied")
+
+
 def needs_engine(point: str) -> bool:
     """Return whether nobody comes by a failpoint while there is no engine."""
     ours = ("apply.", "stage.", "fetcher.load", *IN_ENGINE)
-    return wish(point) in ("apply", "verify") or point.startswith(ours)
+    return wish(point) in ("apply", "switch", "verify") or point.startswith(ours)
 
 
 def placed(*, vllm: bool) -> list[str]:
@@ -103,7 +114,7 @@ def placed(*, vllm: bool) -> list[str]:
     paths += [] if vllm else [_ROOT / path for path in _BESIDE_MEMORY]
     for path in paths:
         found.update(_CALL.findall(path.read_text()))
-    return sorted(found.difference(_LEFT_OUT))
+    return sorted(found.difference(_LEFT_OUT, _AHEAD if vllm else ()))
 
 
 def wish(point: str) -> str:

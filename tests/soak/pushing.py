@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.soak.callers import MODEL
+from tests.soak.callers import MODEL, TIMEOUT_S
 from tests.support.deltas import delta_begin, delta_of
 from tests.support.stock import layout_part, push_messages
 from tests.unit.server.versions.world import Shard
+from weightsync.borrowing import Borrower
 from weightsync.digest import tensor_digest
+from weightsync.errors import WeightSyncError
 from weightsync.layout import check_shard, parse_header
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.soak.contents import Contents, Shards
+    from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = ["CHUNK", "Push", "delta_push"]
 
@@ -45,9 +50,10 @@ class Push:
     fields: dict[str, Any] = field(default_factory=dict)
     commit: str = ""
 
-    def begin(self, epoch: int) -> pb.BeginPushRequest:
-        """Return the call that opens or joins it."""
+    def begin(self, epoch: int, *, here: bool = False) -> pb.BeginPushRequest:
+        """Return the call that opens or joins it; `here`: what is written is on this host."""
         return pb.BeginPushRequest(
+            same_host=pb.SameHostSource() if here else None,
             model=MODEL,
             version=self.version,
             idempotency_key=self.key,
@@ -74,6 +80,32 @@ class Push:
             for offset in range(here.get(index, 0), len(data), CHUNK):
                 part = pb.Chunk(shard=index, offset=offset, data=data[offset : offset + CHUNK])
                 yield pb.PushWeightsRequest(chunk=part)
+
+    def hand_over(
+        self, stub: weightsync_pb2_grpc.WeightSyncStub, begun: pb.BeginPushResponse
+    ) -> pb.CommitPushResponse:
+        """Write all shards into the memory that the server lends, and commit.
+
+        Raises:
+            grpc.RpcError: The server refused it or went away.
+        """
+        join = pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))
+        layouts = [
+            pb.PushWeightsRequest(layout=layout_part(index, name, data))
+            for index, (name, data) in enumerate(self.shards)
+        ]
+        stub.PushWeights(iter([join, *layouts]), timeout=TIMEOUT_S)
+        offer = begun.same_host_offer
+        with contextlib.suppress(OSError, EOFError, WeightSyncError):
+            borrower = Borrower(offer.socket, offer.secret)
+            with contextlib.closing(borrower):
+                for shard in _whole(self.shards):
+                    lent = borrower.borrow(shard.index)
+                    os.pwrite(lent.fd, shard.data, 0)
+                    borrower.give_back(lent)
+                    borrower.written(shard.index, shard.digests)
+        request = pb.CommitPushRequest(push_id=begun.push_id, content_digest=self.digest)
+        return stub.CommitPush(request, timeout=TIMEOUT_S)
 
 
 def delta_push(version: int, key: str, contents: Contents, base: int, number: int) -> Push:

@@ -199,6 +199,8 @@ class Site:
         self.engine = engine
         self.state = folder / "state"
         self.server = WeightSyncServer(folder / "run", self.state, flags=flags, start_s=_START_S)
+        #: Where an ingest process listens.
+        self.ingest_address = f"{self.server.address}.1"
         self.starts = 0
         self.mark = Mark()
         os.environ.update(self.mark.variables)
@@ -213,7 +215,7 @@ class Site:
 
     def wake(self) -> None:
         """Continue whatever was stopped."""
-        for pid in [self.pid, *self.fetchers(), *self.engine.pids()]:
+        for pid in [self.pid, *self.fetchers(), *self.ingesters(), *self.engine.pids()]:
             if pid and state(pid) == "T":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
@@ -246,9 +248,17 @@ class Site:
 
     def fetchers(self) -> list[int]:
         """Return the fetchers' process ids."""
+        return self._children("fetch")
+
+    def ingesters(self) -> list[int]:
+        """Return the process ids of those that receive."""
+        return self._children("ingest")
+
+    def _children(self, kind: str) -> list[int]:
         with contextlib.suppress(psutil.Error):
             if self.pid:
-                return [child.pid for child in psutil.Process(self.pid).children()]
+                children = psutil.Process(self.pid).children()
+                return [child.pid for child in children if kind in _title(child.pid)]
         return []
 
     def hits(self) -> list[tuple[str, str, int]]:
@@ -289,7 +299,7 @@ class Site:
 
     def stop(self) -> list[str]:
         """End everything; returns what is still alive afterwards."""
-        for pid in [*self.fetchers(), self.pid]:
+        for pid in [*self.fetchers(), *self.ingesters(), self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 if pid:
                     os.kill(pid, signal.SIGCONT)

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+import grpc
+
 from tests.soak.callers import FIRST, MODEL, TIMEOUT_S, Caller
 from tests.soak.half import half_a_push
 from tests.soak.history import NO_ANSWER
@@ -16,6 +18,7 @@ from tests.support.proxy import FaultProxy, Faults
 from tests.support.stock import push_messages
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,24 +41,31 @@ class Trainer(Caller):
 
     Attributes:
         deltas: Versions that were committed as a delta, at the first attempt.
+        handed_over: Versions that it wrote into the server's memory.
+        ingested: Versions that went through an ingest process at the first attempt.
         half: A push of which the first shard is durable and the rest is not sent.
         link: What lies between it and the server.
     """
 
     acts: ClassVar[Mapping[str, int]] = {
-        "push": 45, "delta": 25, "race": 8, "stale": 8, "acquire": 9,
+        "push": 25, "ingest": 10, "hand": 10, "delta": 25, "race": 8, "stale": 8, "acquire": 9,
         "muddle": 3, "flip": 2, "cut": 3, "unheard": 2,
     }  # fmt: skip
 
     def __init__(self, site: Site, contents: Contents, history: History, seed: int) -> None:
         self.link = FaultProxy(site.server.address)
         super().__init__(site, contents, history, seed, self.link.address)
-        self.deltas = 0
+        self.deltas = self.handed_over = self.ingested = 0
+        self._ingest = grpc.insecure_channel(
+            site.ingest_address, options=(("grpc.max_reconnect_backoff_ms", 200),)
+        )
+        self._streams_to = self.stub
         self.half: Push | None = None
 
     def close(self) -> None:
         """Close the connection and the link."""
         super().close()
+        self._ingest.close()
         self.link.close()
 
     def rest(self) -> None:
@@ -77,6 +87,34 @@ class Trainer(Caller):
             del messages[self.rng.randint(1, len(messages) - 1) :]
         self._see_through(push, *self._once(push, messages))
         return push.version
+
+    def ingest(self) -> None:
+        """Push through an ingest process."""
+        self._streams_to = weightsync_pb2_grpc.WeightSyncStub(self._ingest)
+        before = len(self.history.committed)
+        try:
+            self.push()
+        finally:
+            self._streams_to = self.stub
+        self.ingested += len(self.history.committed) > before
+
+    def hand(self) -> None:
+        """Write a version into the memory of the server, as a trainer on its host does."""
+        push = self._new()
+        begun, outcome = self.call(
+            "begin",
+            lambda: self.stub.BeginPush(
+                push.begin(self.history.epoch, here=True), timeout=TIMEOUT_S
+            ),
+            version=push.version,
+        )
+        commit = None
+        if begun is not None and begun.HasField("same_host_offer"):
+            commit, outcome = self.call(
+                "hand over", lambda: push.hand_over(self.stub, begun), version=push.version
+            )
+            self.handed_over += commit is not None
+        self._see_through(push, commit, NO_ANSWER if begun is not None else outcome)
 
     def delta(self) -> None:
         """Push what changed since a version that is there; with none, push in full."""
@@ -264,7 +302,7 @@ class Trainer(Caller):
     ) -> tuple[pb.CommitPushResponse | None, str]:
         answer, outcome = self.call(
             "push",
-            lambda: self.stub.PushWeights(iter(messages), timeout=TIMEOUT_S),
+            lambda: self._streams_to.PushWeights(iter(messages), timeout=TIMEOUT_S),
             version=push.version,
         )
         if answer is not None and answer.HasField("commit"):

@@ -5,6 +5,9 @@ WEIGHTSYNC_TEST_FAULT holds one JSON object and is removed when the fault has be
 {"flip": PARAMETER}: flips one bit of the live parameter before it is verified;
 {"skip": PARAMETER}: does not write that parameter's slices, or what changes of it;
 {"stall": SECONDS}: the commit takes that much longer.
+
+Where WEIGHTSYNC_TEST_RANK is set, only the rank of that number comes by the failpoints `worker.*`:
+else all ranks would, and fail alike.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync import failpoints
 from weightsync.vllm import patch, prepared
 
 if TYPE_CHECKING:
@@ -92,6 +96,28 @@ prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]
 prepared.Prepared.mismatched = _faulty_mismatched  # type: ignore[method-assign]
 patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
 patch.Patch.mismatched = _faulty_patch_mismatched  # type: ignore[method-assign]
+
+
+_hit, _lie = failpoints.hit, failpoints.lie
+
+
+def _meant(point: str) -> bool:
+    rank = os.environ.get("WEIGHTSYNC_TEST_RANK", "")
+    if not rank or not point.startswith("worker."):
+        return True
+    return torch.distributed.is_initialized() and torch.distributed.get_rank() == int(rank)
+
+
+def _hit_on_one(name: str) -> None:
+    if _meant(name):
+        _hit(name)
+
+
+def _lie_on_one(name: str) -> str | None:
+    return _lie(name) if _meant(name) else None
+
+
+failpoints.hit, failpoints.lie = _hit_on_one, _lie_on_one
 
 
 class FaultExtension:

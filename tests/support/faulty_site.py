@@ -42,12 +42,13 @@ class FaultySite:
         tp: Tensor parallel size of vLLM.
         alike: Whether they alternate between `b` and `c`, which differ in few values, so that every
             apply is a patch; else between `a` and `b`, which differ in all.
+        rank: Which of vLLM's ranks alone comes by failpoints; None: all of them do.
 
     Attributes:
         served: Every answer seen while `watched`: a checkpoint's name or an HTTP status.
     """
 
-    def __init__(self, tp: int = 1, *, alike: bool = False) -> None:
+    def __init__(self, tp: int = 1, *, alike: bool = False, rank: int | None = None) -> None:
         # Unix sockets allow 107 bytes, which pytest's own folders exceed.
         self.root = Path(tempfile.mkdtemp(prefix="wf-"))
         self.plan = self.root / "plan"
@@ -64,8 +65,13 @@ class FaultySite:
             self.root / "run",
             tp=tp,
             dtype="bfloat16",
+            start_s=240.0 * tp,
             flags=["--worker-extension-cls", "tests.support.fault_extension.FaultExtension"],
-            variables={**variables, "WEIGHTSYNC_TEST_FAULT": str(self._fault)},
+            variables={
+                **variables,
+                "WEIGHTSYNC_TEST_FAULT": str(self._fault),
+                "WEIGHTSYNC_TEST_RANK": "" if rank is None else str(rank),
+            },
         )
         flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
         self.server = WeightSyncServer(
@@ -275,9 +281,11 @@ class FaultySite:
 
 
 @contextlib.contextmanager
-def running_site(tp: int = 1, *, alike: bool = False) -> Iterator[FaultySite]:
+def running_site(
+    tp: int = 1, *, alike: bool = False, rank: int | None = None
+) -> Iterator[FaultySite]:
     """Start a site; everything is stopped at the end."""
-    site = FaultySite(tp, alike=alike)
+    site = FaultySite(tp, alike=alike, rank=rank)
     try:
         site.start()
         yield site

@@ -14,7 +14,7 @@ from weightsync.testing import MemoryEngine
 from weightsync.vllm.service import EngineServicer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 __all__ = ["memory_bridge"]
@@ -22,16 +22,19 @@ __all__ = ["memory_bridge"]
 
 @contextlib.contextmanager
 def memory_bridge(
-    run_dir: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]]
-) -> Iterator[MemoryEngine]:
+    run_dir: Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]],
+    engine_of: Callable[..., MemoryEngine] = MemoryEngine,
+) -> Iterator[Any]:
     """Serve an engine at `run_dir`/engine.sock until the block ends.
 
     Args:
         run_dir: Folder of the server's sockets.
         tensors: The checkpoint: name to (dtype, shape, bytes).
+        engine_of: Makes it, of these tensors and the segment socket.
     """
     segments = run_dir / "segments.sock"
-    engine = MemoryEngine(tensors, segments)
+    engine = engine_of(tensors, segments)
     loop = asyncio.new_event_loop()
     started, over = threading.Event(), asyncio.Event()
 

@@ -241,17 +241,21 @@ class MemoryRank:
         patch = prepared.patch("" if self._dirty else self._content)
         tensors = prepared.tensors if patch is None else patch
         self._content, self._dirty = "", True
-        self.write(tensors)
+        failure = ""
+        try:
+            self.write(tensors)
+        except OSError as error:
+            failure = str(error)
         wrong = self._differing(tensors)
-        if not wrong:
+        if not wrong and not failure:
             self._content, self._dirty = prepared.content_digest, False
         return {
             "apply_id": apply_id,
             "content_digest": self._content,
             "written_bytes": sum(map(len, tensors.values())),
             "patched": patch is not None,
-            "error": f"{wrong[0]} does not hold what was written" if wrong else "",
-            "ok": not wrong,
+            "error": failure or (f"{wrong[0]} does not hold what was written" if wrong else ""),
+            "ok": not wrong and not failure,
         }
 
     def _known(self, args: Mapping[str, Any]) -> _Prepared:
