@@ -52,8 +52,8 @@ ROWS = {
 _BLOWS = {
     "terminate": "4", "kill_fetcher": "6", "kill_ingest": "7", "stop_fetcher": "8",
     "engine_in_pause": "15", "flip_stored": "23", "flip_segment": "23", "no_memory": "30",
-    "no_files": "33", "tear_journal": "36", "jump_clock": "43", "second_server": "44", "flood": "45",
-    "stall": "46", "attack": "50",
+    "no_files": "33", "tear_journal": "36", "jump_clock": "43", "second_server": "44",
+    "flood": "45", "stall": "46", "attack": "50",
 }  # fmt: skip
 _ACTS = {
     "killed": "17", "frozen": "18", "cut": "19", "unheard": "21", "muddle": "22", "flip": "23",
