@@ -2,7 +2,9 @@
 
 Parts: limits (what the device and its bus do), pause (a pause with nothing in it), peers (vLLM's
 reload and ipc, and torchforge's way), nccl (vLLM's nccl backend, two GPUs), apply and exact (ours,
-caches kept and computed again), apply2 (ours with TP 2, two GPUs), push (ours, without an engine).
+caches kept and computed again), durable and compiled (apply's times with a store on the disk of
+build/bench, and with vLLM's default compilation), apply2 (ours with TP 2, two GPUs), push (ours,
+without an engine).
 Every part but limits measures the limits too, and every figure that has a limit or a peer stands
 beside it under "beside". What failed stands under "errors", and the other figures are there.
 """

@@ -47,6 +47,8 @@ class Setup:
         requests: That run all the time.
         backend: Of vLLM's own weight transfer; empty: none.
         executor: vLLM's distributed_executor_backend.
+        compiled: Whether vLLM compiles and captures as it does by default, in place of CUDA graphs
+            for decoding alone.
     """
 
     folder: Path
@@ -56,6 +58,7 @@ class Setup:
     requests: int = 8
     backend: str = ""
     executor: str = "mp"
+    compiled: bool = False
 
 
 @dataclass
@@ -177,8 +180,9 @@ def _start(setup: Setup) -> Any:
     cuda = setup.device == "cuda"
     special: dict[str, Any] = {}
     if cuda:
-        # CUDA graphs for decoding, and no compilation.
-        special["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if not setup.compiled:
+            # CUDA graphs for decoding, and no compilation.
+            special["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         special["gpu_memory_utilization"] = _MEMORY_SHARE
     if setup.backend:
         special["weight_transfer_config"] = {"backend": setup.backend}

@@ -18,7 +18,18 @@ __all__ = ["main", "merge", "read_lines"]
 
 #: Of a line, what is no figure.
 _OTHER = {"benchmark", "parameters", "spread", "machine", "beside", "errors"}
-_MACHINE = ("gpu", "gpus", "vllm", "torch", "requests", "tp", "bytes", "executor", "cuda_graphs")
+_MACHINE = (
+    "gpu",
+    "gpus",
+    "vllm",
+    "torch",
+    "requests",
+    "tp",
+    "bytes",
+    "executor",
+    "cuda_graphs",
+    "store",
+)
 
 
 def read_lines(texts: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -56,16 +56,18 @@ _FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120")
 
 
 @contextlib.asynccontextmanager
-async def serving(site: Site, folder: Path) -> AsyncIterator[Client]:
+async def serving(site: Site, folder: Path, store: str = "memory://") -> AsyncIterator[Client]:
     """Run a server beside the engine until the block ends, and wait until it serves.
 
     Args:
         site: The engine; its bridge is served here.
         folder: For sockets, state and log.
+        store: Where versions are kept. On disk, a push ends when it would survive a crash.
     """
     address = f"unix:{folder}/push.sock"
     async with bridge(site.llm):
-        server = weightsync_server(folder, [address], *_FLAGS, engine=str(folder / "engine.sock"))
+        bridge_socket = str(folder / "engine.sock")
+        server = weightsync_server(folder, [address], *_FLAGS, engine=bridge_socket, store=store)
         begin = time.perf_counter()
         # Starting and stopping wait, and the bridge lives on this loop.
         await asyncio.to_thread(server.__enter__)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.durable import filesystem
 from benchmarks.gpu import limits
 from benchmarks.gpu.between import measure_between
 from benchmarks.gpu.checkpoint import roomy, write_checkpoint
@@ -30,6 +31,8 @@ __all__ = ["PARTS", "Order"]
 
 _LIMITS_S = 120.0
 _TRAINER_S = 120.0
+#: Where a durable store lies; a symbolic link leads it to another disk.
+_DISK = Path("build/bench")
 #: Layers of what the push part streams, at a tenth of the speed of what it hands over.
 _STREAM_LAYERS = 4
 
@@ -103,31 +106,32 @@ async def _nccl(order: Order, results: Results) -> None:
         await Peers(room.site, room.trainer, room.files, order.rounds).nccl(1)
 
 
-def _apply(tp: int, cache: str = "keep") -> Part:
+def _apply(tp: int, cache: str = "keep", *, durable: bool = False, compiled: bool = False) -> Part:
+    # What a store on disk or compilation changes is seen in the times of pushes and applies.
+    short = cache != "keep" or durable or compiled
+
     async def part(order: Order, results: Results) -> None:
         if order.device == "cuda":
             _needs_gpus(order, tp)
+        with _store(results, durable=durable) as store:
+            async with _room(order, results, tp=tp, compiled=compiled) as room:
+                await measured(order, room, store)
+
+    async def measured(order: Order, room: _Room, store: str) -> None:
         exact = cache != "keep"
-        async with _room(order, results, tp=tp) as room:
-            site, folder = room.site, room.folder
-            async with serving(site, folder) as client, site.load.running():
-                with results.attempt("pauses"):
-                    await measure_pauses(site, order.rounds, clear=exact)
-                ours = Ours(
-                    site,
-                    room.trainer,
-                    client,
-                    f"unix:{folder}/push.sock",
-                    room.files,
-                    order.rounds,
-                    cache,
-                )
-                await ours.full()
-                if not exact:
-                    await ours.delta()
-                    await measure_between(ours)
-                    await ours.registered()
-                await ours.prove()
+        site, folder = room.site, room.folder
+        async with serving(site, folder, store) as client, site.load.running():
+            with site.results.attempt("pauses"):
+                await measure_pauses(site, order.rounds, clear=exact)
+            address = f"unix:{folder}/push.sock"
+            ours = Ours(site, room.trainer, client, address, room.files, order.rounds, cache)
+            await ours.full()
+            if not exact:
+                await ours.delta()
+            if not short:
+                await measure_between(ours)
+                await ours.registered()
+            await ours.prove()
 
     return part
 
@@ -154,6 +158,8 @@ PARTS: dict[str, Part] = {
     "nccl": _nccl,
     "apply": _apply(1),
     "exact": _apply(1, "recompute"),
+    "durable": _apply(1, durable=True),
+    "compiled": _apply(1, compiled=True),
     "apply2": _apply(2),
     "push": _push,
 }
@@ -167,8 +173,10 @@ async def _room(
     tp: int = 1,
     backend: str = "",
     trainer: str = "",
+    compiled: bool = False,
 ) -> AsyncIterator[_Room]:
-    results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": "FULL_DECODE_ONLY"}
+    graphs = "vLLM's default, compiled" if compiled else "FULL_DECODE_ONLY"
+    results.parameters |= {"requests": order.requests, "tp": tp, "cuda_graphs": graphs}
     results.parameters |= {"executor": order.executor}
     if order.device == "cpu":
         results.parameters["cuda_graphs"] = "none"
@@ -187,7 +195,14 @@ async def _room(
         for name in ("base", "other"):
             await asyncio.to_thread(write_checkpoint, disk / name, order.shape)
         setup = Setup(
-            folder, disk / "base", order.device, tp, order.requests, backend, order.executor
+            folder,
+            disk / "base",
+            order.device,
+            tp,
+            order.requests,
+            backend,
+            order.executor,
+            compiled,
         )
         device = trainer or order.device
         async with (
@@ -195,6 +210,19 @@ async def _room(
             training(device, disk / "base", _TRAINER_S) as link,
         ):
             yield _Room(folder, disk / "other", site, link)
+
+
+@contextlib.contextmanager
+def _store(results: Results, *, durable: bool) -> Iterator[str]:
+    """Yield where the server keeps versions: nowhere, or on the disk of this checkout."""
+    results.parameters["store"] = "memory://"
+    if not durable:
+        yield "memory://"
+        return
+    _DISK.mkdir(parents=True, exist_ok=True)
+    with scratch(_DISK) as folder:
+        results.parameters["store"] = f"file:// on {filesystem(folder)}"
+        yield f"file://{folder.resolve()}"
 
 
 @contextlib.contextmanager

@@ -31,7 +31,12 @@ def test_peers_leave_the_trainers_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "suffixes"), [("apply", ("_s", "_delta_1pct_s")), ("exact", ("_s_exact",))]
+    ("part", "suffixes"),
+    [
+        ("apply", ("_s", "_delta_1pct_s")),
+        ("durable", ("_s", "_delta_1pct_s")),
+        ("exact", ("_s_exact",)),
+    ],
 )
 def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]) -> None:
     report = _line(part)
@@ -41,6 +46,7 @@ def test_applies_leave_the_trainers_weights(part: str, suffixes: tuple[str, ...]
         paused, whole = report[f"pause_total{suffix}"], report[f"update_end_to_end{suffix}"]
         assert 0 < report[f"commit{suffix}"] + report[f"verify{suffix}"] < paused < whole
         assert f"pause_total{suffix}" in report["beside"]
+    assert report["parameters"]["store"].startswith("file" if part == "durable" else "memory")
     if part == "apply":
         assert report["commit_registered_s"] > 0
         assert report["staging_slowdown"] > 0
