@@ -14,7 +14,7 @@ from tests.unit.server.versions.world import Shard
 from weightsync.borrowing import Borrower
 from weightsync.digest import tensor_digest
 from weightsync.errors import WeightSyncError
-from weightsync.layout import check_shard, parse_header
+from weightsync.layout import check_shard, check_version, parse_header
 from weightsync.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.soak.contents import Contents, Shards
     from weightsync.v1 import weightsync_pb2_grpc
 
-__all__ = ["CHUNK", "Push", "delta_push"]
+__all__ = ["CHUNK", "Push", "delta_push", "signature"]
 
 #: Several chunks per shard.
 CHUNK = 32 << 10
@@ -122,6 +122,16 @@ def delta_push(version: int, key: str, contents: Contents, base: int, number: in
     delta = [(shard.name, shard.data) for shard in delta_of(before, after)]
     digest = contents.digest(number)
     return Push(version, digest, delta, key, delta_begin(before), digest)
+
+
+def signature(shards: Shards) -> str:
+    """Return the digest of the shards' layout: a server that knows it lets ranks read ahead."""
+    whole = _whole(shards)
+    entries = [
+        ShardEntry(shard.name, len(shard.data), int.from_bytes(shard.data[:8], "little"))
+        for shard in whole
+    ]
+    return check_version(entries, [shard.entries for shard in whole]).digest
 
 
 def _whole(shards: Shards) -> list[Shard]:

@@ -13,7 +13,7 @@ import grpc
 from tests.soak.callers import FIRST, MODEL, TIMEOUT_S, Caller
 from tests.soak.half import half_a_push
 from tests.soak.history import NO_ANSWER
-from tests.soak.pushing import CHUNK, Push, delta_push
+from tests.soak.pushing import CHUNK, Push, delta_push, signature
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.stock import push_messages
 from weightsync.errors import Reason
@@ -295,7 +295,10 @@ class Trainer(Caller):
         digest = self.contents.digest(number)
         self.history.pushing(version, digest)
         key = f"{version}-{self.rng.randrange(1 << 30)}"
-        return Push(version, digest, self.contents.shards(number), key)
+        shards = self.contents.shards(number)
+        # As a trainer that pushes again does: ranks then read what comes.
+        named = {"layout_digest": signature(shards)} if self.rng.random() < 0.5 else {}
+        return Push(version, digest, shards, key, named)
 
     def _once(
         self, push: Push, messages: Iterable[pb.PushWeightsRequest]
