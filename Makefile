@@ -31,13 +31,20 @@ help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1 \2/p' $(MAKEFILE_LIST) | \
 		while read -r target text; do printf '  %-16s %s\n' "$$target" "$$text"; done
 
+# The delta kernels, which an editable install compiles too; again when their source is newer.
+KERNELS := weightsync/delta/kernels
+LIBRARY := $(KERNELS)/kernels.so
+
 .PHONY: setup
-setup: $(STAMP) ## Make .venv with PyTorch and vLLM for the CPU, this project and its tools
+setup: $(STAMP) $(LIBRARY) ## Make .venv with PyTorch and vLLM for the CPU, this project and its tools
 
 $(STAMP): | $(PY)
 	bash scripts/setup.sh
 	rm -f $(VENV)/.setup-*
 	touch $@
+
+$(LIBRARY): $(wildcard $(KERNELS)/*.[ch]) scripts/build_kernels.py | $(STAMP)
+	$(PY) scripts/build_kernels.py
 
 $(PY):
 	bash scripts/make_venv.sh

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import atheris
 
-# numba compiles these from code as it was written.
-_NATIVE = ["weightsync.delta.kernels.decoding", "weightsync.delta.kernels.encoding"]
-
-with atheris.instrument_imports(include=["weightsync", "json"], exclude=_NATIVE):
+with atheris.instrument_imports(include=["weightsync", "json"]):
     from tests.fuzz.deltas import check_delta, mutate_delta
     from tests.fuzz.limits import Limits
     from tests.fuzz.messages import check_message, mutate_message

@@ -24,8 +24,6 @@ _TARGETS: dict[str, tuple[Callable[[bytes], bool], Callable[[], list[bytes]]]] =
 }
 
 
-# The first use of a process may compile the delta kernels.
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("target", _TARGETS)
 def test_the_corpus_passes(target: str, tmp_path: Path) -> None:
     attempt, seeds = _TARGETS[target]

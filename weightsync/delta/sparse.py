@@ -87,9 +87,11 @@ class Changes:
 def coded_changes(changes: Changes, coding: Coding) -> Coded:
     """Return the planes of changes; see `kernels.plain.encode`. There is one change at least."""
     width = element_width(changes.dtype)
-    values = (np.ascontiguousarray(v).view(np.uint8) for v in (changes.before, changes.after))
+    before, after = (
+        np.ascontiguousarray(each).view(np.uint8) for each in (changes.before, changes.after)
+    )
     # Side by side, all of them differ: their planes of values are those of the whole tensor.
-    coded = chosen().encode(*values, width, Coding(Positions.BITMAP, coding.values))
+    coded = chosen().encode(before, after, width, Coding(Positions.BITMAP, coding.values))
     if coding.positions is Positions.BITMAP:
         return Coded(coded.counts, [_bitmap(changes.index, changes.size // width)], coded.values)
     entries = chosen().entries(changes.index, SKIP[coding.positions])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.delta.elements import warm_up
 from weightsync.manifest import Layout
 from weightsync.vllm.arrivals import open_arrivals, turns
 from weightsync.vllm.background import Background
@@ -129,8 +128,6 @@ class Rank:
             PlanRefusedError: The model cannot take this layout.
         """
         failpoints.hit("worker.capture")
-        # While the engine stands: the first time on a machine it takes seconds.
-        warm_up()
         self._refuse_repacked()
         layout = read_document(self._socket(args), str(args["document"])).manifest.layout
         self._plans.check(layout.signature)

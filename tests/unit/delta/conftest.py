@@ -1,4 +1,4 @@
-"""Every test of the codec runs twice: with numpy's kernels and with the compiled ones."""
+"""Every test of the codec runs with each kernels that this machine has."""
 
 from __future__ import annotations
 
@@ -7,26 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from weightsync.delta import kernels
-from weightsync.delta.kernels import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
 
 
-def _kernels(name: str) -> ModuleType:
-    if name == "plain":
-        return plain
-    pytest.importorskip("numba", reason="compiled kernels need numba")
-    from weightsync.delta.kernels import compiled
-
-    return compiled
-
-
-@pytest.fixture(scope="module", params=["plain", "compiled"], autouse=True)
-def used_kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    module = _kernels(request.param)
-    before = kernels._choice._made
-    kernels._choice._made = module
-    yield module
-    kernels._choice._made = before
+@pytest.fixture(scope="module", params=["plain", "generic", "avx2", "avx512"], autouse=True)
+def used_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    name: str = request.param
+    if name not in kernels.available():
+        pytest.skip(f"this machine has no {name} kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernels.VARIABLE, name)
+        kernels.chosen.cache_clear()
+        yield name
+    kernels.chosen.cache_clear()

@@ -1,9 +1,8 @@
-"""Compiled kernels on memory that ends where it should: python -m tests.unit.delta.guarded [packs].
+"""Kernels in C on memory that ends where it should: python -m tests.unit.delta.guarded [avx2].
 
 Every buffer lies against a page that may not be touched, at its end or at its beginning, so a look
 or a write outside ends this process. Streams are legal, worst cases, and hostile ones with sizes
-that follow from their counts; each result must be numpy's. An argument chooses the
-kernels of another processor; LLVM spells out what this one lacks.
+that follow from their counts; each result must be NumPy's. An argument chooses the level.
 """
 
 from __future__ import annotations
@@ -16,28 +15,26 @@ import numpy as np
 from tests.support.guard_pages import guarded, guarded_copy
 from weightsync.delta.coding import Coding, Counts, Positions, Values, plane_sizes
 from weightsync.delta.errors import Broken
-from weightsync.delta.kernels import plain
-from weightsync.jit import processor
+from weightsync.delta.kernels import native, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-if len(sys.argv) > 1:
-    processor.vectors = lambda: sys.argv[1]
-
-from weightsync.delta.kernels import compiled, finding
+compiled = native.NativeKernels(sys.argv[1] if len(sys.argv) > 1 else native.levels()[-1])
+#: As in kernels.c.
+_BLOCK = 1 << 13
 
 _WHERE = [position for position in Positions if position is not Positions.NONE]
 
 
-class _TightArena(compiled._Arena):
+class _TightArena(native._Arena):
     """Room of exactly what the kernels were promised."""
 
     def room(self, plane: int, used: int, more: int) -> None:
         grown = guarded(used + more)
         grown[:used] = self.planes[plane][:used]
         self.planes[plane] = grown
-        self.addresses[plane] = compiled._address(grown)
+        self.addresses[plane] = native.address(grown)
 
 
 def _pair(rng: np.random.Generator, width: int, elements: int, density: float, kind: str) -> Any:
@@ -66,9 +63,9 @@ def check_encoders() -> int:
     """Encode tensors of awkward sizes; return how many."""
     done = 0
     rng = np.random.default_rng(1)
-    block = finding.BLOCK
+    block = _BLOCK
     sizes = [1, 63, 64, 65, 1000, block - 1, block, block + 65, 3 * block + 7]
-    compiled._PIECE = 2 * block
+    native._PIECE = 2 * block
     for width in (1, 2, 4, 8):
         for elements in sizes:
             for density, kind in (

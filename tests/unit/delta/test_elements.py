@@ -1,8 +1,7 @@
-"""Single elements of tensors in memory: numba's kernels and numpy's do the same."""
+"""Single elements of tensors in memory: all kernels do the same."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 
 from tests.support.guard_pages import guarded, guarded_copy
 from weightsync.delta.errors import Broken
-from weightsync.delta.kernels import elements, plain_elements
-
-MODULES = pytest.mark.parametrize("kernels", [elements, plain_elements], ids=["compiled", "plain"])
+from weightsync.delta.kernels import chosen
 
 
 def _pair(size: int, width: int, density: float) -> tuple[Any, Any, Any]:
@@ -25,15 +22,14 @@ def _pair(size: int, width: int, density: float) -> tuple[Any, Any, Any]:
     return base, new, where
 
 
-@MODULES
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
-def test_found_and_put_back(kernels: ModuleType, width: int, size: int, density: float) -> None:
+def test_found_and_put_back(width: int, size: int, density: float) -> None:
     base, new, where = _pair(size, width, density)
     for at_end in (True, False):
         held, wanted = (guarded_copy(each, at_end=at_end) for each in (base, new))
-        index, value = kernels.find(held, wanted)
+        index, value = chosen().find(held, wanted)
         assert index.dtype == np.int32
         assert index.tolist() == where.tolist()
         assert value.tobytes() == new[where].tobytes()
@@ -41,28 +37,25 @@ def test_found_and_put_back(kernels: ModuleType, width: int, size: int, density:
             target = guarded_copy(base, at_end=at_end)
             places = guarded_copy(index.astype(dtype), at_end=at_end)
             values = guarded_copy(value, at_end=at_end)
-            assert kernels.holds(target, places, values) is (len(where) == 0)
-            kernels.put(target, places, values)
+            assert chosen().holds(target, places, values) is (len(where) == 0)
+            chosen().put(target, places, values)
             assert target.tobytes() == new.tobytes()
-            assert kernels.holds(target, places, values)
+            assert chosen().holds(target, places, values)
             if len(where):
                 target.view(np.uint8)[where[-1] * width + width - 1] ^= 0x80
-                assert not kernels.holds(target, places, values)
+                assert not chosen().holds(target, places, values)
 
 
-@MODULES
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", ["<i4", "<i8"])
 @pytest.mark.parametrize("outside", [-1, 100, 2**31 - 1])
-def test_what_lies_outside_is_told_and_not_touched(
-    kernels: ModuleType, width: int, dtype: str, outside: int
-) -> None:
+def test_what_lies_outside_is_told_and_not_touched(width: int, dtype: str, outside: int) -> None:
     for at_end in (True, False):
         target = guarded(100, f"<i{width}", at_end=at_end)
         index = np.array([3, outside, 99], dtype)
         value = np.array([5, 6, 7], f"<i{width}")
         with pytest.raises(Broken):
-            kernels.put(target, index, value)
+            chosen().put(target, index, value)
         assert np.flatnonzero(target).tolist() == [3, 99]
-        assert kernels.holds(target, index[::2].copy(), value[::2].copy())
-        assert not kernels.holds(target, index, value)
+        assert chosen().holds(target, index[::2].copy(), value[::2].copy())
+        assert not chosen().holds(target, index, value)

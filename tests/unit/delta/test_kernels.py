@@ -1,15 +1,14 @@
-"""Compiled kernels make numpy's streams, read what numpy reads, and stay inside their memory."""
+"""Kernels in C make NumPy's streams, read what NumPy reads, and stay inside their memory."""
 
 from __future__ import annotations
 
 import os
-import platform
-import stat
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,28 +17,14 @@ from hypothesis import given, settings
 from tests.unit.delta.cases import changed_item, encode, items
 from weightsync.delta import Item, kernels
 from weightsync.delta.coding import Coding, Positions, Values
-from weightsync.delta.kernels import plain
-from weightsync.jit import processor
+from weightsync.delta.kernels import native, plain
 from weightsync.layout import DTYPE_BITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[3]
-
-# The first test of a process may compile all kernels.
-pytestmark = pytest.mark.timeout(300)
-
-pytest.importorskip("numba", reason="compiled kernels need numba")
-
-
-@pytest.fixture(scope="module", params=["compiled"], autouse=True)
-def used_kernels() -> Iterator[None]:
-    """This file compares the two itself."""
-    before = kernels._choice._made
-    kernels._choice._made = None
-    yield
-    kernels._choice._made = before
+SOURCES = ROOT / "weightsync/delta/kernels"
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -60,12 +45,10 @@ def _codings(width: int) -> list[Coding]:
 
 
 def _check_same(item: Item) -> None:
-    from weightsync.delta.kernels import compiled
-
     width = max(DTYPE_BITS[item.dtype], 8) // 8
     for coding in _codings(width):
         theirs = plain.encode(item.base, item.new, width, coding)
-        ours = compiled.encode(item.base, item.new, width, coding)
+        ours = kernels.chosen().encode(item.base, item.new, width, coding)
         assert ours.counts == theirs.counts
         for mine, other in zip(
             (*ours.positions, *ours.values), (*theirs.positions, *theirs.values), strict=True
@@ -112,11 +95,11 @@ def test_threads_do_not_meet_in_their_memory() -> None:
             assert list(together) == alone
 
 
-@pytest.mark.parametrize("kind", [processor.PACKS, processor.PLAIN, processor.SHUFFLES])
-def test_kernels_stay_inside_their_memory(kind: str) -> None:
-    if kind == processor.SHUFFLES and platform.machine() != "x86_64":
-        pytest.skip("shuffles are for x86")
-    ran = _run("-m", "tests.unit.delta.guarded", kind)
+@pytest.mark.timeout(300)
+def test_kernels_stay_inside_their_memory(used_kernels: str) -> None:
+    if used_kernels == "plain":
+        pytest.skip("NumPy looks after itself")
+    ran = _run("-m", "tests.unit.delta.guarded", used_kernels)
     assert ran.returncode == 0, ran.stderr[-3000:]
     encoded, patched, *legal = map(int, ran.stdout.split())
     assert encoded > 1000
@@ -126,60 +109,30 @@ def test_kernels_stay_inside_their_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_the_guards_bite(at_end: bool) -> None:
+def test_the_guards_bite(at_end: bool, used_kernels: str) -> None:
+    if used_kernels == "plain":
+        pytest.skip("NumPy looks after itself")
     program = f"""
 from tests.support.guard_pages import guarded
-from weightsync.delta.kernels import compiled
-from weightsync.delta.kernels import decoding
+from weightsync.delta.kernels import native
 array = guarded(8, at_end={at_end})
-outside = compiled._address(array) + (8 if {at_end} else -1)
-decoding.read_gaps(outside, 0, 1, 1, outside, 4, 1)
+outside = native.address(array) + (8 if {at_end} else -1)
+native.function("read_gaps", "{used_kernels}")(outside, 0, 1, 1, outside, 4, 1)
 """
     assert _run("-c", program).returncode == -11
 
 
-def test_importing_compiles_nothing_and_warming_up_does(tmp_path: Path) -> None:
-    program = """
-import sys, weightsync.delta as delta
-print("numba" in sys.modules, delta.warm_up(), "numba" in sys.modules)
-"""
-    ran = _run("-c", program, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
-    assert ran.stdout.split() == ["False", "compiled", "True"], ran.stderr
-    (folder,) = (tmp_path / "weightsync-kernels").iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    code = {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")}
-    assert any(path.suffix == ".nbc" for path in code)
-    _run("-c", program, XDG_CACHE_HOME=str(tmp_path), NUMBA_CACHE_DIR="")
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.nb*")} == code
+def test_the_library_is_there_where_a_compiler_is_and_is_that_of_the_sources() -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    sources = [path for ending in ("*.c", "*.h") for path in SOURCES.glob(ending)]
+    assert native.LIBRARY.exists(), "run python scripts/build_kernels.py"
+    newest = max(path.stat().st_mtime for path in sources)
+    assert native.LIBRARY.stat().st_mtime >= newest, "run python scripts/build_kernels.py"
 
 
-def test_without_numba_numpy_does_it() -> None:
-    program = """
-import sys
-sys.modules["numba"] = None
-from tests.unit.delta.cases import changed_item, encode
-from weightsync.delta import warm_up
-print(warm_up(), encode([changed_item("w", "BF16", (1000,), 0.1)]).stats[0].coding)
-"""
-    ran = _run("-c", program)
-    assert ran.stdout.split() == ["plain", "gap8+sm"], ran.stderr
-    switched_off = _run(
-        "-c", program.replace('sys.modules["numba"] = None', ""), NUMBA_DISABLE_JIT="1"
-    )
-    assert switched_off.stdout == ran.stdout, switched_off.stderr
-
-
-def test_kernels_work_where_no_code_can_be_kept() -> None:
-    program = "from weightsync.delta import warm_up; print(warm_up())"
-    ran = _run("-c", program, XDG_CACHE_HOME="/proc/nowhere", NUMBA_CACHE_DIR="")
-    assert ran.stdout.split() == ["compiled"], ran.stderr
-
-
-def test_both_modules_have_the_same_interface() -> None:
-    from weightsync.delta.kernels import compiled
-
-    assert plain.__all__ == compiled.__all__
+def test_all_kernels_have_the_same_interface() -> None:
     for name in plain.__all__:
-        ours: Any = getattr(compiled, name)
-        theirs: Any = getattr(plain, name)
-        assert ours.__annotations__ == theirs.__annotations__
+        ours: Callable[..., object] = getattr(native.NativeKernels, name)
+        theirs: Callable[..., object] = getattr(plain, name)
+        assert {**ours.__annotations__} == {**theirs.__annotations__}

@@ -1,51 +1,104 @@
-"""Kernels: compiled by numba where it is installed, else numpy's; both make the same streams.
+"""Kernels: in C where the installation holds the library, else NumPy's; all make the same streams.
 
-numba is imported, and its kernels are compiled, by `warm_up` or when they are first needed, not
-with this module.
+WEIGHTSYNC_KERNELS forces one of plain (NumPy's), generic, avx2 and avx512.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
-from weightsync.jit.choosing import Choice
+from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Sequence
 
-__all__ = ["chosen", "warm_up"]
+    from weightsync.delta.coding import Coding
+    from weightsync.delta.kernels.shapes import Bytes, Coded, Indices, Words
 
+__all__ = ["PLAIN", "VARIABLE", "available", "chosen", "load_kernels", "warm_up"]
 
-def _plain() -> ModuleType:
-    from weightsync.delta.kernels import plain
+VARIABLE = "WEIGHTSYNC_KERNELS"
+#: NumPy's.
+PLAIN = "plain"
 
-    return plain
-
-
-def _compiled() -> ModuleType:
-    from weightsync.delta.kernels import compiled
-
-    return compiled
+_logger = logging.getLogger(__name__)
 
 
-_choice = Choice(_plain, _compiled)
+class _Kernels(Protocol):
+    """What codec and ranks call; `plain` tells what each does."""
+
+    def add(self, base: Bytes, index: Indices, delta: Words) -> None: ...
+    def count(self, base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int: ...
+    def decode_bitmap(self, plane: Bytes, elements: int, out: Indices) -> None: ...
+    def decode_gaps(self, planes: Sequence[Bytes], elements: int, out: Indices) -> None: ...
+    def decode_sm(self, planes: Sequence[Bytes], out: Words) -> None: ...
+    def encode(self, base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded: ...
+    def entries(self, index: Indices, skip: int) -> Words: ...
+    def find(self, base: Words, new: Words) -> tuple[Indices, Words]: ...
+    def holds(self, target: Words, index: Indices, value: Words) -> bool: ...
+    def join(self, planes: Sequence[Bytes], out: Words) -> None: ...
+    def put(self, target: Words, index: Indices, value: Words) -> None: ...
+    def scatter(self, target: Bytes, index: Indices, value: Words, old: Words) -> None: ...
+    def shift(self, target: Bytes, index: Indices, delta: Words, old: Words) -> None: ...
 
 
-def chosen() -> ModuleType:
-    """Return the module of kernels to use; the first call compiles them or loads them.
+@cache
+def available() -> tuple[str, ...]:
+    """Return what this machine and this installation have, the best one last; plain is first."""
+    from weightsync.delta.kernels import native
 
-    While another thread does that, for seconds or on a busy host for a minute, numpy's serve.
+    try:
+        return (PLAIN, *native.levels())
+    except OSError as error:
+        _logger.warning(
+            "deltas use NumPy's kernels, several times slower: %s; install a wheel for this "
+            "platform, or a C compiler (Debian: gcc) before the source is installed or set up",
+            error,
+        )
+        return (PLAIN,)
+
+
+@cache
+def load_kernels(name: str) -> _Kernels:
+    """Return the kernels of one name.
+
+    Args:
+        name: One of `available`.
     """
-    return _choice.ready() if _choice.under_way else _choice.make()
+    if name == PLAIN:
+        from weightsync.delta.kernels import plain
+
+        return plain
+    from weightsync.delta.kernels.native import NativeKernels
+
+    return NativeKernels(name)
+
+
+@cache
+def chosen() -> _Kernels:
+    """Return the kernels to use: the best ones, or those that WEIGHTSYNC_KERNELS names.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID, if it names none that there are.
+    """
+    names = available()
+    name = os.environ.get(VARIABLE, "").strip() or names[-1]
+    if name not in names:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"{VARIABLE} is {name[:40]!a}, but this machine has {', '.join(names)}; set it to one "
+            "of these, or unset it for the best",
+        )
+    return load_kernels(name)
 
 
 def warm_up() -> str:
-    """Have all kernels ready, so that no push or apply waits for them.
-
-    The first time on a machine this takes some seconds where numba is installed; later ones load
-    the machine code from a folder of the user's.
+    """Have the kernels loaded, so that no push or apply waits for it: a few milliseconds.
 
     Returns:
-        `compiled`, or `plain` for numpy's.
+        `compiled`, or `plain` for NumPy's.
     """
-    return _choice.warm_up()
+    return PLAIN if chosen() is load_kernels(PLAIN) else "compiled"

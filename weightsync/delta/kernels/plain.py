@@ -1,4 +1,4 @@
-"""The kernels in numpy: the same streams as the compiled ones, bit for bit, where numba is absent.
+"""The kernels in NumPy: the same streams as those in C, bit for bit, where there is no library.
 
 Everything goes in pieces, so that temporary memory is a few megabytes besides what is returned.
 """
@@ -34,7 +34,10 @@ __all__ = [
     "decode_sm",
     "encode",
     "entries",
+    "find",
+    "holds",
     "join",
+    "put",
     "scatter",
     "shift",
 ]
@@ -257,3 +260,27 @@ def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
     for piece in _pieces(len(index)):
         old[piece] = words[index[piece]]
         words[index[piece]] = value[piece]
+
+
+def find(base: Words, new: Words) -> tuple[Indices, Words]:
+    """Return positions and new values of the elements that differ, of fewer than 2^31."""
+    index = np.flatnonzero(base != new).astype(np.int32)
+    return index, new[index]
+
+
+def put(target: Words, index: Indices, value: Words) -> None:
+    """Write values to elements of `target`.
+
+    Raises:
+        Broken: A position is beyond the target; the others were written.
+    """
+    inside = (index >= 0) & (index < len(target))
+    target[index[inside]] = value[inside]
+    if not inside.all():
+        raise Broken(WRONG_PLACES)
+
+
+def holds(target: Words, index: Indices, value: Words) -> bool:
+    """Return whether elements of `target` are these values; False where one is beyond it."""
+    inside = (index >= 0) & (index < len(target))
+    return bool(inside.all()) and np.array_equal(target[index], value)

@@ -1,0 +1,268 @@
+"""The kernels in C: the same interface as `plain`, without the GIL, at one level of processors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
+from weightsync.delta.errors import Broken
+from weightsync.delta.kernels.shapes import (
+    WRONG_BITMAP,
+    WRONG_GAPS,
+    WRONG_PLACES,
+    WRONG_SM,
+    Coded,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.delta.kernels.shapes import Bytes, Indices, Words
+
+__all__ = ["LIBRARY", "NativeKernels", "address", "function", "levels"]
+
+#: Compiled from the C beside it when the package is built; absent where there was no compiler.
+LIBRARY = Path(__file__).with_name("kernels.so")
+#: From what every processor can to what few can.
+_LEVELS = ("generic", "avx2", "avx512")
+#: Arguments of each function: addresses and numbers, each of 64 bits.
+_ARGUMENTS = {
+    "add_changes": 5,
+    "compare_elements": 7,
+    "copy_chunks": 4,
+    "count_changes": 7,
+    "encode_piece": 11,
+    "find_elements": 6,
+    "finish_digest": 4,
+    "join_planes": 4,
+    "put_elements": 7,
+    "read_bitmap": 5,
+    "read_gaps": 7,
+    "read_signed": 9,
+    "scatter_values": 8,
+    "shift_values": 6,
+    "write_entries": 5,
+}
+#: Elements of one call: the room for all that it may write is made before.
+_PIECE = 1 << 22
+#: Planes: two of positions, eight of values.
+_PLANES = 10
+#: Whole vectors are written behind the end.
+_SLACK = 64
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.best_level.restype = library.scratch_bytes.restype = ctypes.c_int64
+    return library
+
+
+def levels() -> tuple[str, ...]:
+    """Return the levels that this processor has, the best one last.
+
+    Raises:
+        OSError: There is no library, or it is one for other machines.
+    """
+    return _LEVELS[: _library().best_level() + 1]
+
+
+def function(name: str, level: str) -> Any:
+    """Return a function of the library; it takes and gives integers, and releases the GIL."""
+    found = getattr(_library(), f"{name}_{level}")
+    found.argtypes, found.restype = [ctypes.c_int64] * _ARGUMENTS[name], ctypes.c_int64
+    return found
+
+
+def address(data: Words) -> int:
+    """Return where an array begins."""
+    found: int = data.__array_interface__["data"][0]
+    return found
+
+
+class _Arena(threading.local):
+    """Memory of one thread for the tensor that it encodes, used again for the next."""
+
+    def __init__(self) -> None:
+        self.planes = [np.empty(0, np.uint8) for _ in range(_PLANES)]
+        self.addresses = np.zeros(_PLANES, np.int64)
+        #: As `State` in encoding.h.
+        self.state = np.zeros(7, np.int64)
+        self.scratch = np.zeros(_library().scratch_bytes(), np.uint8)
+        #: What every call of the encoder is given.
+        self.fixed = tuple(address(each) for each in (self.addresses, self.state, self.scratch))
+
+    def room(self, plane: int, used: int, more: int) -> None:
+        """Let `more` bytes follow the `used` ones of a plane."""
+        held = self.planes[plane]
+        if len(held) < used + more:
+            grown = np.empty(max(used + more, 2 * len(held)), np.uint8)
+            grown[:used] = held[:used]
+            self.planes[plane] = grown
+            self.addresses[plane] = address(grown)
+
+
+def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: int) -> None:
+    """Make room for all that a piece can write."""
+    distance, entries, done, pending, large, wide, _ = arena.state.tolist()
+    if coding.positions is Positions.BITMAP:
+        arena.room(0, begin // 8, elements // 8 + _SLACK)
+    else:
+        more = elements + (distance + elements) // SKIP[coding.positions] + _SLACK
+        for plane in range(2 if coding.positions is Positions.GAP16 else 1):
+            arena.room(plane, entries, more)
+    sizes: tuple[tuple[int, int], ...] = ((done, elements + _SLACK),) * width
+    if coding.values is Values.SM:
+        bits = (pending + elements) // 8 + _SLACK
+        bytes_ = pending + elements + _SLACK
+        sizes = ((done // 8, bits),) * 2 + ((large, bytes_), (wide, bytes_), (wide, bytes_))
+    for at, (used, more) in enumerate(sizes):
+        arena.room(2 + at, used, more)
+
+
+def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
+    _, entries, changed, _, large, wide, _ = arena.state.tolist()
+    first = {
+        Positions.GAP16: (entries, entries),
+        Positions.GAP8: (entries,),
+        Positions.BITMAP: (-(-elements // 8),),
+    }[coding.positions]
+    bits = -(-changed // 8)
+    second = (bits, bits, large, wide, wide) if coding.values is Values.SM else (changed,) * width
+    skips = entries - changed if coding.positions is not Positions.BITMAP else 0
+    return Coded(
+        Counts(changed, skips, large, wide),
+        [arena.planes[at][:size] for at, size in enumerate(first)],
+        [arena.planes[2 + at][:size] for at, size in enumerate(second)],
+    )
+
+
+class NativeKernels:
+    """The kernels of one level; see `plain` for what each does.
+
+    Args:
+        level: One of `levels`.
+    """
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+        self._arena = _Arena()
+        self._call = {name: function(name, level) for name in _ARGUMENTS}
+
+    def count(self, base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
+        """Return how many elements differ in runs that begin every `stride` elements."""
+        facts = len(new) // width, width, run, stride, self._arena.fixed[2]
+        found: int = self._call["count_changes"](address(base), address(new), *facts)
+        return found
+
+    def encode(self, base: Bytes, new: Bytes, width: int, coding: Coding) -> Coded:
+        """Return the planes of all elements that differ.
+
+        The planes are this thread's memory and last until its next call.
+        """
+        arena, call = self._arena, self._call["encode_piece"]
+        arena.state[:] = 0
+        elements = len(new) // width
+        how = width, int(coding.positions), int(coding.values is Values.SM)
+        before, after = address(base), address(new)
+        for begin in range(0, elements, _PIECE):
+            size = min(_PIECE, elements - begin)
+            _make_room(arena, coding, width, begin, size)
+            at, last = begin * width, int(begin + size == elements)
+            call(before + at, after + at, begin, size, *how, last, *arena.fixed)
+        return _coded(arena, coding, width, elements)
+
+    def entries(self, index: Indices, skip: int) -> Words:
+        """Return the gap entries of ascending positions, of one byte or two."""
+        index = np.ascontiguousarray(index, np.int32 if index.dtype == np.int32 else np.int64)
+        width, write = 1 if skip <= 0xFF else 2, self._call["write_entries"]
+        facts = address(index), index.itemsize, len(index), width
+        found: Words = np.empty(write(*facts, 0), f"<u{width}")
+        write(*facts, address(found))
+        return found
+
+    def decode_gaps(self, planes: Sequence[Bytes], elements: int, out: Indices) -> None:
+        """Fill `out` with the positions that gap entries mark.
+
+        Raises:
+            Broken: The entries mark another number of elements, or one beyond the end.
+        """
+        low, high = address(planes[0]), address(planes[1]) if len(planes) == 2 else 0
+        room = address(out), out.itemsize, len(out)
+        if self._call["read_gaps"](low, high, len(planes[0]), elements, *room):
+            raise Broken(WRONG_GAPS)
+
+    def decode_bitmap(self, plane: Bytes, elements: int, out: Indices) -> None:
+        """Fill `out` with the positions of the bits that are set.
+
+        Raises:
+            Broken: Another number of bits is set, or one beyond the last element.
+        """
+        room = address(out), out.itemsize, len(out)
+        if self._call["read_bitmap"](address(plane), elements, *room):
+            raise Broken(WRONG_BITMAP)
+
+    def decode_sm(self, planes: Sequence[Bytes], out: Words) -> None:
+        """Fill `out` with differences of the bits, modulo 2^16.
+
+        Raises:
+            Broken: The planes contradict each other.
+        """
+        sizes = len(out), len(planes[2]), len(planes[3])
+        if self._call["read_signed"](*map(address, planes), *sizes, address(out)):
+            raise Broken(WRONG_SM)
+
+    def join(self, planes: Sequence[Bytes], out: Words) -> None:
+        """Fill `out` with words of which each plane holds one byte, low bytes first."""
+        table = np.array([address(plane) for plane in planes], np.int64)
+        self._call["join_planes"](address(table), len(planes), len(out), address(out))
+
+    def add(self, base: Bytes, index: Indices, delta: Words) -> None:
+        """Turn differences from the base's elements into the new elements, modulo 2^16."""
+        place = address(base), address(index), index.itemsize, len(index)
+        self._call["add_changes"](*place, address(delta))
+
+    def shift(self, target: Bytes, index: Indices, delta: Words, old: Words) -> None:
+        """Add differences to `target`; `delta` becomes the new elements, `old` those before."""
+        place = address(target), address(index), index.itemsize, len(index)
+        self._call["shift_values"](*place, address(delta), address(old))
+
+    def scatter(self, target: Bytes, index: Indices, value: Words, old: Words) -> None:
+        """Write values to elements of `target`, and what was there into `old`.
+
+        Raises:
+            Broken: A position is beyond the target; nothing was written.
+        """
+        width = value.itemsize
+        place = address(target), len(target) // width, address(index), index.itemsize, len(index)
+        if self._call["scatter_values"](*place, width, address(value), address(old)):
+            raise Broken(WRONG_PLACES)
+
+    def find(self, base: Words, new: Words) -> tuple[Indices, Words]:
+        """Return positions and new values of the elements that differ, of fewer than 2^31."""
+        index, value = np.empty(len(new), np.int32), np.empty(len(new), new.dtype)
+        facts = len(new), new.itemsize, address(index), address(value)
+        count = self._call["find_elements"](address(base), address(new), *facts)
+        # Copies: the room was for all.
+        return index[:count].copy(), value[:count].copy()
+
+    def put(self, target: Words, index: Indices, value: Words) -> None:
+        """Write values to elements of `target`.
+
+        Raises:
+            Broken: A position is beyond the target; the others were written.
+        """
+        place = address(target), len(target), address(index), index.itemsize, len(index)
+        if self._call["put_elements"](*place, value.itemsize, address(value)):
+            raise Broken(WRONG_PLACES)
+
+    def holds(self, target: Words, index: Indices, value: Words) -> bool:
+        """Return whether elements of `target` are these values; False where one is beyond it."""
+        place = address(target), len(target), address(index), index.itemsize, len(index)
+        return not self._call["compare_elements"](*place, value.itemsize, address(value))
