@@ -13,6 +13,7 @@ import zstandard
 from benchmarks.delta_model import Model
 from weightsync.delta import Encoder, Item, apply_change, parse_shard
 from weightsync.delta.coding import Coding, Values
+from weightsync.delta.elements import differing, put
 from weightsync.delta.encode import choose_coding
 from weightsync.delta.kernels import chosen
 from weightsync.delta.packing import pack
@@ -23,6 +24,8 @@ __all__ = ["Ours", "Pairs", "Xor"]
 
 #: Dense bytes from which the next tensor begins a new shard: 60 MiB of delta at most.
 _SHARD_BYTES = 512 << 20
+#: Elements that are looked for pairs at a time.
+_PIECE = 1 << 20
 _DIGEST = "0" * 32
 
 
@@ -160,50 +163,12 @@ def _zstd(coding: Coding, planes: list[Any]) -> None:
                 pack(plane)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        import numba
-    except ImportError:
-        return function
-    made: Callable[..., Any] = numba.njit(nogil=True)(function)
-    return made
-
-
-def _find(base: Any, new: Any, index: Any, value: Any) -> int:
-    """Write index and value of every element that differs; four elements are compared at once."""
-    found = 0
-    before, after = base.view(np.uint64), new.view(np.uint64)
-    for word in range(len(before)):
-        if before[word] != after[word]:
-            for at in range(4 * word, 4 * word + 4):
-                if base[at] != new[at]:
-                    index[found] = at
-                    value[found] = new[at]
-                    found += 1
-    for at in range(4 * len(before), len(base)):
-        if base[at] != new[at]:
-            index[found] = at
-            value[found] = new[at]
-            found += 1
-    return found
-
-
-def _write(target: Any, index: Any, value: Any) -> None:
-    for at in range(len(index)):
-        target[index[at]] = value[at]
-
-
 class Pairs:
     """An int32 index and a bfloat16 value for each change."""
 
     def __init__(self, model: Model, target: Any) -> None:
         self._model = model
         self._target = target
-        most = max(len(item.new) // 2 for item in model.items)
-        self._index, self._value = np.zeros(most, np.int32), np.zeros(most, np.uint16)
-        self._find, self._write = _compiled(_find), _compiled(_write)
-        self._find(*(np.zeros(4, np.uint16),) * 2, self._index, self._value)
-        self._write(np.zeros(4, np.uint16), self._index[:1], self._value[:1])
 
     def round(self) -> dict[str, float]:
         """Return bytes, and seconds of encoding and of patching."""
@@ -211,14 +176,16 @@ class Pairs:
         size, seconds, at = 0, [0.0, 0.0], 0
         for item in self._model.items:
             base, new = item.base.view(np.uint16), item.new.view(np.uint16)
-            begun = time.perf_counter()
-            found = self._find(base, new, self._index, self._value)
-            packed = time.perf_counter()
             target = self._target[at : at + len(new)]
-            self._write(target, self._index[:found], self._value[:found])
-            seconds[0] += packed - begun
-            seconds[1] += time.perf_counter() - packed
-            size += 6 * found
+            for begin in range(0, len(new), _PIECE):
+                piece = slice(begin, begin + _PIECE)
+                begun = time.perf_counter()
+                index, value = differing(base[piece], new[piece])
+                packed = time.perf_counter()
+                put(target[piece], index, value)
+                seconds[0] += packed - begun
+                seconds[1] += time.perf_counter() - packed
+                size += 6 * len(index)
             at += len(new)
         if not np.array_equal(self._target, self._model.new):
             raise AssertionError("pairs made other bytes")

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.source import Source
 from weightsync.digest import tensor_digest
 from weightsync.segments import Segment
-from weightsync_client.copying import copier_of, warm_up
+from weightsync_client.copying import copier_of
 
 __all__ = ["limit_of", "plain_copy"]
 
@@ -36,9 +36,8 @@ def limit_of(source: Source, threads: int) -> Iterator[Callable[[], None]]:
     """Yield what moves bytes as a push does, and does nothing else.
 
     Threads copy the tensors into memory like the server's and digest them on the way, with the
-    client's own loop, which is ready when this is entered; then they digest what lies there.
+    client's own loop; then they digest what lies there.
     """
-    warm_up()
     tensors = [tensor.data.cast("B") for tensor in source.tensors.values()]
     places: list[memoryview] = []
     # A thread takes its share at once: between two tasks of a pool it would wait.

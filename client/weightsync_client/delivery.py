@@ -314,11 +314,6 @@ class Delivery:
         self._memory.copied = push.copied and not result.durable
         if result.way is Way.STREAM:
             self._memory.pace.note(result.sent_bytes, push.sending_s)
-        if push.mapped:
-            # Not for a single push, which would only end later for it.
-            if self._memory.mapped:
-                self._memory.copier.start()
-            self._memory.mapped = True
         return replace(result, fallback_reason=reason)
 
     # Both.

@@ -12,7 +12,7 @@ from weightsync_client.deltas.pace import Pace
 from weightsync_client.deltas.snapshot import Snapshot, read_held
 from weightsync_client.errors import refuse
 from weightsync_client.outlines import Outlines
-from weightsync_client.warmth import Warmth, compile_codec, compile_copier
+from weightsync_client.warmth import Warmth, compile_codec
 
 if TYPE_CHECKING:
     from weightsync_client.sources import Source
@@ -32,9 +32,7 @@ class Memory:
         self.outlines = Outlines()
         self.snapshot = Snapshot()
         self.pace = Pace(address)
-        self.codec, self.copier = Warmth(compile_codec), Warmth(compile_copier)
-        #: A push was copied into mapped memory.
-        self.mapped = False
+        self.codec = Warmth(compile_codec)
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.copied = False
         #: It was tried whether the server does that.

@@ -124,11 +124,6 @@ class Push:
         """The server has copied everything from GPUs itself."""
         return self._same_host.copied
 
-    @property
-    def mapped(self) -> bool:
-        """Tensors were copied into mapped memory of the server."""
-        return self._same_host.mapped
-
     # The whole of it.
 
     def run(self) -> PushResult:

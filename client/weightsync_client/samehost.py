@@ -108,11 +108,6 @@ class SameHost:
         """The server has copied all from GPUs itself."""
         return not self.reason and self.done.keys() == self._work.copied != set()
 
-    @property
-    def mapped(self) -> bool:
-        """Tensors were copied into mapped memory."""
-        return self._work.mapped
-
     def run(self, reply: pb.BeginPushResponse) -> dict[int, pb.ShardProgress]:
         """Hand over what can be; return what the server holds of each shard, for the rest.
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Warmth", "compile_codec", "compile_copier"]
+__all__ = ["Warmth", "compile_codec"]
 
 
 class Warmth:
@@ -42,7 +42,7 @@ class Warmth:
 
 
 def compile_codec(devices: Iterable[torch.device]) -> None:
-    """Have the loops ready that make deltas.
+    """Have all loaded and compiled that makes deltas.
 
     Args:
         devices: Those where tensors will be compared.
@@ -60,10 +60,3 @@ def compile_codec(devices: Iterable[torch.device]) -> None:
         # a graph, which no other thread must disturb.
         with contextlib.suppress(NvrtcError):
             Kernels.compile_for(device)
-
-
-def compile_copier() -> None:
-    """Have the loop ready that copies tensors to a server on this host."""
-    from weightsync_client.copying import warm_up
-
-    warm_up()

@@ -83,8 +83,6 @@ class HandOff:
         self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
         #: Those of them that it copied from a GPU itself.
         self.copied: set[int] = set()
-        #: Some of them were copied into memory that was mapped.
-        self.mapped = False
         #: Some of them went through this process because their tensors lie on several GPUs.
         self.several_gpus = False
 
@@ -195,7 +193,6 @@ class HandOff:
             with _mapped(lent, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
                 write = partial(_pwrite, lent.fd) if target is None else None
-                self.mapped = self.mapped or target is not None
                 self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.

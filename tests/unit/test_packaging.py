@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import email
+import importlib.util
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,22 +24,31 @@ FOLDERS = {
 }
 
 
-def _run(*command: str | Path, cwd: Path) -> str:
+KERNELS = "weightsync/delta/kernels"
+
+
+def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
     """Run a command to its end and return what it printed."""
-    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    env = os.environ | environment
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
+    return ran.stdout + ran.stderr
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export = tmp_path_factory.mktemp("export")
     listing = _run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(lambda line: (ROOT / line).is_file(), listing.splitlines()):
         (export / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, export / name)
+    return export
+
+
+@pytest.fixture(scope="module")
+def wheel(export: Path) -> Path:
     _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out", cwd=export)
-    (built,) = (export / "out").iterdir()
+    (built,) = (export / "out").glob("*.whl")
     return built
 
 
@@ -103,3 +115,65 @@ def test_both_commands_run_from_the_installed_wheel(wheel: Path, tmp_path: Path)
         assert Path(found.strip()).is_relative_to(packages)
     for command in ("weightsync", "weightsync-server"):
         assert "Usage" in _run(env / "bin" / command, "--help", cwd=tmp_path).title()
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no compiler is found."""
+    if importlib.util.find_spec("ziglang"):
+        pytest.skip("ziglang is installed")
+    return {"CC": "", "PATH": str(tmp_path)}
+
+
+def test_a_wheel_carries_the_kernels_that_it_is_tagged_for(
+    wheel: Path, names: set[str], tmp_path: Path
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    assert f"{KERNELS}/kernels.so" in names
+    assert wheel.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    program = "from weightsync.delta import kernels; print(kernels.__file__, kernels.available())"
+    told = _run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert str(tmp_path) in told
+    assert "generic" in told
+
+
+def test_without_a_compiler_a_wheel_is_for_all_and_a_line_tells_it(
+    export: Path, no_compiler: dict[str, str]
+) -> None:
+    command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "plain")
+    told = _run(*command, cwd=export, **no_compiler)
+    assert "No C compiler" in told
+    (built,) = (export / "plain").glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(built) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_a_wheel_can_be_built_from_the_source_distribution(export: Path) -> None:
+    _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", "source", cwd=export)
+    (archive,) = (export / "source").iterdir()
+    shutil.unpack_archive(archive, export / "source", filter="data")
+    (tree,) = (path for path in (export / "source").iterdir() if path.is_dir())
+    _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out", cwd=tree)
+    (built,) = (tree / "out").iterdir()
+    with zipfile.ZipFile(built) as found:
+        library = f"{KERNELS}/kernels.so" in found.namelist()
+    assert library is (shutil.which("cc") is not None)
+
+
+def test_a_compiler_that_fails_is_named(export: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "scripts/build_kernels.py"],
+        cwd=export,
+        env=os.environ | {"CC": "false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode != 0
+    assert "'false'" in ran.stderr
+    assert not list((export / KERNELS).glob("*.so"))
+    assert not list((export / KERNELS).glob("*.tmp"))

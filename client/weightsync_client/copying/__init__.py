@@ -1,22 +1,21 @@
-"""Copies that digest what they copy: compiled by numba where it is installed, else numpy's.
+"""Copies that digest what they copy: in C where a processor gains by that, else NumPy's.
 
 Neither is imported with this module.
 """
 
 from __future__ import annotations
 
-import platform
-from typing import TYPE_CHECKING, Protocol
+from functools import cache
+from typing import Protocol
 
-from weightsync.jit.choosing import Choice
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-__all__ = ["STEP", "Copier", "copier_of", "warm_up"]
+__all__ = ["STEP", "Copier", "copier_of"]
 
 #: All pieces but the last have a multiple of so many bytes.
 STEP = 1024
+#: Below this a call of NumPy's and one of xxhash's are as fast.
+_LEAST = 384 << 10
+#: On processors without one of these levels, two passes are faster, or nobody has measured.
+_LEVELS = frozenset({"avx2", "avx512"})
 
 
 class Copier(Protocol):
@@ -34,34 +33,19 @@ class Copier(Protocol):
         """Return the `weightsync.digest.tensor_digest` of all pieces."""
 
 
-def _plain() -> ModuleType:
-    from weightsync_client.copying import plain
+@cache
+def _level() -> str:
+    from weightsync.delta.kernels import chosen
 
-    return plain
-
-
-def _compiled() -> ModuleType:
-    # On other processors nobody has measured whether it is faster.
-    if platform.machine() != "x86_64":
-        return _plain()
-    from weightsync_client.copying import compiled
-
-    return compiled
-
-
-_choice = Choice(_plain, _compiled)
+    return str(getattr(chosen(), "level", ""))
 
 
 def copier_of(size: int) -> Copier:
-    """Return what copies a text of so many bytes; compiled once `warm_up` has returned."""
-    copier: Copier = _choice.ready().make_copier(size)
-    return copier
+    """Return what copies a text of so many bytes fastest."""
+    if size >= _LEAST and _level() in _LEVELS:
+        from weightsync_client.copying.native import NativeCopier
 
+        return NativeCopier(size, _level())
+    from weightsync_client.copying.plain import PlainCopier
 
-def warm_up() -> str:
-    """Have the compiled copier ready: seconds the first time on a machine, later it is only loaded.
-
-    Returns:
-        `compiled`, or `plain` where numba is not installed or the processor is not x86-64.
-    """
-    return _choice.warm_up()
+    return PlainCopier()

@@ -6,12 +6,7 @@ import numpy as np
 
 from weightsync.digest import TensorDigester
 
-__all__ = ["PlainCopier", "make_copier"]
-
-
-def make_copier(_size: int) -> PlainCopier:
-    """Return a copier."""
-    return PlainCopier()
+__all__ = ["PlainCopier"]
 
 
 class PlainCopier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -14,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.versions.world import simple
 from weightsync.borrowing import Borrower, Placed
+from weightsync.delta.kernels import available
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.lending import Lent
 from weightsync.v1 import weightsync_pb2 as pb
@@ -45,8 +46,7 @@ from weightsync_client import (
     writing,
 )
 from weightsync_client.collecting import Collection
-from weightsync_client.copying import compiled, plain
-from weightsync_client.copying.compiled import CompiledCopier
+from weightsync_client.copying.native import NativeCopier
 from weightsync_client.samehost import SameHost
 from weightsync_client.shards import Shard
 from weightsync_client.tensors import Scratch, SourceTensor, wrap
@@ -125,19 +125,29 @@ def nothing_came(client: Client, before: set[int]) -> bool:
 # What it brings.
 
 
-@pytest.mark.parametrize("copier", [plain, compiled], ids=["numpy", "compiled"])
+@pytest.mark.parametrize("level", ["plain", "avx2"])
 def test_a_state_dict_arrives_whole_whatever_its_layout(
-    server: WeightSyncServer, client: Client, copier: ModuleType, monkeypatch: pytest.MonkeyPatch
+    server: WeightSyncServer, client: Client, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying._choice, "_made", copier)
+    if level not in {"plain", *available()}:
+        pytest.skip(f"this machine has no {level} kernels")
+    monkeypatch.setattr(copying, "_level", lambda: level)
     copied: list[int] = []
-    update = CompiledCopier.update
+    update, enter = NativeCopier.update, writing._mapped
+    mapped: list[bool] = []
 
-    def note(self: CompiledCopier, piece: memoryview, target: memoryview) -> None:
+    def note(self: NativeCopier, piece: memoryview, target: memoryview) -> None:
         copied.append(len(piece))
         update(self, piece, target)
 
-    monkeypatch.setattr(CompiledCopier, "update", note)
+    @contextlib.contextmanager
+    def watched(*given: Any) -> Iterator[memoryview | None]:
+        with enter(*given) as target:
+            mapped.append(target is not None)
+            yield target
+
+    monkeypatch.setattr(NativeCopier, "update", note)
+    monkeypatch.setattr(writing, "_mapped", watched)
     told: list[int] = []
     for seed, size in enumerate((1_000_000, 3_000_000, 1_000_000)):
         # The third time the server knows the layout.
@@ -153,8 +163,7 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
         assert client.get_version(result.version).trainer_verified
         assert same(client, result.version, weights(seed))
     # Where the kernel makes huge pages, shards of 2 MiB and more are mapped.
-    mapped = client._memory.mapped
-    assert bool(copied) is (mapped and copier is compiled)
+    assert bool(copied) is (any(mapped) and level != "plain")
     lines = [json.loads(line[line.index("{") :]) for line in server.log.splitlines() if "{" in line]
     ours = [line for line in lines if line.get("method") == "same_host"]
     assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import array
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
+from weightsync.delta.kernels import available
 from weightsync.layout import DTYPE_BITS
 from weightsync_client import Client, InvalidError, PulledTensor, copying
-from weightsync_client.copying import compiled, plain
 from weightsync_client.digesting import ShardDigester
 from weightsync_client.shards import cut, pieces, tensor_shard
 from weightsync_client.tensors import Scratch, settle, wrap
@@ -288,11 +287,14 @@ def test_a_device_without_streams_is_waited_for_as_a_whole(monkeypatch: pytest.M
     assert waited == ["all", "xpu:1", "all"]
 
 
-@pytest.mark.parametrize("copier", [plain, compiled], ids=["numpy", "compiled"])
+@pytest.mark.parametrize("level", ["plain", "avx2", "avx512"])
 def test_what_goes_by_is_copied_where_it_belongs(
-    copier: ModuleType, monkeypatch: pytest.MonkeyPatch
+    level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying._choice, "_made", copier)
+    if level not in available():
+        pytest.skip(f"this machine has no {level} kernels")
+    monkeypatch.setattr(copying, "_level", lambda: level)
+    monkeypatch.setattr(copying, "_LEAST", 241)
     sizes = {"a": 5, "b": 0, "c": 40_000, "d": 2 << 10, "e": 0}
     content = np.random.default_rng(1)
     tensors = [wrap(n, content.integers(0, 256, s, np.uint8)) for n, s in sizes.items()]

@@ -29,6 +29,17 @@ static const u8 secret[192] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
+/* A text that is being digested. */
+typedef struct {
+    u64 accumulators[8];
+    u8 rest[STRIPE + CHUNK]; /* the 64 bytes before what comes next, then what is no whole chunk */
+} Digest;
+
+static const u64 initial[8] = {
+    0x00000000c2b2ae3d, 0x9e3779b185ebca87, 0xc2b2ae3d27d4eb4f, 0x165667b19e3779f9,
+    0x85ebca77c2b2ae63, 0x0000000085ebca77, 0x27d4eb2f165667c5, 0x000000009e3779b1,
+};
+
 /* A product of 128 bits, its halves combined. */
 INLINE u64 folded(u64 left, u64 right)
 {
@@ -52,10 +63,8 @@ INLINE u64 merged(const u64 *accumulators, const u8 *key, u64 result)
 typedef struct {
 #if LEVEL == AVX512
     __m512i part[1];
-#elif LEVEL == AVX2
-    __m256i part[2];
 #else
-    u64 part[8];
+    __m256i part[2];
 #endif
 } NAME(Accumulators);
 
@@ -67,19 +76,13 @@ FUNCTION void NAME(take_stripe)(NAME(Accumulators) * all, const u8 *stripe, cons
     const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
     const __m512i swapped = _mm512_shuffle_epi32(data, _MM_PERM_BADC);
     all->part[0] = _mm512_add_epi64(all->part[0], _mm512_add_epi64(swapped, product));
-#elif LEVEL == AVX2
+#else
     for (int at = 0; at < 2; at++) {
         const __m256i data = LOAD256(stripe + 32 * at);
         const __m256i keyed = _mm256_xor_si256(data, LOAD256(key + 32 * at));
         const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
         const __m256i swapped = _mm256_shuffle_epi32(data, 0x4e);
         all->part[at] = _mm256_add_epi64(all->part[at], _mm256_add_epi64(swapped, product));
-    }
-#else
-    for (int at = 0; at < 8; at++) {
-        const u64 data = load64(stripe + 8 * at), keyed = data ^ load64(key + 8 * at);
-        all->part[at ^ 1] += data;
-        all->part[at] += (keyed & 0xffffffff) * (keyed >> 32);
     }
 #endif
 }
@@ -92,7 +95,7 @@ FUNCTION void NAME(scramble)(NAME(Accumulators) * all)
     const __m512i acc = all->part[0], prime = _mm512_set1_epi64(0x9e3779b1);
     const __m512i mixed = _mm512_xor_si512(acc, _mm512_srli_epi64(acc, 47));
     all->part[0] = _mm512_mullo_epi64(_mm512_xor_si512(mixed, LOAD512(key)), prime);
-#elif LEVEL == AVX2
+#else
     for (int at = 0; at < 2; at++) {
         const __m256i acc = all->part[at], prime = _mm256_set1_epi64x(0x9e3779b1);
         __m256i mixed = _mm256_xor_si256(acc, _mm256_srli_epi64(acc, 47));
@@ -100,11 +103,6 @@ FUNCTION void NAME(scramble)(NAME(Accumulators) * all)
         const __m256i low = _mm256_mul_epu32(mixed, prime);
         const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
         all->part[at] = _mm256_add_epi64(low, _mm256_slli_epi64(high, 32));
-    }
-#else
-    for (int at = 0; at < 8; at++) {
-        const u64 acc = all->part[at], mixed = acc ^ acc >> 47 ^ load64(key + 8 * at);
-        all->part[at] = mixed * 0x9e3779b1;
     }
 #endif
 }
@@ -115,16 +113,14 @@ FUNCTION void NAME(stream)(u8 *target, const u8 *source)
 #if LEVEL == AVX512
     for (int at = 0; at < CHUNK; at += 64)
         _mm512_stream_si512((void *)(target + at), LOAD512(source + at));
-#elif LEVEL == AVX2
+#else
     for (int at = 0; at < CHUNK; at += 32)
         _mm256_stream_si256((__m256i *)(target + at), LOAD256(source + at));
-#else
-    memcpy(target, source, CHUNK);
 #endif
 }
 
 /* Copies and digests at least one chunk. */
-KERNEL i64 NAME(copy_chunks)(u64 *accumulators, const u8 *source, u8 *target, i64 chunks)
+FUNCTION void NAME(copy_chunks)(u64 *accumulators, const u8 *source, u8 *target, i64 chunks)
 {
     const i64 lead = -(uintptr_t)target % LINE, last = CHUNK * (chunks - 1);
     NAME(Accumulators) all;
@@ -141,25 +137,40 @@ KERNEL i64 NAME(copy_chunks)(u64 *accumulators, const u8 *source, u8 *target, i6
     memcpy(target, source, LINE);
     memcpy(target + last, source + last, CHUNK);
     /* No later store is seen before those that went past the caches. */
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    _mm_sfence();
+}
+
+/* Copies and digests the next piece of a text: a multiple of CHUNK, unless it is the last. */
+KERNEL i64 NAME(copy_piece)(Digest *digest, const u8 *source, u8 *target, i64 size, i64 first,
+                            i64 last)
+{
+    if (first)
+        memcpy(digest->accumulators, initial, sizeof initial);
+    /* The last chunk is digested in another way, also when it is a whole one. */
+    const i64 chunks = (last ? size - 1 : size) / CHUNK, whole = CHUNK * chunks;
+    if (chunks) {
+        NAME(copy_chunks)(digest->accumulators, source, target, chunks);
+        memcpy(digest->rest, source + whole - STRIPE, STRIPE);
+    }
+    memcpy(digest->rest + STRIPE, source + whole, (size_t)(size - whole));
+    memcpy(target + whole, source + whole, (size_t)(size - whole));
     return 0;
 }
 
-/* Digests the last 1 to 1024 of `size` bytes, and writes the digest, high bytes first. `rest` begins
-   with the 64 bytes before them. */
-KERNEL i64 NAME(finish_digest)(const u64 *accumulators, const u8 *rest, i64 size, u64 *digest)
+/* Writes the digest of `size` bytes, the last piece of which was copied: high bytes first. */
+KERNEL i64 NAME(finish_digest)(const Digest *digest, i64 size, u64 *out)
 {
     const i64 length = (size - 1) % CHUNK + 1;
     u64 ends[8];
     NAME(Accumulators) all;
-    memcpy(&all, accumulators, sizeof all);
+    memcpy(&all, digest->accumulators, sizeof all);
     for (i64 at = 0; at < (length - 1) / STRIPE; at++)
-        NAME(take_stripe)(&all, rest + STRIPE * (at + 1), secret + 8 * at);
+        NAME(take_stripe)(&all, digest->rest + STRIPE * (at + 1), secret + 8 * at);
     /* The last 64 bytes of all, of which some may have been in the stripe before. */
-    NAME(take_stripe)(&all, rest + length, secret + sizeof secret - STRIPE - 7);
+    NAME(take_stripe)(&all, digest->rest + length, secret + sizeof secret - STRIPE - 7);
     memcpy(ends, &all, sizeof all);
     const u64 low = (u64)size * 0x9e3779b185ebca87, high = ~((u64)size * 0xc2b2ae3d27d4eb4f);
-    digest[0] = __builtin_bswap64(merged(ends, secret + sizeof secret - STRIPE - 11, high));
-    digest[1] = __builtin_bswap64(merged(ends, secret + 11, low));
+    out[0] = __builtin_bswap64(merged(ends, secret + sizeof secret - STRIPE - 11, high));
+    out[1] = __builtin_bswap64(merged(ends, secret + 11, low));
     return 0;
 }

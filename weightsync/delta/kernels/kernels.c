@@ -126,8 +126,17 @@ EXPORT i64 best_level(void)
 #endif
 }
 
-/* Bytes of one thread's scratch memory. */
+/* Bytes of one thread's scratch memory, and of a text's digest under way. */
 EXPORT i64 scratch_bytes(void)
 {
     return (i64)sizeof(Scratch);
+}
+
+EXPORT i64 digest_bytes(void)
+{
+#if defined(__x86_64__)
+    return (i64)sizeof(Digest);
+#else
+    return 0;
+#endif
 }

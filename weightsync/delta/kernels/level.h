@@ -13,7 +13,9 @@
 
 #include "elements.h"
 
+#if LEVEL != GENERIC
 #include "copying.h"
+#endif
 
 #undef FUNCTION
 #undef KERNEL

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from weightsync.delta.kernels.shapes import Bytes, Indices, Words
 
-__all__ = ["LIBRARY", "NativeKernels", "address", "function", "levels"]
+__all__ = ["LIBRARY", "NativeKernels", "address", "digest_bytes", "function", "levels"]
 
 #: Compiled from the C beside it when the package is built; absent where there was no compiler.
 LIBRARY = Path(__file__).with_name("kernels.so")
@@ -35,11 +35,11 @@ _LEVELS = ("generic", "avx2", "avx512")
 _ARGUMENTS = {
     "add_changes": 5,
     "compare_elements": 7,
-    "copy_chunks": 4,
+    "copy_piece": 6,
     "count_changes": 7,
     "encode_piece": 11,
     "find_elements": 6,
-    "finish_digest": 4,
+    "finish_digest": 3,
     "join_planes": 4,
     "put_elements": 7,
     "read_bitmap": 5,
@@ -49,6 +49,8 @@ _ARGUMENTS = {
     "shift_values": 6,
     "write_entries": 5,
 }
+#: Those that the level generic lacks: two passes are faster there.
+_COPY = frozenset({"copy_piece", "finish_digest"})
 #: Elements of one call: the room for all that it may write is made before.
 _PIECE = 1 << 22
 #: Planes: two of positions, eight of values.
@@ -59,9 +61,7 @@ _SLACK = 64
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(LIBRARY))
-    library.best_level.restype = library.scratch_bytes.restype = ctypes.c_int64
-    return library
+    return ctypes.CDLL(str(LIBRARY))
 
 
 def levels() -> tuple[str, ...]:
@@ -73,8 +73,18 @@ def levels() -> tuple[str, ...]:
     return _LEVELS[: _library().best_level() + 1]
 
 
+def digest_bytes() -> int:
+    """Return the bytes of a text's digest under way; 0 where no level has the copy."""
+    return int(_library().digest_bytes())
+
+
+@cache
 def function(name: str, level: str) -> Any:
-    """Return a function of the library; it takes and gives integers, and releases the GIL."""
+    """Return a function of the library; it takes and gives integers, and releases the GIL.
+
+    Raises:
+        AttributeError: That level has none of that name.
+    """
     found = getattr(_library(), f"{name}_{level}")
     found.argtypes, found.restype = [ctypes.c_int64] * _ARGUMENTS[name], ctypes.c_int64
     return found
@@ -153,7 +163,7 @@ class NativeKernels:
     def __init__(self, level: str) -> None:
         self.level = level
         self._arena = _Arena()
-        self._call = {name: function(name, level) for name in _ARGUMENTS}
+        self._call = {name: function(name, level) for name in _ARGUMENTS if name not in _COPY}
 
     def count(self, base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
         """Return how many elements differ in runs that begin every `stride` elements."""

@@ -1,4 +1,4 @@
-"""The compiled copier on memory that ends where it should; a program of test_copying."""
+"""The copier in C on memory that ends where it should; a program of test_copying."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.support.guard_pages import guarded, guarded_copy
 from weightsync.digest import tensor_digest
-from weightsync_client.copying.compiled import CompiledCopier
+from weightsync_client.copying.native import NativeCopier
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
             target = guarded(size, at_end=not at_end)
             for step in (1024, 3072, 64 << 10):
                 target[:] = 0
-                copier = CompiledCopier(size)
+                copier = NativeCopier(size, sys.argv[1])
                 for at in range(0, size, step):
                     piece = memoryview(source)[at : at + step]
                     copier.update(piece, memoryview(target)[at : at + step])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import platform
+import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.delta import kernels
+from weightsync.delta.kernels import native
 from weightsync.digest import tensor_digest
-from weightsync_client import copying
-from weightsync_client.copying import STEP, plain
-from weightsync_client.copying.compiled import CompiledCopier, make_copier
+from weightsync_client.copying import STEP, copier_of
+from weightsync_client.copying.native import NativeCopier
+from weightsync_client.copying.plain import PlainCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,19 +29,22 @@ if TYPE_CHECKING:
 _TEXT = np.random.default_rng(3).integers(0, 256, 300_000, np.uint8)
 _PAINT = 0xA5
 
-_makers = pytest.mark.parametrize("make", [CompiledCopier, plain.make_copier])
+_LEVELS = [level for level in kernels.available() if level in {"avx2", "avx512"}]
+_levels = pytest.mark.parametrize("level", _LEVELS)
+_makers = pytest.mark.parametrize(
+    "make", [lambda _: PlainCopier(), *(partial(NativeCopier, level=level) for level in _LEVELS)]
+)
 
 
-def _run(program: str, **variables: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PATH": "/usr/bin:/bin", **variables},
+def _run(program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments, program],
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=120,
-        check=True,
+        check=False,
     )
-    return ran.stdout.strip()
 
 
 @_makers
@@ -65,7 +72,7 @@ def test_a_copy_is_the_text_and_its_digest_xxhashs(
 @pytest.mark.parametrize("size", [0, 1, 240, 241, (384 << 10) - 1, 384 << 10, 1 << 20])
 def test_texts_of_any_size_have_a_copier(size: int) -> None:
     source, target = bytes(size), bytearray(b"x" * size)
-    copier = make_copier(size)
+    copier = copier_of(size)
     copier.update(memoryview(source), memoryview(target))
     assert copier.digest() == tensor_digest(source)
     assert bytes(target) == source
@@ -76,20 +83,22 @@ def test_texts_of_any_size_have_a_copier(size: int) -> None:
     [(2000, 1000, 1000), (2000, 2001, 2001), (2048, 1024, 1023), (2000, 2000, 2001), (2000, 0, 0)],
     ids=["within a block", "beyond the end", "less room", "more room", "nothing"],
 )
+@_levels
 def test_what_cannot_be_is_refused_before_anything_is_written(
-    size: int, piece: int, target: int
+    level: str, size: int, piece: int, target: int
 ) -> None:
     room = bytearray(target)
     with pytest.raises(ValueError, match="bytes"):
-        CompiledCopier(size).update(memoryview(b"x" * piece), memoryview(room))
+        NativeCopier(size, level).update(memoryview(b"x" * piece), memoryview(room))
     assert not any(room)
 
 
-def test_a_short_text_is_refused_and_nothing_comes_after_the_end() -> None:
+@_levels
+def test_a_short_text_is_refused_and_nothing_comes_after_the_end(level: str) -> None:
     with pytest.raises(ValueError, match="240 bytes"):
-        CompiledCopier(240)
+        NativeCopier(240, level)
     room = bytearray(2048)
-    copier = CompiledCopier(2048)
+    copier = NativeCopier(2048, level)
     copier.update(memoryview(bytes(2048)), memoryview(room))
     for size in (0, 1024):
         with pytest.raises(ValueError, match="0 of 2048 left"):
@@ -97,43 +106,34 @@ def test_a_short_text_is_refused_and_nothing_comes_after_the_end() -> None:
     assert copier.digest() == tensor_digest(bytes(2048))
 
 
-def test_nothing_is_touched_outside() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.unit.client.copying.guarded"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@_levels
+def test_nothing_is_touched_outside(level: str) -> None:
+    ran = _run(level, "-m", "tests.unit.client.copying.guarded")
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) > 400
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the name of an instruction of x86")
-def test_blocks_go_past_the_caches() -> None:
-    program = """
-from weightsync_client.copying import compiled
-(machine_code,) = compiled._copy_blocks.inspect_asm().values()
-print("movnt" in machine_code)
-"""
-    # Code that was kept cannot be looked at.
-    assert _run(program, NUMBA_CACHE_DIR="/proc/nowhere") == "True"
+@_levels
+def test_blocks_go_past_the_caches(level: str) -> None:
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump, which comes with a compiler")
+    ran = subprocess.run(
+        ["objdump", "-d", f"--disassemble=copy_piece_{level}", native.LIBRARY],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "vmovntdq" in ran.stdout
 
 
-def test_until_it_is_ready_and_without_numba_numpy_copies() -> None:
+def test_the_copier_is_that_of_the_kernels() -> None:
     program = """
 import sys
-{}
 from weightsync_client import copying
-before = type(copying.copier_of(1 << 20)).__name__, "numba" in sys.modules
-print(*before, copying.warm_up(), type(copying.copier_of(1 << 20)).__name__)
+before = "numpy" in sys.modules
+print(before, *(type(copying.copier_of(size)).__name__ for size in (1 << 10, 1 << 20)))
 """
-    assert _run(program.format("")) == "PlainCopier False compiled CompiledCopier"
-    absent = program.format('sys.modules["numba"] = None')
-    assert _run(absent) == "PlainCopier True plain PlainCopier"
-    assert _run(program.format(""), NUMBA_DISABLE_JIT="1") == "PlainCopier False plain PlainCopier"
-
-
-def test_warming_up_again_changes_nothing() -> None:
-    assert copying.warm_up() == copying.warm_up() == "compiled"
-    assert isinstance(copying.copier_of(1 << 20), CompiledCopier)
+    for name in kernels.available():
+        ran = _run(program, "-c", **{kernels.VARIABLE: name})
+        large = "NativeCopier" if name in _LEVELS else "PlainCopier"
+        assert ran.stdout.split() == ["False", "PlainCopier", large], ran.stderr

@@ -1,1 +1,0 @@
-"""How loops are compiled with numba that no library has."""
