@@ -187,7 +187,8 @@ def test_importing_it_loads_neither_torch_nor_vllm(module: str) -> None:
 
 def test_the_codec_loads_neither_engines_nor_grpc_nor_a_compiler() -> None:
     heavy = {"grpc", "llvmlite", "numba", "torch", "vllm"}
-    program = f"import sys, weightsync.delta; print(*sorted({heavy} & set(sys.modules)))"
+    code = "import sys, weightsync.delta as delta; delta.warm_up()"
+    program = f"{code}; print(*sorted({heavy} & set(sys.modules)))"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -16,6 +16,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 from packaging.requirements import Requirement
 
+# Builds compile, and an installation copies.
+pytestmark = pytest.mark.timeout(180)
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "weightsync": ROOT / "weightsync",

@@ -82,16 +82,16 @@ FUNCTION void NAME(take)(const u8 *base, const u8 *new, const u16 *places, i64 c
 
 /* Does the work of mark, flatten and take for differences, with vectors that pack. Half a group at a
    time, so that little waits for where the packed ones begin. */
-FUNCTION i64 NAME(pack)(const u8 *base, const u8 *new, i64 groups, int sparse, int placed,
-                        Scratch *scratch, u8 *values)
+FUNCTION i64 NAME(pack)(const u8 *base, const u8 *new, i64 groups, int placed, Scratch *scratch,
+                        u8 *values)
 {
     i64 count = 0;
     for (i64 at = 0; at < groups; at++) {
         u64 mask = 0;
         for (int half = 0; half < 2; half++) {
             const i64 place = GROUP * at + 32 * half;
-            const u32 found = NAME(pack_changes)(base + 2 * place, new + 2 * place, place, sparse,
-                                                 placed, scratch->places + count,
+            const u32 found = NAME(pack_changes)(base + 2 * place, new + 2 * place, place, placed,
+                                                 scratch->places + count,
                                                  values + 2 * count);
             mask |= (u64)found << 32 * half;
             count += count_ones(found);
@@ -131,11 +131,8 @@ FUNCTION i64 NAME(find)(const u8 *base, const u8 *new, i64 elements, i64 width, 
     i64 count = 0;
     (void)placed;
 #if LEVEL == AVX512
-    if (relative)
-        /* Apart, so that a block of many changes never branches on whether there is one. */
-        count = !placed           ? NAME(pack)(base, new, groups, 0, 0, scratch, values)
-                : before < SPARSE ? NAME(pack)(base, new, groups, 1, 1, scratch, values)
-                                  : NAME(pack)(base, new, groups, 0, 1, scratch, values);
+    if (relative && before >= SPARSE)
+        count = NAME(pack)(base, new, groups, placed, scratch, values);
     else
 #endif
     {

@@ -209,17 +209,15 @@ FUNCTION void NAME(pack_places)(u64 mask, i64 first, u16 *places)
 }
 
 /* Writes differences, and if `placed` places, of those of 32 elements that differ; returns which do.
-   Writes 64 bytes to each, whatever differs; nothing, if nothing does and that is likely. */
-FUNCTION u32 NAME(pack_changes)(const u8 *base, const u8 *new, i64 place, int sparse, int placed,
-                                u16 *places, u8 *deltas)
+   Writes 64 bytes to each, whatever differs. */
+FUNCTION u32 NAME(pack_changes)(const u8 *base, const u8 *new, i64 place, int placed, u16 *places,
+                                u8 *deltas)
 {
     const __m512i lanes = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18,
                                            17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2,
                                            1, 0);
     const __m512i before = LOAD512(base), after = LOAD512(new);
     const __mmask32 differs = _mm512_cmpneq_epi16_mask(before, after);
-    if (sparse && !differs)
-        return 0;
     const __m512i delta = _mm512_sub_epi16(after, before);
     /* Packed in a register: to memory that instruction is slow on some processors. */
     _mm512_storeu_si512(deltas, _mm512_maskz_compress_epi16(differs, delta));

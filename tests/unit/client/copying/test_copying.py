@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.delta import kernels
@@ -48,6 +48,7 @@ def _run(program: str, *arguments: str, **variables: str) -> subprocess.Complete
 
 
 @_makers
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_copy_is_the_text_and_its_digest_xxhashs(
     make: Callable[[int], Copier], data: st.DataObject
