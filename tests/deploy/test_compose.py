@@ -124,6 +124,7 @@ def test_the_build_context_holds_what_the_wheel_needs(tmp_path: Path) -> None:
             skip = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
         else:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, tmp_path / name)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
