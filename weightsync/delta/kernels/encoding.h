@@ -220,9 +220,10 @@ KERNEL i64 NAME(count_changes)(const u8 *base, const u8 *new, i64 elements, i64 
     return count;
 }
 
-/* Returns how many gap entries of `width` bytes positions take that only rise, and writes them
-   unless `out` is NULL. */
-FUNCTION i64 NAME(entries_of)(const u8 *index, i64 size, i64 changed, i64 width, u8 *out)
+/* Returns how many gap entries of `width` bytes positions take that only rise; writes them if
+   `written`. */
+FUNCTION i64 NAME(entries_of)(const u8 *index, i64 size, i64 changed, i64 width, int written,
+                              u8 *out)
 {
     const i64 skip = width == 1 ? 255 : 65535;
     i64 count = 0, expected = 0;
@@ -230,22 +231,25 @@ FUNCTION i64 NAME(entries_of)(const u8 *index, i64 size, i64 changed, i64 width,
         const i64 place = load_place(index, at, size);
         i64 gap = place - expected;
         expected = place + 1;
-        if (!out && gap >= skip)
-            count += gap / skip;
-        for (; out && gap >= skip; gap -= skip)
+        if (!written) {
+            count++;
+            if (gap >= skip)
+                count += gap / skip;
+            continue;
+        }
+        for (; gap >= skip; gap -= skip)
             store(out + width * count++, width, (u64)skip);
-        if (out)
-            store(out + width * count, width, (u64)gap);
-        count++;
+        store(out + width * count++, width, (u64)gap);
     }
     return count;
 }
 
-/* See entries_of: of positions of 4 bytes or 8, entries of 1 or 2. */
+/* Of positions of 4 bytes or 8, entries of 1 or 2; see entries_of. Writes none if `out` is NULL. */
 KERNEL i64 NAME(write_entries)(const u8 *index, i64 size, i64 changed, i64 width, u8 *out)
 {
     if (size == 4 && width == 1)
-        return out ? NAME(entries_of)(index, 4, changed, 1, out)
-                   : NAME(entries_of)(index, 4, changed, 1, NULL);
-    return NAME(entries_of)(index, size, changed, width, out);
+        return out ? NAME(entries_of)(index, 4, changed, 1, 1, out)
+                   : NAME(entries_of)(index, 4, changed, 1, 0, out);
+    return out ? NAME(entries_of)(index, size, changed, width, 1, out)
+               : NAME(entries_of)(index, size, changed, width, 0, out);
 }
