@@ -231,15 +231,12 @@ FUNCTION i64 NAME(entries_of)(const u8 *index, i64 size, i64 changed, i64 width,
         const i64 place = load_place(index, at, size);
         i64 gap = place - expected;
         expected = place + 1;
-        if (!written) {
-            count++;
-            if (gap >= skip)
-                count += gap / skip;
-            continue;
-        }
-        for (; gap >= skip; gap -= skip)
-            store(out + width * count++, width, (u64)skip);
-        store(out + width * count++, width, (u64)gap);
+        for (; gap >= skip; gap -= skip, count++)
+            if (written)
+                store(out + width * count, width, (u64)skip);
+        if (written)
+            store(out + width * count, width, (u64)gap);
+        count++;
     }
     return count;
 }
