@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from weightsync_client import messages
-from weightsync_client.digesting import ShardDigester
-from weightsync_client.link import Link
 from weightsync_client.options import CHUNK_BYTES
-from weightsync_client.shards import Shard
-from weightsync_client.sources import make_source
-from weightsync_client.streams import Lane, Messages
+from weightsync_client.rpc.channels import Link
+from weightsync_client.source.shards import Shard
+from weightsync_client.source.source import make_source
+from weightsync_client.transport import messages
+from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.transport.stream import Lane, Messages
 
 __all__ = ["main"]
 

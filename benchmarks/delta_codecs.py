@@ -13,12 +13,12 @@ import zstandard
 from benchmarks.delta_model import Model
 from weightsync.delta import Encoder, Item, apply_change, parse_shard
 from weightsync.delta.coding import Coding, Values
-from weightsync.delta.elements import differing, put
-from weightsync.delta.encode import choose_coding
+from weightsync.delta.compression import pack
+from weightsync.delta.encoder import choose_coding
+from weightsync.delta.find import differing, put
 from weightsync.delta.kernels import chosen
-from weightsync.delta.packing import pack
-from weightsync.delta.spreading import spread
-from weightsync.digest import tensor_digest
+from weightsync.delta.thread_map import spread
+from weightsync.model.digest import tensor_digest
 
 __all__ = ["Ours", "Pairs", "Xor"]
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from benchmarks.source import Source
-from weightsync.digest import tensor_digest
-from weightsync.segments import Segment
-from weightsync_client.copying import copier_of
+from weightsync.model.digest import tensor_digest
+from weightsync.shm.segments import Segment
+from weightsync_client.transport.copying import copier_of
 
 __all__ = ["limit_of", "plain_copy"]
 

@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.report import arguments, emit
-from weightsync.digest import tensor_digest
-from weightsync.layout import build_header
-from weightsync.manifest import ShardEntry
-from weightsync.segments import Segment
-from weightsync_server.fetchers import FetcherPool
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import build_header
+from weightsync.model.manifest import ShardEntry
+from weightsync.shm.segments import Segment
+from weightsync_server.workers.fetch import FetcherPool
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from weightsync.manifest import TensorEntry
+    from weightsync.model.manifest import TensorEntry
 
 __all__ = ["main"]
 

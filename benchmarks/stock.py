@@ -18,9 +18,9 @@ import grpc
 from benchmarks.floor import CLIENT_OPTIONS
 from benchmarks.servers import process
 from benchmarks.source import Block, Source
-from weightsync.digest import tensor_digest
-from weightsync.layout import build_header
-from weightsync.manifest import TensorEntry
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import build_header
+from weightsync.model.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1.weightsync_pb2_grpc import WeightSyncStub
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.gpu.shape import Shape
-from weightsync.layout import build_header
+from weightsync.model.layout import build_header
 
 __all__ = ["Files", "roomy", "write_checkpoint"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.engine import Load, set_environment
 from benchmarks.gpu.results import Results
-from weightsync.vllm.calls import VllmCalls
+from weightsync.vllm.bridge.llm_calls import VllmCalls
 
 __all__ = ["Setup", "Site", "Stops", "generating", "plugins_on_path"]
 

@@ -26,11 +26,11 @@ from weightsync_client.errors import (
     RefusedError,
     UnavailableError,
 )
-from weightsync_client.fallback import Fallback
-from weightsync_client.handle import PushHandle
 from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
 from weightsync_client.pull import PulledTensor
-from weightsync_client.sources import PushSource
+from weightsync_client.push.handle import PushHandle
+from weightsync_client.push_reasons import Fallback
+from weightsync_client.source.source import PushSource
 from weightsync_client.types import (
     ApplyOutcome,
     ApplyPlan,

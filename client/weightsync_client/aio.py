@@ -18,9 +18,8 @@ import grpc
 
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
-from weightsync_client import calls, convert, types
+from weightsync_client import types
 from weightsync_client.access import Access
-from weightsync_client.asking import Patience
 from weightsync_client.client import Client, default_holder
 from weightsync_client.errors import (
     AbortedError,
@@ -29,8 +28,6 @@ from weightsync_client.errors import (
     UnavailableError,
     from_rpc,
 )
-from weightsync_client.handle import PushHandle
-from weightsync_client.link import Link
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
@@ -41,7 +38,11 @@ from weightsync_client.options import (
     check_options,
 )
 from weightsync_client.pull import PulledTensor
-from weightsync_client.sources import PushSource
+from weightsync_client.push.handle import PushHandle
+from weightsync_client.rpc import calls, convert
+from weightsync_client.rpc.channels import Link
+from weightsync_client.rpc.retry import Patience
+from weightsync_client.source.source import PushSource
 
 __all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
 

@@ -18,10 +18,8 @@ import grpc
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
-from weightsync_client import calls, convert, types
+from weightsync_client import types
 from weightsync_client.access import Access
-from weightsync_client.asking import Patience
-from weightsync_client.delivery import Delivery
 from weightsync_client.errors import (
     AbortedError,
     ClientError,
@@ -30,9 +28,6 @@ from weightsync_client.errors import (
     from_rpc,
     refuse,
 )
-from weightsync_client.handle import PushHandle
-from weightsync_client.link import Link
-from weightsync_client.memory import Memory
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     SHARD_BYTES,
@@ -44,7 +39,13 @@ from weightsync_client.options import (
     check_options,
 )
 from weightsync_client.pull import PulledTensor, Puller
-from weightsync_client.sources import PushSource, make_source
+from weightsync_client.push.handle import PushHandle
+from weightsync_client.push.history import Memory
+from weightsync_client.push.policy import Delivery
+from weightsync_client.rpc import calls, convert
+from weightsync_client.rpc.channels import Link
+from weightsync_client.rpc.retry import Patience
+from weightsync_client.source.source import PushSource, make_source
 
 __all__ = ["Client", "default_holder"]
 

@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightsync.digest import TensorDigester, content_digest
 from weightsync.errors import Reason
-from weightsync.layout import MAX_HEADER_BYTES, check_header, check_shard
-from weightsync.manifest import ShardEntry, TensorEntry
+from weightsync.model.digest import TensorDigester, content_digest
+from weightsync.model.layout import MAX_HEADER_BYTES, check_header, check_shard
+from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client import calls
 from weightsync_client.errors import ClientError, passing, refuse, typed_errors
+from weightsync_client.rpc import calls
 from weightsync_client.types import PullResult, TensorInfo, Version
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from weightsync_client.asking import Invoke
-    from weightsync_client.link import Link
     from weightsync_client.options import Retry
+    from weightsync_client.rpc.channels import Link
+    from weightsync_client.rpc.retry import Invoke
 
 __all__ = ["OpenPull", "PulledTensor", "Puller"]
 

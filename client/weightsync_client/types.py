@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from weightsync_client.fallback import Fallback
+from weightsync_client.push_reasons import Fallback
 from weightsync_client.ways import Streamed, Way
 
 __all__ = [

@@ -14,24 +14,26 @@ from grpc_reflection.v1alpha import reflection
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.handover import SegmentServer
+from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.admission import Admission, CallLimits
-from weightsync_server.apply import Applier, Journal, Keeper
-from weightsync_server.authority.audit import Audit
-from weightsync_server.authority.doors import Doors
-from weightsync_server.callers import caller_name
-from weightsync_server.census import Census, count_lost
-from weightsync_server.engines.bridge import BridgeEngine
-from weightsync_server.faults import refusing
-from weightsync_server.fetchers import Collector, FetcherPool
-from weightsync_server.ingest import Pushes, PushLimits, start_lending
-from weightsync_server.ingesters.pool import Ingesters
-from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
-from weightsync_server.lock import StateLock
-from weightsync_server.metrics import Metrics, MetricsEndpoint
-from weightsync_server.process import tune_process
-from weightsync_server.service import (
+from weightsync_server.auth.audit import Audit
+from weightsync_server.auth.callers import caller_name
+from weightsync_server.auth.listeners import Doors
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.catalog.scrubber import Scrubber
+from weightsync_server.deltas import ChainLimits
+from weightsync_server.engine import Applier, Journal, Keeper
+from weightsync_server.engine.drivers.bridge import BridgeEngine
+from weightsync_server.ingest.ingest_pool import Ingesters
+from weightsync_server.invariants import Census, count_lost
+from weightsync_server.model import ModelVersions
+from weightsync_server.ops.metrics import Metrics, MetricsEndpoint
+from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.process_tuning import tune_process
+from weightsync_server.ops.state_lock import StateLock
+from weightsync_server.push import Pushes, PushLimits, start_lending
+from weightsync_server.residency.budget import SegmentBudget
+from weightsync_server.rpc import (
     PUSH,
     SERVING,
     Announcer,
@@ -40,22 +42,19 @@ from weightsync_server.service import (
     add_debug_service,
     add_service,
 )
+from weightsync_server.rpc.rate_limits import Admission, CallLimits
+from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 from weightsync_server.status import Processes, StatusSource
-from weightsync_server.store import open_store, server_identity
-from weightsync_server.versions import (
-    ChainLimits,
-    ModelVersions,
-    Retention,
-    Scrubber,
-    SegmentBudget,
-)
+from weightsync_server.store import open_store
+from weightsync_server.store.server_identity import server_identity
+from weightsync_server.workers.fetch import Collector, FetcherPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
-    from weightsync_server.store import Store
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["App"]
 
@@ -205,11 +204,11 @@ class App:
     async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
         if self._settings.engine == "embedded":
             # Imports vLLM and torch, which a server beside a bridge has no need of.
-            from weightsync_server.engines.embedded import start_embedded
+            from weightsync_server.engine.drivers.embedded import start_embedded
 
             engine: Engine = await start_embedded(self._settings, self._engine_args)
         elif self._settings.engine == "memory":
-            from weightsync_server.engines.memory import load_memory_engine
+            from weightsync_server.engine.drivers.memory_engine import load_memory_engine
 
             engine = load_memory_engine(self._settings)
         else:

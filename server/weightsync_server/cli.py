@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _print_token() -> None:
-    from weightsync_server.authority.principals import new_token, token_hash
+    from weightsync_server.auth.principals import new_token, token_hash
 
     token = new_token()
     print(f"# For the client, in WEIGHTSYNC_TOKEN or a file of mode 0600; shown only now:\n{token}")

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from weightsync.addresses import is_loopback, is_private
-from weightsync_server.authority import Endpoint
+from weightsync.wire.addresses import is_loopback, is_private
+from weightsync_server.auth import Endpoint
 
 __all__ = ["MODEL_NAME", "Settings"]
 

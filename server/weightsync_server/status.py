@@ -8,12 +8,13 @@ from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.apply import Keeper
-    from weightsync_server.children.crew import Crew
-    from weightsync_server.ingest import Pushes
-    from weightsync_server.metrics import Metrics
-    from weightsync_server.store import Store
-    from weightsync_server.versions import ModelVersions, SegmentBudget
+    from weightsync_server.engine import Keeper
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.push import Pushes
+    from weightsync_server.residency.budget import SegmentBudget
+    from weightsync_server.store.protocol import Store
+    from weightsync_server.workers.runtime.process_pool import Crew
 
 __all__ = ["Processes", "StatusSource"]
 

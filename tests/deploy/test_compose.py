@@ -17,7 +17,7 @@ import yaml
 from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT, Service, folders_of_images, load, seconds
-from weightsync_server.authority import Endpoint, Role
+from weightsync_server.auth import Endpoint, Role
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:

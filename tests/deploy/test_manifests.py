@@ -14,8 +14,8 @@ import yaml
 from pydantic_settings import CliApp
 
 from tests.deploy.compose_file import ROOT
-from weightsync.addresses import is_private
-from weightsync_server.authority import RULES, Role
+from weightsync.wire.addresses import is_private
+from weightsync_server.auth import RULES, Role
 from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.compose_file import ROOT
 from tests.deploy.promql import alert_rules
-from weightsync_client.cli.exits import MEANINGS
+from weightsync_client.cli.exit_codes import MEANINGS
 
 if TYPE_CHECKING:
     from tests.deploy.conftest import LoneServer

@@ -21,7 +21,7 @@ from tests.support.memory_bridge import memory_bridge
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync import failpoints
-from weightsync.layout import build_header
+from weightsync.model.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.support.secured import METHODS, Secured, code_of
 from tests.support.stock import push_messages
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.authority import RULES, Role
+from weightsync_server.auth import RULES, Role
 
 STRANGE = (
     "/weightsync.v1.WeightSync/NoSuchMethod",

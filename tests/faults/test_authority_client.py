@@ -16,7 +16,7 @@ import pytest
 from tests.support.secured import Secured
 from weightsync.errors import Reason
 from weightsync_client import Access, AsyncClient, Client, ClientError, DeniedError, Retry
-from weightsync_server.authority.principals import new_token
+from weightsync_server.auth.principals import new_token
 
 ARRAYS = {"a": np.arange(1024, dtype=np.float32), "b": np.zeros((3, 5), dtype=np.float16)}
 

@@ -18,8 +18,8 @@ from tests.support.secured import METHODS, Secured, code_of
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_client import Access, Client, Retry
-from weightsync_server.authority import PUSH_WEIGHTS, RULES, Role
-from weightsync_server.authority.principals import new_token
+from weightsync_server.auth import PUSH_WEIGHTS, RULES, Role
+from weightsync_server.auth.principals import new_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

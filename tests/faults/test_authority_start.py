@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.secured import METHODS, Secured, authority_text, code_of
-from weightsync_server.authority.principals import new_token, token_hash
+from weightsync_server.auth.principals import new_token, token_hash
 
 STATUS = "/weightsync.v1.WeightSync/GetStatus"
 

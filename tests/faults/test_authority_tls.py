@@ -20,8 +20,8 @@ from tests.support.secured import METHODS, Secured, code_of
 from tests.support.stock import layout_part
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
-from weightsync_server.authority import RULES, Role
-from weightsync_server.authority.principals import new_token
+from weightsync_server.auth import RULES, Role
+from weightsync_server.auth.principals import new_token
 
 STATUS = "/weightsync.v1.WeightSync/GetStatus"
 AWAY = grpc.StatusCode.UNAVAILABLE

@@ -1,7 +1,7 @@
 """Attacks by bytes over the wire: names, layouts, contents, numbers. Each is refused with a status
 of its own, the served version goes on being served, and nothing is left behind.
 
-The parsers alone are attacked in tests/unit/core/test_layout.py and by tests/fuzz.
+The parsers alone are attacked in tests/unit/model/test_layout.py and by tests/fuzz.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.support.census import Census, same_again, settled
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync.layout import build_header
-from weightsync.rpc_status import from_call
+from weightsync.model.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

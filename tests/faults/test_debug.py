@@ -15,7 +15,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2 as pb
 from weightsync.debug.v1 import debug_pb2_grpc
 from weightsync.failpoints import VARIABLE
-from weightsync_server.service.debug import is_near
+from weightsync_server.rpc.debug_servicer import is_near
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

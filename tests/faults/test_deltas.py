@@ -20,14 +20,14 @@ import pytest
 from tests.support.bounds import within
 from tests.support.deltas import delta_begin, delta_of, every_dtype, pulled, push_version, stepped
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import content
+from tests.unit.server.world import content
 from weightsync import failpoints
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.unit.server.versions.world import Shard
+    from tests.unit.server.world import Shard
 
 #: In the server's process; how often it is passed first, so that it is met in the delta.
 SERVER = {

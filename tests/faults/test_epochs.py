@@ -19,8 +19,8 @@ from tests.support.refusals import refusal
 from tests.support.stock import push_messages
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

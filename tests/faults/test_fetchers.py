@@ -28,8 +28,8 @@ from tests.support.processes import state
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.failpoints import VARIABLE
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 from weightsync_client import Client, Retry
 from weightsync_client import WeightSyncError as ClientError
 

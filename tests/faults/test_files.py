@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.disks import STEPS, FailingDisk
-from tests.unit.server.versions.world import World, begin, content, simple, world
+from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server import files
-from weightsync_server.apply.journal import Entry, Journal
-from weightsync_server.lock import StateLock
+from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.ops import durable_files
+from weightsync_server.ops.state_lock import StateLock
 from weightsync_server.store import open_store
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def test_a_damaged_journal_gives_its_last_good_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     # A thousand journals, and no power is lost here.
-    monkeypatch.setattr(files, "fsync", lambda _: None)
-    monkeypatch.setattr(files, "flush_directory", lambda _: None)
+    monkeypatch.setattr(durable_files, "fsync", lambda _: None)
+    monkeypatch.setattr(durable_files, "flush_directory", lambda _: None)
     path = tmp_path / "journal"
     journal = Journal(path)
     entries = [Entry("DONE", str(version), version, version - 1) for version in range(1, 5)]

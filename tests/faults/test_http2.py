@@ -169,5 +169,7 @@ def _ingest_processes(server: WeightSyncServer) -> list[int]:
     assert server.process is not None
     children = psutil.Process(server.process.pid).children()
     with contextlib.suppress(psutil.NoSuchProcess):
-        return [one.pid for one in children if "weightsync_server.ingesters.child" in one.cmdline()]
+        return [
+            one.pid for one in children if "weightsync_server.ingest.ingest_main" in one.cmdline()
+        ]
     return []

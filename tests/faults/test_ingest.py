@@ -25,13 +25,13 @@ from tests.support.ingest_streams import CHUNK, half_sent, joined, processes, re
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.refusals import refusal
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import chunk
+from tests.unit.server.world import chunk
 from weightsync import failpoints
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_client import Client, Retry
-from weightsync_client.link import Link
+from weightsync_client.rpc.channels import Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.support.bounds import within
 from tests.support.proxy import FaultProxy, Faults
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import chunk, make_shard
+from tests.unit.server.world import chunk, make_shard
 from weightsync import failpoints
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import Client, Durability, Reason, Retry, WeightSyncError

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 import pytest
 
-import weightsync_client.jobs
+import weightsync_client.transport.shard_queue
 from tests.support.bounds import (
     MODEL,
     Message,
@@ -142,7 +142,7 @@ def test_a_silent_stream_is_ended_one_with_heartbeats_is_not() -> None:
 def test_the_client_says_that_it_lives_while_its_source_gathers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weightsync_client.jobs, "_HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(weightsync_client.transport.shard_queue, "_HEARTBEAT_S", 0.2)
 
     def gathers() -> Iterator[tuple[str, Any]]:
         for index in range(2):

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.server.apply.plant import Engine, Plant, hurry, plant, shards, tensors, until
-from tests.unit.server.versions.world import MODEL, content, one_stream
+from tests.unit.server.engine.plant import Engine, Plant, hurry, plant, shards, tensors, until
+from tests.unit.server.world import MODEL, content, one_stream
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.versions import Retention
+from weightsync_server.catalog.retention import Retention
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -10,10 +10,11 @@ import pytest
 from tests.support.deltas import every_dtype, stepped
 from tests.support.disks import STEPS, FailingDisk, ForgetfulDisk, PowerLossError
 from tests.unit.server.deltas.pushing import push_chain, push_delta, until
-from tests.unit.server.versions.world import World, begin, content, simple, world
+from tests.unit.server.world import World, begin, content, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.apply.journal import Entry, Journal
-from weightsync_server.versions import ChainLimits, Retention
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.deltas import ChainLimits
+from weightsync_server.engine.journal import Entry, Journal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -16,11 +16,12 @@ import pytest
 from tests.support.memory_bridge import memory_bridge
 from tests.support.stock import layout_part, push_messages
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync.digest import tensor_digest
-from weightsync.layout import build_header, check_version
-from weightsync.manifest import Manifest, ShardEntry
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import build_header, check_version
+from weightsync.model.manifest import Manifest, ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.store import CommitRecord, open_store
+from weightsync_server.store import open_store
+from weightsync_server.store.protocol import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

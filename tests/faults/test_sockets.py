@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync.handover import SegmentClient
+from weightsync.shm.segment_socket import SegmentClient
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import xxhash
 
 from weightsync.delta import DeltaError, apply_change, decode_tensor, kernels, parse_shard, patch
 from weightsync.delta.coding import Coding, Counts, Positions, Values, total_bytes
-from weightsync.delta.records import Manifest, Record, write_manifest
-from weightsync.delta.shard import header_of
+from weightsync.delta.delta_manifest import Manifest, Record, write_manifest
+from weightsync.delta.delta_shard import header_of
 from weightsync.errors import Reason
 
 if TYPE_CHECKING:

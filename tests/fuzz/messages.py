@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ingest import read_message
-from weightsync_server.ingest.chunks import ChunkView
+from weightsync_server.push import read_message
+from weightsync_server.push.messages import ChunkView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,10 +9,10 @@ import safetensors
 from google.protobuf.message import DecodeError
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.layout import check_header, check_shard, check_version, parse_header
-from weightsync.manifest import Layout, Manifest, ShardEntry, TensorEntry
+from weightsync.model.layout import check_header, check_shard, check_version, parse_header
+from weightsync.model.manifest import Layout, Manifest, ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ingest.checks import tensor_entries
+from weightsync_server.push.validation import tensor_entries
 
 if TYPE_CHECKING:
     from collections.abc import Callable

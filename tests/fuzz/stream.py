@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from tests.support.deltas import delta_begin, delta_of, stepped
-from tests.unit.server.versions.world import (
+from tests.unit.server.world import (
     MODEL,
     World,
     begin,
@@ -22,15 +22,15 @@ from tests.unit.server.versions.world import (
     simple,
     world,
 )
-from weightsync.digest import content_digest, tensor_digest
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.layout import parse_header
+from weightsync.model.digest import content_digest, tensor_digest
+from weightsync.model.layout import parse_header
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weightsync_server.versions import VersionRecord
+    from weightsync_server.catalog.record import VersionRecord
 
 __all__ = ["Hostile", "conversations", "play"]
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from tests.support.staging import Staging
-from tests.unit.vllm.test_rank import Worker
-from weightsync.arriving import ArrivalWriter
+from tests.unit.vllm.worker.test_rank import Worker
+from weightsync.shm.incoming_version import ArrivalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

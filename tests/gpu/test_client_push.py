@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.unit.client.servicer import Running, Servicer, start  # noqa: E402 - after the skip
-from weightsync.digest import content_digest, tensor_digest  # noqa: E402
+from weightsync.model.digest import content_digest, tensor_digest  # noqa: E402
 from weightsync_client import Client  # noqa: E402
-from weightsync_client.tensors import Scratch, wrap  # noqa: E402
+from weightsync_client.source.tensors import Scratch, wrap  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

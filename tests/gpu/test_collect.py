@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
-from weightsync.borrowing import Borrower, Placed  # noqa: E402
+from weightsync.shm.same_host_client import Borrower, Placed  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
-from weightsync_client.collecting import Collection  # noqa: E402
+from weightsync_client.transport.cuda_ipc import Collection  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -13,13 +13,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.unit.client.servicer import Running, Servicer, start  # noqa: E402 - after the skip
-from weightsync.digest import content_digest, tensor_digest  # noqa: E402
+from weightsync.model.digest import content_digest, tensor_digest  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
-from weightsync_client.deltas import room  # noqa: E402
-from weightsync_client.deltas.device import DeviceTensor  # noqa: E402
-from weightsync_client.deltas.differing import differing  # noqa: E402
-from weightsync_client.deltas.held import HostTensor  # noqa: E402
-from weightsync_client.deltas.searching import DeviceDigests, kernels_of, search  # noqa: E402
+from weightsync_client.snapshot import copy_budget  # noqa: E402
+from weightsync_client.snapshot.device_tensor import DeviceTensor  # noqa: E402
+from weightsync_client.snapshot.differing import differing  # noqa: E402
+from weightsync_client.snapshot.host_tensor import HostTensor  # noqa: E402
+from weightsync_client.snapshot.searching import DeviceDigests, kernels_of, search  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -97,7 +97,7 @@ def test_our_kernels_find_what_pytorch_finds(dtype: Any, share: float) -> None:
 def test_without_room_on_the_device_the_host_compares(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "_device_room_for", lambda _device, _size: False)
+    monkeypatch.setattr(copy_budget, "_device_room_for", lambda _device, _size: False)
     tensors = model()
     # The first push finds out whether the server copies tensors by itself.
     assert client.push(tensors).fallback_reason is Fallback.FIRST

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.cuda import spans as spans_
-from weightsync.cuda.digests import Digests, digestible
-from weightsync.cuda.kernels import KernelError, Kernels, Launch
-from weightsync.digest import tensor_digest
+from weightsync.gpu import spans as spans_
+from weightsync.gpu.device_digest import Digests, digestible
+from weightsync.gpu.device_kernels import KernelError, Kernels, Launch
+from weightsync.model.digest import tensor_digest
 from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
 from weightsync.vllm.cuda.search import KernelSearch, TorchSearch, pairs_of
-from weightsync.vllm.cuda.spans import Spans
-from weightsync.vllm.cuda.staged import Staged
-from weightsync.vllm.cuda.upload import Pace
-from weightsync.vllm.plan import Strides
-from weightsync.vllm.words import words_of
+from weightsync.vllm.cuda.span_launch import Spans
+from weightsync.vllm.cuda.staged_write import Staged
+from weightsync.vllm.cuda.uploader import Pace
+from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.load_plan import Strides
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,17 +15,17 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from weightsync.arriving import Lying  # noqa: E402 - after the skip
-from weightsync.device_memory import HANDLE_BYTES  # noqa: E402
-from weightsync.vllm.cuda.lent import Lent  # noqa: E402
-from weightsync.vllm.cuda.upload import Pace  # noqa: E402
+from weightsync.gpu.ipc import HANDLE_BYTES  # noqa: E402
+from weightsync.shm.incoming_version import Lying  # noqa: E402 - after the skip
+from weightsync.vllm.cuda.ipc_copy import Lent  # noqa: E402
+from weightsync.vllm.cuda.uploader import Pace  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 _SIZE = (300 << 20) + 24
 _TRAINER = f"""
 import json, sys, torch
-from weightsync.device_memory import place_of
+from weightsync.gpu.ipc import place_of
 device = torch.device("cuda", torch.cuda.device_count() - 1)
 tensor = torch.arange({_SIZE // 8}, device=device)
 torch.cuda.synchronize(device)

@@ -12,15 +12,15 @@ from safetensors.torch import save
 
 from tests.support.staging import Staging
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
-from tests.unit.vllm.test_rank import Worker
-from weightsync.cuda.kernels import Kernels
-from weightsync.vllm.cuda import device as device_
-from weightsync.vllm.cuda import finding, patch
-from weightsync.vllm.cuda.room import Room
-from weightsync.vllm.cuda.runtime import Runtime
+from tests.unit.vllm.worker.test_rank import Worker
+from weightsync.gpu.device_kernels import Kernels
+from weightsync.vllm.cuda import cuda_ops as device_
+from weightsync.vllm.cuda import device_patch, patch_find
+from weightsync.vllm.cuda.cuda_runtime import Runtime
+from weightsync.vllm.cuda.memory_budget import Room
 from weightsync.vllm.cuda.scatter import Scatters
-from weightsync.vllm.settings import Amount
-from weightsync.vllm.words import memory_of, words_of
+from weightsync.vllm.env import Amount
+from weightsync.vllm.plan.int_views import memory_of, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,8 @@ def staging(tmp_path: Path) -> Iterator[Staging]:
 def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every rank room, and let a few elements of a toy model be few enough for a patch."""
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", "1GiB")
-    monkeypatch.setattr(finding, "_WORTH", 1)
-    monkeypatch.setattr(finding, "_DENSE", 2)
+    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    monkeypatch.setattr(patch_find, "_DENSE", 2)
 
 
 def _worker(staging: Staging, rank: int, dtype: Any) -> Worker:
@@ -153,13 +153,13 @@ def test_an_element_that_does_not_hold_is_found_in_the_pause(
     worker.adopt(staging.stage_files([save(toy_tensors(1))]))
     second = staging.stage_files([save(_nudged(1, "k", "down"))])
     assert worker.job("prepare", "two", second, base="base")["patched"] is True
-    write = patch.DevicePatch.write
+    write = device_patch.DevicePatch.write
 
-    def damage(self: patch.DevicePatch, crew: Any) -> None:
+    def damage(self: device_patch.DevicePatch, crew: Any) -> None:
         write(self, crew)
         words_of(worker.model.down.data)[0, 0] ^= 2
 
-    monkeypatch.setattr(patch.DevicePatch, "write", damage)
+    monkeypatch.setattr(device_patch.DevicePatch, "write", damage)
     assert worker.call("commit", apply_id="two")["mismatched"] == ["down"]
     assert worker.call("commit", apply_id="base")["ok"]
 
@@ -175,7 +175,7 @@ def test_without_device_memory_everything_is_sent(
     second = staging.stage_files([save({**toy_tensors(2), "q": torch.ones(4, 4)})])
     worker._weightsync_rank._beside._arena._memory = None  # type: ignore[attr-defined]
     with monkeypatch.context() as patched:
-        patched.setattr("weightsync.vllm.cuda.room.torch.empty", exhausted)
+        patched.setattr("weightsync.vllm.cuda.memory_budget.torch.empty", exhausted)
         assert worker.job("prepare", "two", second, base="base")["patched"] is False
     reply = worker.call("commit", apply_id="two")
     assert (reply["content_digest"], reply["compared_all"]) == (second.content_digest, False)
@@ -263,8 +263,8 @@ def _large(seed: int) -> dict[str, torch.Tensor]:
 def test_half_of_a_model_crosses_the_bus_once(
     staging: Staging, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    monkeypatch.setattr(finding, "_WORTH", 32)
-    monkeypatch.setattr(finding, "_DENSE", 8)
+    monkeypatch.setattr(patch_find, "_WORTH", 32)
+    monkeypatch.setattr(patch_find, "_DENSE", 8)
     monkeypatch.setenv("WEIGHTSYNC_DEVICE_ROOM", room)
     first, second = _large(1), _large(2)
     model = Large(1)

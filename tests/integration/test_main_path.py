@@ -23,8 +23,8 @@ from tests.support.stock import push_folder
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 from weightsync_client import Client, Way
 
 if TYPE_CHECKING:

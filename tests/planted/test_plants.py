@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.planted.plants import ROOT, Plant, copy_tree, plants
-from weightsync_server.metrics import INVARIANTS
+from weightsync_server.ops.metrics import INVARIANTS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import grpc
 
 from tests.soak.history import NO_ANSWER
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
+from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

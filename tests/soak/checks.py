@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from tests.soak.callers import MODEL
-from weightsync.pages import PAGE_BYTES
+from weightsync.shm.status_page import PAGE_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

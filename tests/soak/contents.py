@@ -7,8 +7,8 @@ import random
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from weightsync.digest import content_digest, tensor_digest
-from weightsync.layout import build_header, parse_header
+from weightsync.model.digest import content_digest, tensor_digest
+from weightsync.model.layout import build_header, parse_header
 
 __all__ = ["KINDS", "CheckpointContents", "Contents", "MemoryContents", "digest_of"]
 

@@ -23,15 +23,15 @@ import grpc
 
 from tests.soak.contents import KINDS, MemoryContents
 from weightsync import failpoints
-from weightsync.arriving import ArrivalReader
-from weightsync.digest import content_digest, tensor_digest
 from weightsync.engine import READ_AHEAD, EngineState, Lease, PauseSpec
 from weightsync.engine.v1 import engine_pb2_grpc
-from weightsync.handover import SegmentClient
-from weightsync.segments import MappedSegment
+from weightsync.model.digest import content_digest, tensor_digest
+from weightsync.shm.incoming_version import ArrivalReader
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.shm.segments import MappedSegment
 from weightsync.testing import MemoryEngine
 from weightsync.testing.memory_rank import MemoryRank
-from weightsync.vllm.service import EngineServicer
+from weightsync.vllm.bridge.engine_servicer import EngineServicer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

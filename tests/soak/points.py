@@ -20,7 +20,7 @@ __all__ = [
 _ROOT = Path(__file__).parents[2]
 _CALL = re.compile(r"failpoints\.(?:hit|reach|lie)\(\s*\"([a-z0-9_.]+)\"")
 #: What stands around the in-memory engine: the bridge's protocol and the engine's own points.
-_BESIDE_MEMORY = ("weightsync/vllm/service.py", "tests/soak/engine.py")
+_BESIDE_MEMORY = ("weightsync/vllm/bridge/engine_servicer.py", "tests/soak/engine.py")
 
 IN_ENGINE = ("worker.", "bridge.")
 #: Met when a server starts, or by what it does first.

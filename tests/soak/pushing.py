@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from tests.soak.callers import MODEL, TIMEOUT_S
 from tests.support.deltas import delta_begin, delta_of
 from tests.support.stock import layout_part, push_messages
-from tests.unit.server.versions.world import Shard
-from weightsync.borrowing import Borrower
-from weightsync.digest import tensor_digest
+from tests.unit.server.world import Shard
 from weightsync.errors import WeightSyncError
-from weightsync.layout import check_shard, check_version, parse_header
-from weightsync.manifest import ShardEntry
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import check_shard, check_version, parse_header
+from weightsync.model.manifest import ShardEntry
+from weightsync.shm.same_host_client import Borrower
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import Shard, make_shard
+from tests.unit.server.world import Shard, make_shard
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

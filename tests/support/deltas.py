@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.unit.server.versions.world import Shard, Tensor, content, make_shard
+from tests.unit.server.world import Shard, Tensor, content, make_shard
 from weightsync.delta import encode_shard
-from weightsync.digest import tensor_digest
-from weightsync.layout import DTYPE_BITS, check_shard, check_version, parse_header
-from weightsync.manifest import ShardEntry
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import DTYPE_BITS, check_shard, check_version, parse_header
+from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from weightsync.manifest import Layout
+    from weightsync.model.manifest import Layout
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = [

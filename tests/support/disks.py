@@ -1,4 +1,4 @@
-"""Disks that fail or forget: they take the place of `weightsync_server.files`."""
+"""Disks that fail or forget: they take the place of `weightsync_server.ops.durable_files`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync_server import files
+from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ class FailingDisk:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in self.steps:
-            patch.setattr(files, name, self._counted(getattr(files, name)))
+            patch.setattr(durable_files, name, self._counted(getattr(durable_files, name)))
 
     def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ class ForgetfulDisk:
             self._flushed(Path(folder))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        fsync, flush_directory = files.fsync, files.flush_directory
+        fsync, flush_directory = durable_files.fsync, durable_files.flush_directory
 
         def synced(fd: int) -> None:
             fsync(fd)
@@ -108,8 +108,8 @@ class ForgetfulDisk:
             with self._lock:
                 self._flushed(Path(path))
 
-        patch.setattr(files, "fsync", synced)
-        patch.setattr(files, "flush_directory", flushed)
+        patch.setattr(durable_files, "fsync", synced)
+        patch.setattr(durable_files, "flush_directory", flushed)
 
     def _flushed(self, folder: Path) -> None:
         entries = {path.name: path.stat().st_ino for path in folder.iterdir()}

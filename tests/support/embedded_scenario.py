@@ -19,7 +19,7 @@ from weightsync.engine import PauseSpec, SwitchOrder
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
-    from weightsync.vllm.embedded import EmbeddedEngine
+    from weightsync.vllm.bridge.embedded import EmbeddedEngine
 
 #: Tokens of a request from which on something may happen to it.
 _UNDER_WAY = 20
@@ -99,7 +99,7 @@ async def _between(
 
 async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, Any]:
     from tests.support.staging import Staging
-    from weightsync.vllm.embedded import EmbeddedEngine
+    from weightsync.vllm.bridge.embedded import EmbeddedEngine
 
     staging = Staging(run_dir / "segments.sock")
     flags = [

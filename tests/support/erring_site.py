@@ -15,11 +15,11 @@ from tests.support.deltas import delta_begin, delta_of, push_version
 from tests.support.lending import Trainer
 from tests.support.memory_bridge import memory_bridge
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import content
+from tests.unit.server.world import content
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
-from weightsync.rpc_status import from_call
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

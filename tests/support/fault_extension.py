@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.vllm import patch, prepared
+from weightsync.vllm.apply import host_patch, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weightsync.vllm.crew import Crew
-    from weightsync.vllm.live import Targets
+    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.plan.live_params import Targets
 
 __all__ = ["FaultExtension"]
 
 _write = prepared.Prepared.write
 _mismatched = prepared.Prepared.mismatched
-_patch_write = patch.Patch.write
-_patch_mismatched = patch.Patch.mismatched
+_patch_write = host_patch.Patch.write
+_patch_mismatched = host_patch.Patch.mismatched
 
 
 def _take(kind: str) -> Any:
@@ -72,14 +72,14 @@ def _faulty_mismatched(
     return _mismatched(self, crew, stop, found)
 
 
-def _faulty_patch_write(self: patch.Patch, crew: Crew) -> None:
+def _faulty_patch_write(self: host_patch.Patch, crew: Crew) -> None:
     time.sleep(_take("stall") or 0)
     name = _take("skip")
     changes = [change for change in self.changes if change.param != name]
-    _patch_write(patch.Patch(self.base, self.targets, changes, self.copies), crew)
+    _patch_write(host_patch.Patch(self.base, self.targets, changes, self.copies), crew)
 
 
-def _faulty_patch_mismatched(self: patch.Patch, crew: Crew) -> list[str]:
+def _faulty_patch_mismatched(self: host_patch.Patch, crew: Crew) -> list[str]:
     _flip(self.targets)
     return _patch_mismatched(self, crew)
 
@@ -94,8 +94,8 @@ def _flip(targets: Targets) -> None:
 
 prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]
 prepared.Prepared.mismatched = _faulty_mismatched  # type: ignore[method-assign]
-patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
-patch.Patch.mismatched = _faulty_patch_mismatched  # type: ignore[method-assign]
+host_patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
+host_patch.Patch.mismatched = _faulty_patch_mismatched  # type: ignore[method-assign]
 
 
 _hit, _lie = failpoints.hit, failpoints.lie

@@ -20,9 +20,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from weightsync import borrowing
-from weightsync.borrowing import Borrower
-from weightsync.mapping import Mapping
+from weightsync.shm import same_host_client
+from weightsync.shm.huge_pages import Mapping
+from weightsync.shm.same_host_client import Borrower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,9 +34,9 @@ SIZE = 4 << 20
 #: after that call or before it.
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "connecting": (socket, "socket", True),
-    "received": (borrowing, "receive_fds", True),
+    "received": (same_host_client, "receive_fds", True),
     "mapped": (Mapping, "keep_from_children", False),
-    "writing": (borrowing, "map_lent", True),
+    "writing": (same_host_client, "map_lent", True),
     "giving back": (os, "close", False),
 }
 #: Seconds that a thread stands still for a fork, which may have to wait for it.
@@ -86,7 +86,7 @@ def _standing(moment: str, stand: Callable[[], None]) -> None:
 def _hand_off(path: str, secret: str) -> None:
     borrower = Borrower(path, secret)
     lent = borrower.borrow(0)
-    mapping = borrowing.map_lent(lent, SIZE)
+    mapping = same_host_client.map_lent(lent, SIZE)
     mapping.view[:4] = b"mine"
     mapping.close()
     borrower.give_back(lent)

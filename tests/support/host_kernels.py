@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsync.cuda.kernels import Kernels
-from weightsync.digest import tensor_digest
+from weightsync.gpu.device_kernels import Kernels
+from weightsync.model.digest import tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

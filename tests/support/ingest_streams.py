@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.weightsync_server import WeightSyncServer
-    from tests.unit.server.versions.world import Shard
+    from tests.unit.server.world import Shard
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = ["CHUNK", "half_sent", "joined", "processes", "received"]

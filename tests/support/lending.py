@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tests.unit.server.versions.world import content, simple
-from weightsync.borrowing import Borrower, Placed
-from weightsync.device_memory import HANDLE_BYTES
+from tests.unit.server.world import content, simple
+from weightsync.gpu.ipc import HANDLE_BYTES
+from weightsync.shm.same_host_client import Borrower, Placed
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.unit.server.versions.world import Shard
-    from weightsync.lending import Lent
+    from tests.unit.server.world import Shard
+    from weightsync.shm.same_host_server import Lent
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = ["MODEL", "Trainer", "begun", "close_all"]

@@ -11,7 +11,7 @@ import grpc
 
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.testing import MemoryEngine
-from weightsync.vllm.service import EngineServicer
+from weightsync.vllm.bridge.engine_servicer import EngineServicer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from weightsync.rpc_status import from_call
+from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

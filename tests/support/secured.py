@@ -18,8 +18,8 @@ from tests.support.certificates import Authority, Pair
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.authority.principals import new_token, token_hash
-from weightsync_server.authority.roles import Role
+from weightsync_server.auth.principals import new_token, token_hash
+from weightsync_server.auth.roles import Role
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from weightsync.digest import tensor_digest
 from weightsync.engine import PROTOCOL_VERSION
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
-from weightsync.handover import SegmentServer
-from weightsync.layout import check_shard, check_version, parse_header
-from weightsync.manifest import Manifest, ShardEntry
-from weightsync.pages import PageReader
-from weightsync.segments import Segment
-from weightsync.staged import StagedVersion
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import check_shard, check_version, parse_header
+from weightsync.model.manifest import Manifest, ShardEntry
+from weightsync.shm.segment_socket import SegmentServer
+from weightsync.shm.segments import Segment
+from weightsync.shm.staged_version import StagedVersion
+from weightsync.shm.status_page import PageReader
 
 if TYPE_CHECKING:
     from pathlib import Path

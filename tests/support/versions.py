@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync.digest import tensor_digest
-from weightsync.layout import build_header, check_version
-from weightsync.manifest import Manifest, ShardEntry
-from weightsync_server.store import CommitRecord
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import build_header, check_version
+from weightsync.model.manifest import Manifest, ShardEntry
+from weightsync_server.store.protocol import CommitRecord
 
 if TYPE_CHECKING:
-    from weightsync_server.store import Store
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["Version", "make_version"]
 

@@ -54,15 +54,15 @@ RULES = (
     Rule(
         OURS,
         "weightsync.vllm",
-        allowed=("weightsync.vllm", "weightsync_server.engines.embedded"),
+        allowed=("weightsync.vllm", "weightsync_server.engine.drivers.embedded"),
     ),
-    Rule(("weightsync_server.ingest",), "weightsync_server.apply"),
-    Rule(("weightsync_server.apply",), "weightsync_server.ingest"),
-    Rule(("weightsync_server.versions",), "weightsync_server.ingest"),
-    Rule(("weightsync_server.versions",), "weightsync_server.apply"),
-    Rule(("weightsync_server.store",), "weightsync_server.ingest"),
-    Rule(("weightsync_server.store",), "weightsync_server.apply"),
-    Rule(("weightsync_server.store",), "weightsync_server.versions"),
+    Rule(("weightsync_server.push",), "weightsync_server.engine"),
+    Rule(("weightsync_server.engine",), "weightsync_server.push"),
+    Rule(("weightsync_server.catalog",), "weightsync_server.push"),
+    Rule(("weightsync_server.catalog",), "weightsync_server.engine"),
+    Rule(("weightsync_server.store",), "weightsync_server.push"),
+    Rule(("weightsync_server.store",), "weightsync_server.engine"),
+    Rule(("weightsync_server.store",), "weightsync_server.catalog"),
 )
 
 
@@ -155,16 +155,16 @@ def test_an_allowed_import_passes(tmp_path: Path, rule: Rule) -> None:
 
 def test_a_room_imported_from_its_parent_is_found(tmp_path: Path) -> None:
     _write(tmp_path, "weightsync_server.store", "from weightsync_server import versions\n")
-    rule = Rule(("weightsync_server.store",), "weightsync_server.versions")
+    rule = Rule(("weightsync_server.store",), "weightsync_server.catalog")
     assert _broken(tmp_path, rule)
 
 
 def test_a_relative_import_is_resolved(tmp_path: Path) -> None:
-    _write(tmp_path, "weightsync_server.ingest", "from ..apply import switch\n")
-    rule = Rule(("weightsync_server.ingest",), "weightsync_server.apply")
+    _write(tmp_path, "weightsync_server.push", "from ..apply import switch\n")
+    rule = Rule(("weightsync_server.push",), "weightsync_server.engine")
     assert _broken(tmp_path, rule) == [
-        "server/weightsync_server/ingest/__init__.py:1: weightsync_server.apply",
-        "server/weightsync_server/ingest/__init__.py:1: weightsync_server.apply.switch",
+        "server/weightsync_server/push/__init__.py:1: weightsync_server.engine",
+        "server/weightsync_server/push/__init__.py:1: weightsync_server.engine.cutover",
     ]
 
 

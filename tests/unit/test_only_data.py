@@ -25,27 +25,27 @@ PACKAGES = {
 ROOTS = (
     "weightsync_server.cli",
     "weightsync_server.app",
-    "weightsync_server.fetchers.child",
+    "weightsync_server.workers.fetch.fetch_main",
     "weightsync_client.cli.main",
     "weightsync.vllm.plugin",
     "weightsync.vllm.endpoint",
-    "weightsync.vllm.worker",
+    "weightsync.vllm.worker.worker_methods",
 )
 #: What bytes from outside pass through: a walk that misses one of these proves nothing.
 ON_THE_WAY = (
-    "weightsync_server.service.servicer",
-    "weightsync_server.ingest.chunks",
-    "weightsync_server.ingest.stream",
-    "weightsync_server.ingest.upload",
-    "weightsync_server.store.local",
-    "weightsync_server.store.recovery",
-    "weightsync_server.children.wire",
-    "weightsync_server.authority.file",
-    "weightsync.manifest",
-    "weightsync.layout",
-    "weightsync.handover",
-    "weightsync.staged",
-    "weightsync.segments",
+    "weightsync_server.rpc.servicer",
+    "weightsync_server.push.messages",
+    "weightsync_server.push.sources.grpc_stream",
+    "weightsync_server.push.shard_state",
+    "weightsync_server.store.local.local_store",
+    "weightsync_server.store.local.recovery",
+    "weightsync_server.workers.runtime.frames",
+    "weightsync_server.auth.authority_file",
+    "weightsync.model.manifest",
+    "weightsync.model.layout",
+    "weightsync.shm.segment_socket",
+    "weightsync.shm.staged_version",
+    "weightsync.shm.segments",
 )
 #: Modules that turn bytes into objects with code, or names into modules.
 MODULES = frozenset(
@@ -72,7 +72,7 @@ METHODS = frozenset(
 )
 #: (module, what): why it is no way for outside bytes.
 EXCEPTIONS = {
-    ("weightsync.vllm.embedded", "importlib"): (
+    ("weightsync.vllm.bridge.embedded", "importlib"): (
         "finds vLLM's own modules, whose places differ by release, by names written in our code"
     ),
 }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from weightsync.delta.shard import header_of
-from weightsync.digest import tensor_digest
+from weightsync.delta.delta_shard import header_of
+from weightsync.model.digest import tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

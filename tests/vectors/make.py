@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.vectors import forged
 from weightsync.delta import DeltaError, Item, encode_shard, parse_shard
-from weightsync.delta.encode import Encoder
+from weightsync.delta.encoder import Encoder
 
 __all__ = ["VECTORS", "accepted"]
 

@@ -6,12 +6,12 @@ and decoding release the GIL in their heavy parts.
 
 from __future__ import annotations
 
-from weightsync.delta.decode import Patch, apply_change, decode_tensor, patch
-from weightsync.delta.encode import EncodedShard, Encoder, Item, Later, TensorStats, encode_shard
-from weightsync.delta.errors import DeltaError
+from weightsync.delta.decoder import Patch, apply_change, decode_tensor, patch
+from weightsync.delta.delta_errors import DeltaError
+from weightsync.delta.delta_shard import ShardDelta, TensorChange, parse_shard
+from weightsync.delta.encoder import EncodedShard, Encoder, Item, Later, TensorStats, encode_shard
+from weightsync.delta.found_changes import Changes
 from weightsync.delta.kernels import warm_up
-from weightsync.delta.shard import ShardDelta, TensorChange, parse_shard
-from weightsync.delta.sparse import Changes
 
 __all__ = [
     "Changes",

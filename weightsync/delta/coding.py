@@ -9,8 +9,8 @@ import enum
 import math
 from dataclasses import dataclass
 
-from weightsync.delta.errors import invalid
-from weightsync.layout import DTYPE_BITS
+from weightsync.delta.delta_errors import invalid
+from weightsync.model.layout import DTYPE_BITS
 
 __all__ = [
     "SKIP",

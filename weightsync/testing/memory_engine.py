@@ -25,8 +25,8 @@ from weightsync.engine import (
     SwitchOutcome,
 )
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.handover import SegmentClient
-from weightsync.layout import build_header
+from weightsync.model.layout import build_header
+from weightsync.shm.segment_socket import SegmentClient
 from weightsync.testing.memory_rank import MemoryRank
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from weightsync.digest import tensor_digest
-from weightsync.handover import SegmentClient
-from weightsync.layout import parse_header
-from weightsync.pages import PageWriter
-from weightsync.segments import MappedSegment
-from weightsync.staged import StagedVersion
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import parse_header
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.shm.segments import MappedSegment
+from weightsync.shm.staged_version import StagedVersion
+from weightsync.shm.status_page import PageWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

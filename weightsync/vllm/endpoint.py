@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
-from weightsync.generic import generic_only
-from weightsync.sockets import claimed, umask
-from weightsync.vllm.gate import Gate, GateState
-from weightsync.vllm.settings import EngineSettings
+from weightsync.vllm.bridge.readiness_gate import Gate, GateState
+from weightsync.vllm.env import EngineSettings
+from weightsync.wire.named_methods import generic_only
+from weightsync.wire.unix_sockets import claimed, umask
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     import grpc
 
-    from weightsync.vllm.adapter import VllmEngine
+    from weightsync.vllm.bridge.adapter import VllmEngine
 
 __all__ = ["Bridge", "create"]
 
@@ -83,7 +83,7 @@ class Bridge:
             raise RuntimeError(msg)
         from vllm import __version__ as vllm_version
 
-        from weightsync.vllm.adapter import VllmEngine
+        from weightsync.vllm.bridge.adapter import VllmEngine
 
         settings = EngineSettings.load()
         self._engine = VllmEngine(engine_client, vllm_version, "bridge")
@@ -104,7 +104,7 @@ class Bridge:
         import grpc
 
         from weightsync.engine.v1 import engine_pb2_grpc
-        from weightsync.vllm.service import EngineServicer
+        from weightsync.vllm.bridge.engine_servicer import EngineServicer
 
         server = generic_only(grpc.aio.server())
         servicer = EngineServicer(engine, settings.segment_socket)

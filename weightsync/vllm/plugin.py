@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from weightsync.vllm.loading import watch_loading
-from weightsync.vllm.settings import EngineSettings
-from weightsync.vllm.worker import install
+from weightsync.vllm.env import EngineSettings
+from weightsync.vllm.plan.load_watch import watch_loading
+from weightsync.vllm.worker.worker_methods import install
 
 __all__ = ["register"]
 

@@ -12,8 +12,8 @@ import typer
 
 from weightsync import __version__
 from weightsync_client.access import VARIABLES
-from weightsync_client.cli import diffs, versions, weights
-from weightsync_client.cli.exits import MEANINGS, ExitCode, exit_code
+from weightsync_client.cli import diff_command, version_commands, weight_commands
+from weightsync_client.cli.exit_codes import MEANINGS, ExitCode, exit_code
 from weightsync_client.errors import ClientError
 
 __all__ = ["app", "main"]
@@ -57,19 +57,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    weights.push,
-    weights.apply,
-    weights.rollback,
-    versions.versions,
-    versions.watch,
-    versions.pull,
-    versions.verify,
-    diffs.diff,
-    versions.status,
-    versions.pin,
-    versions.delete,
-    weights.epoch,
-    weights.abort,
+    weight_commands.push,
+    weight_commands.apply,
+    weight_commands.rollback,
+    version_commands.versions,
+    version_commands.watch,
+    version_commands.pull,
+    version_commands.verify,
+    diff_command.diff,
+    version_commands.status,
+    version_commands.pin,
+    version_commands.delete,
+    weight_commands.epoch,
+    weight_commands.abort,
 ):
     app.command()(command)
 

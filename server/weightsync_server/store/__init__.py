@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.store.base import CommitRecord, KeptShard, OpenPush, PushRecord, Store
-from weightsync_server.store.identity import server_identity
-from weightsync_server.store.local import LocalStore
-from weightsync_server.store.memory import MemoryStore
 
-__all__ = [
-    "CommitRecord",
-    "KeptShard",
-    "LocalStore",
-    "MemoryStore",
-    "OpenPush",
-    "PushRecord",
-    "Store",
-    "open_store",
-    "server_identity",
-]
+if TYPE_CHECKING:
+    from weightsync_server.store.protocol import Store
+
+__all__ = ["open_store"]
 
 
 def open_store(url: str, server: str = "") -> Store:
@@ -34,6 +24,10 @@ def open_store(url: str, server: str = "") -> Store:
     Raises:
         WeightSyncError: NOT_SUPPORTED, naming what is.
     """
+    # Fetcher processes import modules of this package and must start without asyncio and gRPC.
+    from weightsync_server.store.local.local_store import LocalStore
+    from weightsync_server.store.memory_store import MemoryStore
+
     if url == "memory://":
         return MemoryStore()
     if "://" not in url and url:

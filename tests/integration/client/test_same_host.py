@@ -24,11 +24,11 @@ import torch
 
 from tests.support.lending import Trainer, begun, close_all
 from tests.support.weightsync_server import WeightSyncServer
-from tests.unit.server.versions.world import simple
-from weightsync.borrowing import Borrower, Placed
+from tests.unit.server.world import simple
 from weightsync.delta.kernels import available
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.lending import Lent
+from weightsync.shm.same_host_client import Borrower, Placed
+from weightsync.shm.same_host_server import Lent
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,
@@ -40,16 +40,15 @@ from weightsync_client import (
     PushKind,
     Streamed,
     Way,
-    copying,
-    delivery,
-    sources,
-    writing,
 )
-from weightsync_client.collecting import Collection
-from weightsync_client.copying.native import NativeCopier
-from weightsync_client.samehost import SameHost
-from weightsync_client.shards import Shard
-from weightsync_client.tensors import Scratch, SourceTensor, wrap
+from weightsync_client.push import policy
+from weightsync_client.source import source
+from weightsync_client.source.shards import Shard
+from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
+from weightsync_client.transport import copying, shm_writer
+from weightsync_client.transport.copying.native import NativeCopier
+from weightsync_client.transport.cuda_ipc import Collection
+from weightsync_client.transport.shm_transport import SameHost
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -133,7 +132,7 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
         pytest.skip(f"this machine has no {level} kernels")
     monkeypatch.setattr(copying, "_level", lambda: level)
     copied: list[int] = []
-    update, enter = NativeCopier.update, writing._mapped
+    update, enter = NativeCopier.update, shm_writer._mapped
     mapped: list[bool] = []
 
     def note(self: NativeCopier, piece: memoryview, target: memoryview) -> None:
@@ -147,7 +146,7 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
             yield target
 
     monkeypatch.setattr(NativeCopier, "update", note)
-    monkeypatch.setattr(writing, "_mapped", watched)
+    monkeypatch.setattr(shm_writer, "_mapped", watched)
     told: list[int] = []
     for seed, size in enumerate((1_000_000, 3_000_000, 1_000_000)):
         # The third time the server knows the layout.
@@ -179,7 +178,7 @@ def test_what_the_server_copies_from_a_gpu_is_no_delta_while_it_keeps_it_in_memo
     results = [client.push(weights(70))]
     # What lies elsewhere is compared, although what came before was copied.
     results.append(client.push(weights(70)))
-    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     results += [client.push(weights(70)) for _ in range(2)]
     later = "" if results[0].durable else Fallback.COPIED
     assert [result.fallback_reason for result in results] == [Fallback.FIRST, "", later, later]
@@ -189,7 +188,7 @@ def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There is no GPU here, so that none has room.
-    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     first = client.push(weights(71))
     assert (first.fallback_reason, client._memory.snapshot.held) == (Fallback.FIRST, None)
     # The server did not copy it.
@@ -209,7 +208,7 @@ def test_a_copy_that_there_was_is_never_left_behind_for_that(
 ) -> None:
     first = client.push(weights(72))
     assert client._memory.snapshot.held is not None
-    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     # Every value differs, and the next version hardly does from this one.
     second = client.push(weights(73))
     assert (first.fallback_reason, second.fallback_reason) == (Fallback.FIRST, Fallback.TOO_DENSE)
@@ -221,7 +220,7 @@ def test_a_copy_that_there_was_is_never_left_behind_for_that(
 def test_a_first_push_that_failed_has_tried_nothing(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_on_gpus", lambda tensors: True)
+    monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     highest = client.push(weights(74), delta="never").version
     with pytest.raises(ClientError, match="higher version"):
         client.push(weights(74), version=highest - 1)
@@ -273,9 +272,9 @@ def test_shards_of_several_gpus_are_written_and_say_so(
         return replace(tensor, device=torch.device("cuda", len(name) % 2), in_place=True)
 
     tensors = {"x" * (1 + number): value for number, value in enumerate(weights(9).values())}
-    monkeypatch.setattr(sources, "wrap", on_gpus)
-    monkeypatch.setattr(sources, "queued_work", lambda _: lambda: None)
-    monkeypatch.setattr(writing, "_own_streams", lambda _: nullcontext())
+    monkeypatch.setattr(source, "wrap", on_gpus)
+    monkeypatch.setattr(source, "queued_work", lambda _: lambda: None)
+    monkeypatch.setattr(shm_writer, "_own_streams", lambda _: nullcontext())
     result = client.push(tensors, delta="never")
     assert (result.way, result.way_reason) == (Way.SAME_HOST, Streamed.SEVERAL_GPUS)
     (line,) = [record.message for record in caplog.records if "several GPUs" in record.message]

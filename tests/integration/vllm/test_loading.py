@@ -31,14 +31,14 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from weightsync.layout import check_shard, check_version, parse_header
-from weightsync.manifest import ShardEntry
-from weightsync.vllm.capture import capture_plan
-from weightsync.vllm.live import LiveParameters, view_of
-from weightsync.vllm.loading import check_complete, made_by_loading
-from weightsync.vllm.plain import why_not_plain
-from weightsync.vllm.plan import PlanRefusedError
-from weightsync.vllm.refusals import config_refusals
+from weightsync.model.layout import check_shard, check_version, parse_header
+from weightsync.model.manifest import ShardEntry
+from weightsync.vllm.plan.capture import capture_plan
+from weightsync.vllm.plan.live_params import LiveParameters, view_of
+from weightsync.vllm.plan.load_watch import check_complete, made_by_loading
+from weightsync.vllm.plan.in_place import why_not_plain
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.bridge.support import config_refusals
 
 def layout_of(folder):
     shards, tensors = [], []

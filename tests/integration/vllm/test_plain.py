@@ -16,7 +16,7 @@ _PROGRAM = """
 import json
 import torch
 from weightsync.vllm import plugin
-from weightsync.vllm.plain import why_not_plain
+from weightsync.vllm.plan.in_place import why_not_plain
 plugin._initialise_amx()
 import vllm._custom_ops
 import vllm.model_executor.layers.utils as utils

@@ -15,9 +15,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from weightsync.delta import apply_change, parse_shard
-from weightsync.digest import tensor_digest
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.manifest import ShardEntry, TensorEntry
+from weightsync.model.digest import tensor_digest
+from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 

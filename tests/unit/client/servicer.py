@@ -11,8 +11,8 @@ import grpc
 
 from tests.unit.client.answers import Answers, Shard, StatusError, Upload, fail, materialise
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.layout import check_header, check_shard, check_version
-from weightsync.manifest import Manifest, ShardEntry, TensorEntry
+from weightsync.model.layout import check_header, check_shard, check_version
+from weightsync.model.manifest import Manifest, ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc as pb_grpc
 

@@ -14,7 +14,7 @@ from tests.support.certificates import Authority
 from weightsync.errors import Reason
 from weightsync_client import Access, AsyncClient, Client, ClientError
 from weightsync_client.access import VARIABLES
-from weightsync_client.link import Link
+from weightsync_client.rpc.channels import Link
 
 SECRET = "ws_s3cret-s3cret-s3cret"
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from safetensors.numpy import save_file
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_client.cli.exits import MEANINGS
+from weightsync_client.cli.exit_codes import MEANINGS
 from weightsync_client.cli.render import size
 
 Run = Callable[..., tuple[int, str, str]]

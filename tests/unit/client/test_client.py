@@ -31,8 +31,8 @@ from weightsync_client import (
     Timeouts,
     UnavailableError,
 )
-from weightsync_client.link import Link
-from weightsync_client.shards import file_shard
+from weightsync_client.rpc.channels import Link
+from weightsync_client.source.shards import file_shard
 
 PUBLIC = [
     "AbortedError",

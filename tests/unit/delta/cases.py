@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from weightsync.delta import Encoder, Item
-from weightsync.digest import tensor_digest
-from weightsync.layout import DTYPE_BITS
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,8 +10,8 @@ import xxhash
 
 from tests.unit.delta.cases import BASE_DIGEST, LAYOUT_DIGEST
 from weightsync.delta.coding import Coding, Counts, Positions, Values
-from weightsync.delta.records import Manifest, Record, write_manifest
-from weightsync.delta.shard import header_of
+from weightsync.delta.delta_manifest import Manifest, Record, write_manifest
+from weightsync.delta.delta_shard import header_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,8 +17,8 @@ from tests.unit.delta import forge
 from tests.unit.delta.cases import changed_item, encode, expected, items
 from weightsync.delta import DeltaError, Item, apply_change, decode_tensor, parse_shard, patch
 from weightsync.delta.coding import Coding, Counts, Positions, Values
-from weightsync.delta.decode import Patch
-from weightsync.delta.records import Manifest, write_manifest
+from weightsync.delta.decoder import Patch
+from weightsync.delta.delta_manifest import Manifest, write_manifest
 from weightsync.errors import Reason
 
 if TYPE_CHECKING:
@@ -408,7 +408,7 @@ def test_the_index_in_names_is_that_of_the_manifest() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_shards_of_another_number_of_tensors(count: int) -> None:
-    from weightsync.layout import build_header
+    from weightsync.model.layout import build_header
 
     header, _ = build_header((f"t{at}", "U8", (1,)) for at in range(count))
     blob = len(header).to_bytes(8, "little") + header + bytes(count)

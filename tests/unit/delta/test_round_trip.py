@@ -29,8 +29,8 @@ from weightsync.delta import (
     patch,
 )
 from weightsync.delta.coding import Positions, Values
-from weightsync.digest import tensor_digest
-from weightsync.layout import DTYPE_BITS
+from weightsync.model.digest import tensor_digest
+from weightsync.model.layout import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,8 +18,8 @@ from tests.vectors import forged
 from tests.vectors.make import VECTORS, accepted
 from weightsync.delta import DeltaError, Encoder, Item, apply_change, parse_shard
 from weightsync.delta.coding import Positions, Values
-from weightsync.digest import tensor_digest
 from weightsync.errors import Reason
+from weightsync.model.digest import tensor_digest
 
 # The first test of a process may compile all kernels.
 pytestmark = pytest.mark.timeout(300)

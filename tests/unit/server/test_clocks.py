@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.clocks import HOUR, Clocks
-from tests.unit.server.versions.world import begin, simple, world
+from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.bounds import Bounds
-from weightsync_server.versions import Retention
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.ops.deadlines import Bounds
 
 if TYPE_CHECKING:
     from pathlib import Path

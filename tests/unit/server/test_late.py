@@ -10,12 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support.clocks import Clocks
-from tests.unit.server.apply.plant import Plant, plant, until
-from tests.unit.server.versions.world import begin, simple, world
+from tests.unit.server.engine.plant import Plant, plant, until
+from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.bounds import Bounds
-from weightsync_server.ingest.push import Push
-from weightsync_server.interceptors import GuardInterceptor, RpcMetrics
+from weightsync_server.ops.deadlines import Bounds
+from weightsync_server.push.lifecycle import Push
+from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

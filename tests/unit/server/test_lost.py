@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.server.apply.plant import Engine, hurry, plant, tensors
+from tests.unit.server.engine.plant import Engine, hurry, plant, tensors
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.apply import Journal, answers
-from weightsync_server.apply.journal import Entry
-from weightsync_server.census import count_lost
-from weightsync_server.metrics import INVARIANTS, Metrics
+from weightsync_server.engine import Journal, idempotency
+from weightsync_server.engine.journal import Entry
+from weightsync_server.invariants import count_lost
+from weightsync_server.ops.metrics import INVARIANTS, Metrics
 from weightsync_server.store import open_store
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ async def test_a_call_that_was_answered_is_not_carried_out_again(
         await it.apply(2, idempotency_key="k")
         it.applier._calls._tasks.clear()
         # Whoever should know of the answer does not.
-        monkeypatch.setattr(answers, "told", lambda *_: None)
+        monkeypatch.setattr(idempotency, "told", lambda *_: None)
         with pytest.raises(WeightSyncError) as caught:
             await it.apply(3, idempotency_key="k")
         assert caught.value.reason is Reason.FAULT

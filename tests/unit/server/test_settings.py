@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from weightsync import __version__
-from weightsync.addresses import is_private
+from weightsync.wire.addresses import is_private
 from weightsync_server.settings import Settings
 
 

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save
 
 from tests.support.staging import Staging
-from weightsync.layout import check_shard, check_version, parse_header
-from weightsync.manifest import ShardEntry
-from weightsync.vllm.cuda.upload import Uploader
+from weightsync.model.layout import check_shard, check_version, parse_header
+from weightsync.model.manifest import ShardEntry
+from weightsync.vllm.cuda.uploader import Uploader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from weightsync.manifest import Layout
+    from weightsync.model.manifest import Layout
 
 
 class ToyModel(torch.nn.Module):

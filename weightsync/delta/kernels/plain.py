@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
-from weightsync.delta.errors import Broken
+from weightsync.delta.delta_errors import Broken
 from weightsync.delta.kernels.shapes import (
     WRONG_BITMAP,
     WRONG_GAPS,

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.live import view_of
-from weightsync.vllm.plan import Strides
-from weightsync.vllm.words import words_of
+from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.live_params import view_of
+from weightsync.vllm.plan.load_plan import Strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from weightsync.vllm.live import Targets
-    from weightsync.vllm.plan import Slice
+    from weightsync.vllm.plan.live_params import Targets
+    from weightsync.vllm.plan.load_plan import Slice
 
 __all__ = ["Block", "Blocks", "Part", "lay_out", "wide"]
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weightsync.cuda.kernels import Launch
-from weightsync.vllm.words import memory_of
+from weightsync.gpu.device_kernels import Launch
+from weightsync.vllm.plan.int_views import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from weightsync.cuda.kernels import Kernels
-    from weightsync.vllm.cuda.room import Room
+    from weightsync.gpu.device_kernels import Kernels
+    from weightsync.vllm.cuda.memory_budget import Room
 
 __all__ = ["Scatter", "Scatters", "launch_of", "needed"]
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from weightsync.cuda.kernels import Launch
-from weightsync.cuda.spans import SPAN, THREADS, cut, fits
-from weightsync.vllm.cuda.compare import unequal
-from weightsync.vllm.words import StoppedError, words_of
+from weightsync.gpu.device_kernels import Launch
+from weightsync.gpu.spans import SPAN, THREADS, cut, fits
+from weightsync.vllm.cuda.bit_compare import unequal
+from weightsync.vllm.plan.int_views import StoppedError, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from weightsync.cuda.kernels import Kernels
+    from weightsync.gpu.device_kernels import Kernels
     from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.cuda.scatter import Scatter
-    from weightsync.vllm.cuda.staged import Staged
-    from weightsync.vllm.cuda.upload import Pace
+    from weightsync.vllm.cuda.staged_write import Staged
+    from weightsync.vllm.cuda.uploader import Pace
 
 __all__ = ["KernelSearch", "Pairs", "Search", "TorchSearch", "pairs_of", "searches"]
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.server.versions.world import World, world
+from tests.unit.server.world import World, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,12 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.support.deltas import delta_begin, delta_of, every_dtype, stepped
-from tests.unit.server.versions.world import content, make_shard, one_stream
+from tests.unit.server.world import content, make_shard, one_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tests.unit.server.versions.world import Shard, World
+    from tests.unit.server.world import Shard, World
     from weightsync.v1 import weightsync_pb2 as pb
 
 __all__ = ["Version", "history", "push_chain", "push_delta", "send", "sparse_history", "until"]

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from tests.support.deltas import stepped
 from tests.unit.server.deltas.pushing import push_delta
-from tests.unit.server.versions.world import make_shard, world
+from tests.unit.server.world import make_shard, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.versions import ChainLimits, Retention
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.deltas import ChainLimits
 
 if TYPE_CHECKING:
     from tests.unit.server.deltas.pushing import Version
-    from tests.unit.server.versions.world import World
+    from tests.unit.server.world import World
 
 #: What is done, and with which of the versions that there are.
 STEPS = st.lists(

@@ -12,15 +12,15 @@ from tests.support.deltas import delta_begin, delta_of
 from tests.support.processes import names
 from tests.support.threads import stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, until
-from tests.unit.server.versions.world import MODEL, Threads, World, begin, content, world
+from tests.unit.server.world import MODEL, Threads, World, begin, content, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from weightsync.manifest import Manifest
-    from weightsync.segments import Segment
+    from weightsync.model.manifest import Manifest
+    from weightsync.shm.segments import Segment
 
 CHUNK = 500
 LIMITS = {"keep_bytes": 4 * CHUNK, "loss_bytes": 8 * CHUNK}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync_server.store import CommitRecord
-from weightsync_server.versions import Retention, VersionRecord
+from weightsync_server.catalog.record import VersionRecord
+from weightsync_server.catalog.retention import Retention
+from weightsync_server.store.protocol import CommitRecord
 
 DENSE, DELTA = 1000, 10
 

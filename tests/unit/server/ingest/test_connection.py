@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from weightsync_server.children import wire
-from weightsync_server.ingesters.connection import Connection
-from weightsync_server.ingesters.desk import Desk
+from weightsync_server.ingest.connection import Connection
+from weightsync_server.ingest.stream_listener import Desk
+from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: No JSON, no operation, a size over all bounds, deeper than a parser goes.
 NONSENSE = [
     b"\x01\x00\x00\x00\x00\x00\x00\x00x",
-    wire.encode({}),
+    frames.encode({}),
     b"\xff" * 8,
     (50_000).to_bytes(4, "little") + bytes(4) + b"[" * 50_000,
 ]
@@ -32,7 +32,7 @@ async def test_nobody_is_gone_before_the_kernel_says_so(nonsense: bytes) -> None
     here.setblocking(False)
     killed = asyncio.Event()
     connection = Connection(here, killed.set)
-    there.sendall(wire.encode({"op": "call"}))
+    there.sendall(frames.encode({"op": "call"}))
     await connection.open()
     there.sendall(nonsense)
     async with asyncio.timeout(5):
@@ -62,7 +62,7 @@ async def test_a_fault_in_a_call_is_in_the_log(
         loop = asyncio.get_running_loop()
         await loop.sock_connect(process, str(path))
         # Its peer and more is missing.
-        await loop.sock_sendall(process, wire.encode({"op": "call", "everybody": True}))
+        await loop.sock_sendall(process, frames.encode({"op": "call", "everybody": True}))
         async with asyncio.timeout(5):
             while "fault in a call of" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
                 await asyncio.sleep(0.01)

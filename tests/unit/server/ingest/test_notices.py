@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.authority.caller import Attempt
-from weightsync_server.children import wire
-from weightsync_server.ingesters.notices import Notices
+from weightsync_server.auth.caller import Attempt
+from weightsync_server.ingest.notices import Notices
+from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ async def told(reader: asyncio.StreamReader, answer: int) -> tuple[Counter[str],
     counts: Counter[str] = Counter()
     sentences: set[str] = set()
     for number in range(10_000):
-        document, _ = await wire.read(reader)
+        document, _ = await frames.read(reader)
         if document.get("id") == answer:
             return counts, number, sentences
         if document["op"] == "refused":
@@ -54,8 +54,8 @@ async def test_what_happens_before_the_process_is_ready_is_told_after() -> None:
     notices.refuse(STRANGER, NOBODY)
     notices.fault()
     async with connected(notices) as reader, asyncio.timeout(5):
-        assert (await wire.read(reader))[0] == {"op": "fault"}
-        refused, _ = await wire.read(reader)
+        assert (await frames.read(reader))[0] == {"op": "fault"}
+        refused, _ = await frames.read(reader)
         assert (refused["message"], refused["times"]) == (STRANGER.message, 1)
 
 
@@ -74,7 +74,7 @@ async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> No
         # A sum that grew while nothing could be sent is told by itself.
         counts: Counter[str] = Counter()
         while min(counts[STRANGER.reason], counts[Reason.PERMISSION_DENIED]) < sent:
-            document, _ = await wire.read(reader)
+            document, _ = await frames.read(reader)
             if "id" not in document:
                 counts[document["reason"]] += document["times"]
         assert counts == {STRANGER.reason: sent, Reason.PERMISSION_DENIED: sent}
@@ -89,7 +89,7 @@ async def test_addresses_of_strangers_leave_room_for_who_was_denied() -> None:
     denied = Attempt("reader", "PushWeights", "ipv4:10.0.0.2:1")
     notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, "no"), denied)
     async with connected(notices) as reader, asyncio.timeout(5):
-        first, second = [(await wire.read(reader))[0] for _ in range(2)]
+        first, second = [(await frames.read(reader))[0] for _ in range(2)]
     assert (first["times"], first["attempt"]) == (1000, ["", "", ""])
     assert (second["times"], second["attempt"]) == (1, list(denied))
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.server.ingest.distant import DistantPushes
-from tests.unit.server.versions.world import World, begin, chunk, content, sending, simple, world
+from tests.unit.server.push.remote import DistantPushes
+from tests.unit.server.world import World, begin, chunk, content, sending, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.children import wire
-from weightsync_server.children.maps import Maps
-from weightsync_server.ingest import ChunkView, Claim, Distant, Pushes, Wrote
-from weightsync_server.ingesters.relay import Relay
+from weightsync_server.ingest.relay import Relay
+from weightsync_server.push import ChunkView, Claim, Distant, Pushes, Wrote
+from weightsync_server.workers.runtime import frames
+from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from weightsync_server.ingest import Grant, Message
+    from weightsync_server.push import Grant, Message
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_what_was_written_is_told_once_there_is_room() -> None:
     async def heard(op: str) -> dict[str, Any]:
         async with asyncio.timeout(5):
             while True:
-                while (frame := wire.split(inbox)) is not None:
+                while (frame := frames.split(inbox)) is not None:
                     if frame[0]["op"] == op:
                         return frame[0]
                 inbox.extend(await asyncio.get_running_loop().sock_recv(here, 1 << 16))
@@ -161,12 +161,12 @@ async def test_what_was_written_is_told_once_there_is_room() -> None:
     await heard("claim")
     with contextlib.suppress(BlockingIOError):
         while True:
-            there.send(wire.encode({"op": "in the way"}))
+            there.send(frames.encode({"op": "in the way"}))
     fd = os.memfd_create("segment")
     os.ftruncate(fd, mmap.PAGESIZE)
     places = {"received": 0, "size": 100, "mark": 50, "most": 100}
     grant = {"op": "grant", "segment": ["s", mmap.PAGESIZE], **places}
-    socket.send_fds(here, [wire.encode(grant)], [fd])
+    socket.send_fds(here, [frames.encode(grant)], [fd])
     await until(lambda: os.pread(fd, 10, 0) == b"x" * 10)
     # Longer than it is put off.
     await asyncio.sleep(0.1)

@@ -13,7 +13,7 @@ from weightsync_server.store import open_store
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync_server.store import Store
+    from weightsync_server.store.protocol import Store
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import pytest
 from tests.support.processes import names
 from tests.support.versions import Version, make_version
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server import files
-from weightsync_server.store import CommitRecord, PushRecord, open_store
-from weightsync_server.store.files import read_document, write_document
+from weightsync_server.ops import durable_files
+from weightsync_server.store import open_store
+from weightsync_server.store.documents import read_document, write_document
+from weightsync_server.store.protocol import CommitRecord, PushRecord
 
 if TYPE_CHECKING:
-    from weightsync_server.store import Store
+    from weightsync_server.store.protocol import Store
 
 
 def write_delta(store: Store, delta: Version, version: int) -> None:
@@ -140,7 +141,7 @@ class _Crash:
     def __init__(self, patch: pytest.MonkeyPatch, nth: int) -> None:
         self.calls = 0
         for name in ("fsync", "rename", "flush_directory", "unlink", "create", "write"):
-            real = getattr(files, name)
+            real = getattr(durable_files, name)
 
             def step(*args: Any, real: Any = real) -> Any:
                 self.calls += 1
@@ -148,7 +149,7 @@ class _Crash:
                     raise _Stop
                 return real(*args)
 
-            patch.setattr(files, name, step)
+            patch.setattr(durable_files, name, step)
 
 
 async def test_a_crash_at_any_step_of_a_fold_leaves_one_whole_form(
@@ -224,7 +225,7 @@ async def test_a_full_disk_keeps_the_delta(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(durable_files, "write", full)
     with pytest.raises(WeightSyncError) as caught:
         await store.fold(whole, second.manifest)
     assert caught.value.reason is Reason.DISK_EXHAUSTED

@@ -10,12 +10,14 @@ import pytest
 
 from tests.support.versions import make_version
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.store import LocalStore, MemoryStore, open_store
+from weightsync_server.store import open_store
+from weightsync_server.store.local.local_store import LocalStore
+from weightsync_server.store.memory_store import MemoryStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from weightsync_server.store import Store
+    from weightsync_server.store.protocol import Store
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -1,0 +1,209 @@
+"""What differs between two checkpoints, tensor by tensor, and what a delta of them would take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from weightsync_client.source.tensors import Scratch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from weightsync_client.source.source import Source
+    from weightsync_client.source.tensors import SourceTensor
+
+__all__ = ["Difference", "TensorDifference", "compare"]
+
+_NO_DIGEST = "0" * 32
+_FLOATS = frozenset(
+    ("F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F16", "BF16", "F32", "F64")
+)
+_INTEGERS = frozenset(("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E8M0"))
+#: Changes that are looked at together.
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor that both checkpoints hold, alike in dtype and shape.
+
+    Attributes:
+        name: Its name.
+        dtype: safetensors dtype name.
+        shape: Dimensions in elements.
+        elements: Their number; of dtypes below a byte, bytes.
+        changed: Elements whose bits differ.
+        coding: How a delta writes it.
+        delta_bytes: What that takes.
+        packed_bytes: The same with zstd.
+        dense_bytes: Bytes of the tensor.
+        distances: Changed elements by distance in ulps, or for integers in units: "1", "2-3", "4-7"
+            and so on; empty for dtypes that know none.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    changed: int
+    coding: str
+    delta_bytes: int
+    packed_bytes: int
+    dense_bytes: int
+    distances: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two checkpoints.
+
+    Attributes:
+        tensors: Those of both, in the order of their names.
+        only_before: Names that the second lacks.
+        only_after: Names that the first lacks.
+        reshaped: Names whose dtype or shape differs.
+        bytes_by_coding: Delta bytes of all tensors, by coding.
+        distances: Of all tensors.
+    """
+
+    tensors: tuple[TensorDifference, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    elements: int = 0
+    changed: int = 0
+    changed_fraction: float = 0.0
+    delta_bytes: int = 0
+    packed_bytes: int = 0
+    dense_bytes: int = 0
+    bytes_by_coding: dict[str, int] = field(default_factory=dict)
+    distances: dict[str, int] = field(default_factory=dict)
+
+
+def compare(before: Source, after: Source) -> Difference:
+    """Compare two checkpoints bit by bit; one tensor of each is held at a time.
+
+    Raises:
+        ClientError: A file cannot be read.
+    """
+    old = {tensor.name: tensor for tensor in before.tensors}
+    new = {tensor.name: tensor for tensor in after.tensors}
+    common = sorted(old.keys() & new.keys())
+    alike = [n for n in common if (old[n].dtype, old[n].shape) == (new[n].dtype, new[n].shape)]
+    tensors = tuple(_compare(old[name], new[name]) for name in alike)
+    by_coding: Counter[str] = Counter()
+    distances: Counter[str] = Counter()
+    for tensor in tensors:
+        by_coding[tensor.coding] += tensor.delta_bytes
+        distances.update(tensor.distances)
+    elements, changed = (sum(getattr(t, what) for t in tensors) for what in ("elements", "changed"))
+    return Difference(
+        tensors,
+        only_before=tuple(sorted(old.keys() - new.keys())),
+        only_after=tuple(sorted(new.keys() - old.keys())),
+        reshaped=tuple(sorted(set(common) - set(alike))),
+        elements=elements,
+        changed=changed,
+        changed_fraction=changed / elements if elements else 0.0,
+        delta_bytes=sum(t.delta_bytes for t in tensors),
+        packed_bytes=sum(t.packed_bytes for t in tensors),
+        dense_bytes=sum(t.dense_bytes for t in tensors),
+        bytes_by_coding=dict(by_coding),
+        distances={name: distances[name] for name in sorted(distances, key=_low)},
+    )
+
+
+def _compare(old: SourceTensor, new: SourceTensor) -> TensorDifference:
+    from weightsync.delta import Item, encode_shard
+    from weightsync.delta.coding import element_width
+    from weightsync_client.snapshot.host_tensor import all_bytes
+
+    scratch = Scratch()
+    before, after = all_bytes(old, scratch), all_bytes(new, scratch)
+    # The digest is not looked at; a given one spares digesting what is unchanged.
+    item = Item(new.name, new.dtype, new.shape, before, after, b"\0" * 16)
+    plain, packed = (
+        encode_shard(
+            [item], zstd=zstd, base_content_digest=_NO_DIGEST, layout_digest=_NO_DIGEST, index=0
+        ).stats[0]
+        for zstd in (False, True)
+    )
+    return TensorDifference(
+        new.name,
+        new.dtype,
+        new.shape,
+        elements=new.size // element_width(new.dtype),
+        changed=plain.nnz,
+        coding=plain.coding,
+        delta_bytes=plain.stored_bytes,
+        packed_bytes=packed.stored_bytes,
+        dense_bytes=new.size,
+        distances=_distances(before, after, new.dtype) if plain.nnz else {},
+    )
+
+
+def _distances(before: NDArray[np.uint8], after: NDArray[np.uint8], dtype: str) -> dict[str, int]:
+    import numpy as np
+
+    if dtype not in _FLOATS | _INTEGERS:
+        return {}
+    from weightsync.delta.coding import element_width
+
+    width = element_width(dtype)
+    counts = np.zeros(8 * width + 2, np.int64)
+    step = _PIECE * width
+    for at in range(0, len(before), step):
+        old, new = (data[at : at + step].view(f"<u{width}") for data in (before, after))
+        where = np.flatnonzero(old != new)
+        low, high = _ordered(old[where], dtype), _ordered(new[where], dtype)
+        distance = np.where(low < high, high - low, low - high)
+        counts += np.bincount(_bits(distance), minlength=len(counts))
+    return {
+        str(1 << k) if k == 0 else f"{1 << k}-{(2 << k) - 1}": int(counts[k + 1])
+        for k in range(len(counts) - 1)
+        if counts[k + 1]
+    }
+
+
+def _ordered(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return unsigned numbers in the order of the values, one apart from one value to the next."""
+    top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    if dtype in _FLOATS:
+        return _ordered_floats(bits, top)
+    return bits ^ top if dtype.startswith("I") else bits
+
+
+def _ordered_floats(bits: NDArray[Any], top: Any) -> NDArray[Any]:
+    import numpy as np
+
+    # Sign and magnitude; -0.0 lies one below 0.0.
+    return np.where(bits & top, ~bits, bits | top)
+
+
+def _bits(distance: NDArray[Any]) -> NDArray[np.int64]:
+    """Return how many bits each number takes."""
+    import numpy as np
+
+    bits = np.zeros(distance.shape, np.int64)
+    left = distance.copy()
+    for shift in (32, 16, 8, 4, 2, 1):
+        if shift < 8 * distance.itemsize:
+            more = (left >> distance.dtype.type(shift)) > 0
+            bits += np.where(more, shift, 0)
+            left = np.where(more, left >> distance.dtype.type(shift), left)
+    return bits + (left > 0)
+
+
+def _low(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def largest(difference: Difference, count: int) -> Iterator[TensorDifference]:
+    """Yield the tensors that changed, most changed elements first."""
+    ordered = sorted(difference.tensors, key=lambda t: (-t.changed, t.name))
+    yield from (tensor for tensor in ordered[:count] if tensor.changed)

@@ -1,0 +1,75 @@
+"""Options that several commands share, and the client they make."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weightsync.model.manifest import MAX_VERSION
+from weightsync_client.client import Client
+from weightsync_client.options import DEFAULT_ADDRESS
+
+__all__ = [
+    "Address",
+    "After",
+    "Cache",
+    "Json",
+    "Key",
+    "Model",
+    "Pause",
+    "Version",
+    "Wait",
+    "connect",
+]
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        envvar="WEIGHTSYNC_ADDRESS",
+        help="Server, HOST:PORT or unix:PATH.",
+        show_default=DEFAULT_ADDRESS,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        envvar="WEIGHTSYNC_NAME",
+        help="Model name; not needed if the server has one model.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", help="Idempotency key: a repeated call with it joins the first."),
+]
+Pause = Annotated[
+    str,
+    typer.Option(
+        "--pause",
+        help="Requests in flight: keep, wait (finish first), abort; or between_steps: no pause.",
+    ),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        "--cache",
+        help="Caches: recompute (exact; default) or keep (shortest gap; all that --pause "
+        "between_steps can do).",
+    ),
+]
+Wait = Annotated[
+    float | None, typer.Option("--wait-timeout", help="With --pause wait: seconds to wait.")
+]
+Version = Annotated[int, typer.Argument(min=0, max=MAX_VERSION, help="Version.")]
+After = Annotated[str, typer.Option("--after-wait", help="With --pause wait: then keep or abort.")]
+
+
+def connect(address: str, model: str | None) -> Client:
+    """Return a client; closed by `with`. Token and TLS come from the environment alone.
+
+    Arguments are seen by every user of a host.
+    """
+    return Client(address or DEFAULT_ADDRESS, model=model or None)

@@ -1,0 +1,210 @@
+"""Commands that change something: push, apply, rollback, epoch, abort."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightsync.errors import Reason
+from weightsync.model.manifest import MAX_VERSION
+from weightsync_client.cli import render
+from weightsync_client.cli.cli_options import (
+    Address,
+    After,
+    Cache,
+    Json,
+    Key,
+    Model,
+    Pause,
+    Wait,
+    connect,
+)
+from weightsync_client.errors import refuse
+from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PauseChoices, PushOptions
+from weightsync_client.push.session import NOTHING_SENT
+
+__all__ = ["abort", "apply", "epoch", "push", "rollback"]
+
+_GOES_ON = "the server goes on with what it has begun: `weightsync status` tells what is live"
+
+
+def _metadata(pairs: list[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise refuse(Reason.REQUEST_INVALID, f"--metadata {pair!r} is not KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def _set_pause(
+    choices: PauseChoices,
+    pause: str,
+    cache: str | None,
+    wait_timeout: float | None,
+    after_wait: str,
+    key: str | None,
+) -> None:
+    choices["pause"] = pause
+    if cache is not None:
+        choices["cache"] = cache
+    if wait_timeout is not None:
+        choices["wait_timeout_s"] = wait_timeout
+    if pause == "wait":
+        choices["after_wait"] = after_wait
+    if key:
+        choices["idempotency_key"] = key
+
+
+@contextlib.contextmanager
+def _explain_interrupt(otherwise: str) -> Iterator[None]:
+    """Say in which state an interrupt leaves things; Typer keeps nothing of it but its exit code.
+
+    Args:
+        otherwise: What to say where nothing was noted.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", [otherwise]):
+            typer.echo(f"weightsync: interrupted; {note}", err=True)
+        raise
+
+
+def push(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file or a folder of them.")],
+    *,
+    version: Annotated[
+        int, typer.Option(min=0, max=MAX_VERSION, help="Its number; 0: the next.")
+    ] = 0,
+    epoch: Annotated[
+        int, typer.Option(min=0, max=MAX_VERSION, help="The writer's epoch; 0: the newest.")
+    ] = 0,
+    metadata: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE kept with the version; repeatable.")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that send at the same time.")] = 1,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Send only what changed since this checkpoint, a file or folder whose content the "
+            "server holds as a version; in full where that is no less."
+        ),
+    ] = None,
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Push a version. It is committed and verified when this ends well, or not there at all."""
+    options = PushOptions(
+        version=version, epoch=epoch, metadata=_metadata(metadata or []), streams=streams
+    )
+    options["delta"] = "never" if base is None else "auto"
+    if key:
+        options["idempotency_key"] = key
+    with (
+        connect(address, model) as client,
+        render.progress("push") as update,
+        _explain_interrupt(NOTHING_SENT),
+    ):
+        options["on_progress"] = update
+        if base is not None:
+            client.hold(base)
+        result = client.push(path, **options)
+    render.show_json(result) if json else render.show_push(result)
+
+
+def apply(
+    version: Annotated[
+        int, typer.Argument(min=0, max=MAX_VERSION, help="0: the newest that is not rejected.")
+    ] = 0,
+    *,
+    pause: Pause = "keep",
+    cache: Cache = None,
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan, change nothing.")
+    ] = False,
+    allow_not_durable: Annotated[
+        bool, typer.Option("--allow-not-durable", help="Also before it is durable.")
+    ] = False,
+    clear_rejected: Annotated[
+        bool, typer.Option("--clear-rejected", help="Accept a rejected version again.")
+    ] = False,
+    prepare_timeout: Annotated[
+        float | None, typer.Option(help="Longest preparation in seconds.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Longest wait in seconds.")] = None,
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Make a version live. Every rank proves it, or nothing changes."""
+    options = ApplyOptions(
+        dry_run=dry_run, require_durable=not allow_not_durable, clear_rejected=clear_rejected
+    )
+    _set_pause(options, pause, cache, wait_timeout, after_wait, key)
+    if prepare_timeout is not None:
+        options["prepare_timeout_s"] = prepare_timeout
+    if timeout is not None:
+        options["timeout_s"] = timeout
+    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
+        report = client.apply(version, **options)
+    render.show_json(report) if json else render.show_apply(report)
+
+
+def rollback(
+    *,
+    reason: Annotated[str, typer.Option(help="Why, for logs and status.")] = "",
+    pause: Pause = "keep",
+    cache: Cache = None,
+    wait_timeout: Wait = None,
+    after_wait: After = "keep",
+    key: Key = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Go back to the previous version. The one that is left is marked rejected."""
+    choices = PauseChoices()
+    _set_pause(choices, pause, cache, wait_timeout, after_wait, key)
+    with connect(address, model) as client, _explain_interrupt(_GOES_ON):
+        result = client.rollback(reason, **choices)
+    if json:
+        render.show_json(result)
+        return
+    render.show_apply(result.report)
+    typer.echo(f"version {result.rejected_version} is now rejected")
+
+
+def epoch(
+    *,
+    holder: Annotated[str, typer.Option(help="Who asks; default: host and process.")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+    json: Json = False,
+) -> None:
+    """Become the writer. Pushes under older epochs are refused from then on."""
+    with connect(address, model) as client:
+        number = client.acquire_epoch(holder)
+    render.show_json({"epoch": number}) if json else typer.echo(str(number))
+
+
+def abort(
+    push_id: Annotated[str, typer.Argument(help="From `weightsync status`.")],
+    *,
+    address: Address = DEFAULT_ADDRESS,
+    model: Model = None,
+) -> None:
+    """Drop an open push and free its slot."""
+    with connect(address, model) as client:
+        client.abort(push_id)
+    typer.echo(f"push {push_id} dropped")

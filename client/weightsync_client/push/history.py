@@ -1,0 +1,65 @@
+"""What a client remembers from one push to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason
+from weightsync_client.errors import refuse
+from weightsync_client.push.warmup import Warmth, compile_codec
+from weightsync_client.snapshot.link_speed import Pace
+from weightsync_client.snapshot.snapshot_store import Snapshot, read_held
+from weightsync_client.source.layout_cache import Outlines
+
+if TYPE_CHECKING:
+    from weightsync_client.source.source import Source
+    from weightsync_client.types import Version
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """What a client remembers from push to push.
+
+    Args:
+        address: Of the server.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.outlines = Outlines()
+        self.snapshot = Snapshot()
+        self.pace = Pace(address)
+        self.codec = Warmth(compile_codec)
+        #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
+        self.copied = False
+        #: It was tried whether the server does that.
+        self.tried = False
+
+    def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
+        """Take a copy of what the server holds as a version, for the next delta.
+
+        Args:
+            source: Tensors with the content of that version.
+            versions: Lists the versions of the server.
+
+        Raises:
+            ClientError: VERSION_UNKNOWN: no version has that content. MEMORY_EXHAUSTED.
+        """
+        if source.layout is None:
+            raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
+        with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
+            source.ready()
+            held = read_held(source.layout, source.tensors)
+            for version in versions():
+                if version.content_digest == held.content_digest:
+                    run_id = version.metadata.get("run_id", "")
+                    self.snapshot.held = replace(held, version=version.version, run_id=run_id)
+                    return version
+        raise refuse(
+            Reason.VERSION_UNKNOWN,
+            f"no version of the server has this content ({held.content_digest}); name the one that "
+            "was pushed or adopted, or push in full",
+        )

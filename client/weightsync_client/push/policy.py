@@ -1,0 +1,366 @@
+"""A push from the call to its result: as a delta where that is less, else in full."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.addresses import is_private
+from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.push.session import NOTHING_SENT, Push
+from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
+from weightsync_client.rpc.retry import Invoke
+from weightsync_client.rpc.validate import metadata, text, whole_number
+from weightsync_client.snapshot.copy_budget import roomy
+from weightsync_client.transport.shm_transport import why_streamed
+from weightsync_client.types import PushKind, PushResult
+from weightsync_client.ways import Way
+
+if TYPE_CHECKING:
+    from weightsync_client.push.history import Memory
+    from weightsync_client.rpc.channels import Link
+    from weightsync_client.snapshot.delta_shards import DeltaShards
+    from weightsync_client.snapshot.host_tensor import HeldTensor
+    from weightsync_client.snapshot.snapshot import Held, Taking
+    from weightsync_client.source.shards import Keeper
+    from weightsync_client.source.source import Source
+    from weightsync_client.source.tensors import SourceTensor
+
+__all__ = ["Delivery"]
+
+# Where a delta fails so, all of the tensors may do better: the server lacks the base, found other
+# bytes than those that were made of ours, or knows no deltas.
+_FALLBACKS = {
+    Reason.BASE_MISMATCH: Fallback.BASE_MISMATCH,
+    Reason.DATA_CORRUPT: Fallback.REFUSED,
+    Reason.DIGEST_MISMATCH: Fallback.REFUSED,
+    Reason.LAYOUT_INVALID: Fallback.REFUSED,
+    Reason.NOT_SUPPORTED: Fallback.REFUSED,
+    Reason.SHARD_INVALID: Fallback.REFUSED,
+}
+
+
+def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise refuse(
+            Reason.REQUEST_INVALID, f"{option} is {value!r}; use one of {', '.join(allowed)}"
+        )
+    return value
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames that an error has left: they hold tensors, and the old copy."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _on_gpus(tensors: Sequence[SourceTensor]) -> bool:
+    """Whether there are tensors, and all lie on GPUs as the server can copy them."""
+    filled = [tensor for tensor in tensors if tensor.size]
+    return bool(filled) and all(t.in_place and t.device and t.device.type == "cuda" for t in filled)
+
+
+def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
+    """Yield tensors without holding those that were given."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
+
+
+class Delivery:
+    """One push; `run` is called once.
+
+    Args:
+        link: To the server.
+        invoke: Sends unary calls.
+        model: Name of the model.
+        source: What is pushed.
+        options: Of the caller.
+        retry: How long a cut link is taken up again.
+        memory: Of the client.
+        on_source_free: Called once the source is not in use any more.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        invoke: Invoke,
+        model: str,
+        source: Source,
+        options: PushOptions,
+        retry: Retry,
+        memory: Memory,
+        on_source_free: Callable[[], None] | None = None,
+    ) -> None:
+        whole_number("streams", options.get("streams", 1), 1)
+        whole_number("chunk_bytes", options.get("chunk_bytes", CHUNK_BYTES), 1)
+        self._version = whole_number("version", options.get("version", 0))
+        self._epoch = whole_number("epoch", options.get("epoch", 0))
+        self._key = text("idempotency_key", options.get("idempotency_key") or "")
+        self._metadata = metadata(options.get("metadata", {}))
+        allowed = ("auto", "never", "require")
+        self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
+        allowed = ("auto", "always", "never")
+        self._compress = _choice("compress", options.get("compress", "auto"), allowed)
+        _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
+        self._link = link
+        self._invoke = invoke
+        self._model = model
+        self._source = source
+        self._options = options
+        self._retry = retry
+        self._memory = memory
+        self._on_source_free = on_source_free
+        self._freed = False
+        self._run_id = self._metadata.get("run_id", "")
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._push: Push | None = None
+        self._ticket = memory.snapshot.line_up() if self._wanted != "never" else None
+        #: What a try as a delta has used up of an iterable.
+        self._read: dict[str, HeldTensor] = {}
+        self._before: list[SourceTensor] = []
+
+    def drop(self) -> None:
+        """Give up what `run` will never be called for."""
+        if self._ticket is not None:
+            self._memory.snapshot.leave(self._ticket)
+
+    def run(self) -> PushResult:
+        """Send everything, or what changed, and return the committed version."""
+        started = time.monotonic()
+        try:
+            with self._turn():
+                self._source.ready()
+                result = self._full("") if self._ticket is None else self._with_snapshot()
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(self._push.state if self._push else NOTHING_SENT)
+            raise
+        finally:
+            if self._source.flow is not None:
+                self._source.flow.close()
+        return replace(result, seconds=time.monotonic() - started)
+
+    def cancel(self) -> None:
+        """End the push from another thread; `run` then raises AbortedError."""
+        with self._lock:
+            self._stop.set()
+            if self._push is not None:
+                self._push.cancel()
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        if self._ticket is None:
+            return contextlib.nullcontext()
+        return self._memory.snapshot.turn(self._ticket, self._stop)
+
+    def _with_snapshot(self) -> PushResult:
+        try:
+            return self._delta()
+        except Unfit as unfit:
+            self._settle_for(unfit)
+            reason = unfit.reason
+            _let_go(unfit)
+        if reason is Fallback.COPIED:
+            # The next one will be, too: a copy for a delta would only take memory.
+            self._memory.snapshot.held = None
+            return self._full(reason)
+        if reason is Fallback.FIRST and self._try_without_copy():
+            result = self._full(reason)
+            self._memory.tried = True
+            return result
+        return self._kept(reason)
+
+    def _settle_for(self, unfit: Unfit) -> None:
+        if self._wanted == "require":
+            raise refuse(
+                Reason.BASE_MISMATCH,
+                f"this push cannot be a delta: {unfit}; push with delta='auto'",
+                fallback_reason=unfit.reason.value,
+            )
+
+    # As a delta.
+
+    def _delta(self) -> PushResult:
+        """Send what changed.
+
+        Raises:
+            Unfit: That cannot be done, or does not pay; nothing of the try is left.
+        """
+        snapshot, layout = self._memory.snapshot, self._source.layout
+        self._refuse_slower()
+        base = snapshot.base_of(layout, self._run_id)
+        shards = self._changes(base)
+        try:
+            push = self._begin(replace(self._source, shards=shards, layout=None, delta=shards))
+            with typed_errors():
+                result = push.run()
+            if push.joined:
+                # Committed before, under the caller's key; our copy may be of a later version.
+                return result
+            snapshot.advance(base, result, self._run_id, shards.blobs, shards.threads)
+        except (ClientError, Unfit) as error:
+            unfit = self._unfit(error)
+            if unfit is None:
+                raise
+            self._read_again(shards)
+            raise unfit from error
+        finally:
+            shards.close()
+        return replace(
+            result,
+            kind=PushKind.DELTA,
+            base_version=shards.base_version,
+            changed_fraction=shards.changed_fraction,
+            dense_bytes=layout.size if layout else base.size,
+        )
+
+    def _refuse_slower(self) -> None:
+        """Have everything sent where the server copies it faster than it could be compared."""
+        if self._memory.copied and self._may_be_copied():
+            raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
+
+    def _may_be_copied(self) -> bool:
+        auto = self._wanted == self._options.get("same_host", "auto") == "auto"
+        return auto and self._source.flow is None and _on_gpus(self._source.tensors)
+
+    def _try_without_copy(self) -> bool:
+        """Whether to find out first if the server copies all from GPUs, for which none is needed.
+
+        One on the host would have all of it read and written here.
+        """
+        if self._memory.tried or not self._may_be_copied() or not is_private(self._link.address):
+            return False
+        tensors = self._source.tensors
+        return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
+
+    def _changes(self, base: Held) -> DeltaShards:
+        from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
+        from weightsync_client.snapshot.grouping import as_they_come, by_size
+        from weightsync_client.snapshot.sampling import sampled
+
+        source, slow = self._source, self._memory.pace.slow
+        zstd = self._compress == "always" or (self._compress == "auto" and slow)
+        hurried = not (zstd or slow or self._wanted == "require")
+        most_changed = MOST_CHANGED if hurried else 1.0
+        if source.flow is not None:
+            groups = as_they_come(source.flow, base.size)
+            return DeltaShards(groups, base, zstd=zstd, most_changed=most_changed)
+        sample = sampled(source.tensors, base, zstd=zstd)
+        if sample.ratio > PAYS_BELOW:
+            raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
+        if sample.changed > most_changed:
+            raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
+        return DeltaShards(by_size(source.tensors, default_threads()), base, zstd=zstd)
+
+    def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
+        """Return why all is sent after a delta has failed; None: nothing is."""
+        if isinstance(error, Unfit):
+            return Unfit(error.reason, error.text)
+        reason, flow = _FALLBACKS.get(error.reason), self._source.flow
+        if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
+            return None
+        if self._freed and flow is None:
+            # The tensors may hold other weights by now. The next push is in full, and heals it.
+            self._memory.snapshot.held = None
+            return None
+        return Unfit(reason, error.message)
+
+    def _read_again(self, shards: DeltaShards) -> None:
+        """Have what an iterable has given read from our copy, which is given up for that."""
+        if self._source.flow is not None and self._wanted != "require":
+            if shards.begun:
+                self._memory.snapshot.held = None
+            with typed_errors():
+                self._read, self._before = shards.read_again()
+
+    # In full.
+
+    def _full(self, reason: Fallback | str) -> PushResult:
+        return self._sent(self._begin(self._source, reason), reason)
+
+    def _kept(self, reason: Fallback) -> PushResult:
+        """Send all, and keep it for the next delta once it is committed."""
+        snapshot, source = self._memory.snapshot, self._source
+        taking: Taking | None
+        if source.flow is None:
+            taking = snapshot.take(source.tensors)
+        else:
+            taking = snapshot.take_flow(self._read)
+            self._read = {}
+            source = replace(source, shards=source.flow.shards(_drained(self._before), taking.add))
+        if taking is None:
+            return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
+        devices = taking.devices
+        push = self._begin(source, reason, taking)
+        result = self._sent(push, reason)
+        snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
+        self._memory.codec.start(devices)
+        if taking.gave_up and reason is Fallback.FIRST:
+            return replace(result, fallback_reason=Fallback.NO_ROOM)
+        return result
+
+    def _sent(self, push: Push, reason: Fallback | str) -> PushResult:
+        result = push.run()
+        self._memory.copied = push.copied and not result.durable
+        if result.way is Way.STREAM:
+            self._memory.pace.note(result.sent_bytes, push.sending_s)
+        return replace(result, fallback_reason=reason)
+
+    # Both.
+
+    def _begin(
+        self,
+        source: Source,
+        reason: Fallback | str = "",
+        keeper: Keeper | None = None,
+    ) -> Push:
+        request = self._request(source, reason)
+        with self._lock:
+            self._push = Push(
+                self._link,
+                self._invoke,
+                request,
+                source,
+                self._options,
+                self._retry,
+                self._source_free if self._on_source_free else None,
+                keeper,
+            )
+            if self._stop.is_set():
+                self._push.cancel()
+            return self._push
+
+    def _source_free(self) -> None:
+        if self._on_source_free is not None and not self._freed:
+            self._freed = True
+            self._on_source_free()
+
+    def _request(self, source: Source, reason: Fallback | str) -> pb.BeginPushRequest:
+        options, layout = self._options, source.layout
+        delta = source.delta
+        same_host = why_streamed(self._link.address, source, options) is None
+        return pb.BeginPushRequest(
+            model=self._model,
+            version=self._version,
+            epoch=self._epoch,
+            kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
+            base_content_digest=delta.base_content_digest if delta else "",
+            idempotency_key=self._key or uuid.uuid4().hex,
+            layout_digest=layout.digest if layout else "",
+            total_bytes=layout.size if layout else 0,
+            shard_count=len(layout.shards) if layout else 0,
+            metadata=self._metadata,
+            stream=None if same_host else pb.StreamSource(),
+            same_host=pb.SameHostSource() if same_host else None,
+            fallback_reason=reason,
+        )

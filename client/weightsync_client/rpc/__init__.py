@@ -1,0 +1,3 @@
+"""Calls: their options, retries and conversions."""
+
+from __future__ import annotations

@@ -1,0 +1,56 @@
+"""Which tensors make one shard of a delta."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from weightsync_client.source.source import Flow
+    from weightsync_client.source.tensors import SourceTensor
+
+__all__ = ["as_they_come", "by_size"]
+
+#: Source bytes for one shard, or a sixteenth of all: the first is on its way early, and a large
+#: model is no heap of little files.
+_GROUP_BYTES, _GROUPS = 64 << 20, 16
+
+
+def by_size(tensors: Iterable[SourceTensor], threads: int) -> Iterator[list[SourceTensor]]:
+    """Yield groups for one shard each, largest tensors first.
+
+    A group holds enough beside its largest tensor, which is one thread's work, for the others.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -tensor.size)
+    least = max(_GROUP_BYTES, sum(tensor.size for tensor in ordered) // _GROUPS)
+    group: list[SourceTensor] = []
+    size = 0
+    for tensor in ordered:
+        group.append(tensor)
+        size += tensor.size
+        if size >= max(least, threads * group[0].size):
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def as_they_come(flow: Flow, total: int) -> Iterator[list[SourceTensor]]:
+    """Yield groups in the order of an iterable; only the one that is being filled is held.
+
+    Args:
+        flow: The tensors.
+        total: Bytes of all of them, roughly.
+    """
+    least = min(max(_GROUP_BYTES, total // _GROUPS), flow.shard_bytes)
+    group: list[SourceTensor] = []
+    size = 0
+    for tensor in flow:
+        group.append(tensor)
+        size += tensor.size
+        if size >= least:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

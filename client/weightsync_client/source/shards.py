@@ -1,0 +1,325 @@
+"""Shards as the wire wants them: a checked layout, and bytes that can be read from any offset."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from weightsync.errors import Reason
+from weightsync.model.layout import MAX_HEADER_BYTES, build_header, check_shard, parse_header
+from weightsync.model.manifest import ShardEntry, TensorEntry
+from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.source.tensors import Read, Scratch, SourceTensor
+
+__all__ = [
+    "Frame",
+    "Keep",
+    "Keeper",
+    "Part",
+    "Shard",
+    "ShardReader",
+    "blob_shard",
+    "cut",
+    "file_shard",
+    "file_tensors",
+    "frame_of",
+    "pieces",
+    "tensor_shard",
+]
+
+# A header entry: its name as JSON, and this much for dtype, shape, offsets and punctuation.
+_ENTRY_BYTES = 160
+
+
+#: Bytes of a source.
+Part = bytes | memoryview
+
+#: Takes bytes of a tensor: its name, their offset in it, and they.
+Keep = Callable[[str, int, memoryview], None]
+
+
+class Keeper(Protocol):
+    """Keeps the bytes of every tensor that is sent."""
+
+    def keep(self, name: str, offset: int, piece: memoryview) -> None:
+        """Take bytes of one tensor as they are sent."""
+
+    def copies(self, name: str) -> bool:
+        """Whether it takes the whole tensor where that lies when its first bytes are told."""
+
+
+class ShardReader(Protocol):
+    """Reads the bytes of one shard."""
+
+    def read(self, begin: int, end: int) -> list[Part]:
+        """Return bytes begin to end of the shard, in parts that are not copied where possible."""
+
+    def close(self) -> None:
+        """Let go of the source."""
+
+
+class _Opens(Protocol):
+    def __call__(self, scratch: Scratch) -> ShardReader: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What is known of a shard without its bytes.
+
+    Attributes:
+        index: Its index in the push.
+        entry: Name and sizes.
+        tensors: Its tensors in the order of their bytes.
+    """
+
+    index: int
+    entry: ShardEntry
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(_Described):
+    """One shard to push.
+
+    Attributes:
+        open: Opens the source for reading.
+    """
+
+    open: _Opens
+
+
+def _unreadable(path: Path, error: OSError) -> ClientError:
+    return refuse(
+        Reason.REQUEST_INVALID, f"{path} cannot be read: {error.strerror}; check the path"
+    )
+
+
+class _FileReader:
+    # pread gives one copy straight from the page cache; a mapping would die of SIGBUS when the file
+    # shrinks.
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        self._size = size
+
+    def read(self, begin: int, end: int) -> list[Part]:
+        data = os.pread(self._fd, end - begin, begin)
+        if len(data) != end - begin:
+            raise refuse(
+                Reason.SHARD_INVALID,
+                f"{self._path} became shorter than {self._size} bytes while it was sent; "
+                "push files that nobody writes",
+            )
+        return [data]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def file_tensors(path: Path, shard: Shard) -> Iterator[SourceTensor]:
+    """Yield the tensors of a shard that `file_shard` returned; each is read from the file."""
+    for entry in shard.tensors:
+        begin = shard.entry.data_start + entry.begin
+        yield SourceTensor(
+            entry.name,
+            entry.dtype,
+            entry.shape,
+            partial(_open_range, path, shard.entry.size, begin),
+        )
+
+
+def _open_range(path: Path, size: int, start: int, _: Scratch) -> Read:
+    reader = _FileReader(path, size)
+
+    def read(begin: int, end: int) -> bytes:
+        # One call gives at most 2 GiB.
+        steps = range(start + begin, start + end, 1 << 30)
+        return b"".join(
+            part for at in steps for part in reader.read(at, min(at + (1 << 30), start + end))
+        )
+
+    # Nobody closes a tensor.
+    weakref.finalize(read, reader.close)
+    return read
+
+
+class _BlobReader:
+    def __init__(self, blob: memoryview) -> None:
+        self._blob = blob
+
+    def read(self, begin: int, end: int) -> list[Part]:
+        return [self._blob[begin:end]]
+
+    def close(self) -> None:
+        self._blob = memoryview(b"")
+
+
+def blob_shard(blob: memoryview, index: int, name: str) -> Shard:
+    """Return the shard that bytes in memory are; they stay in use as long as it is."""
+    header_size = int.from_bytes(blob[:8], "little")
+    entry = ShardEntry(name, len(blob), header_size)
+    with typed_errors():
+        tensors = check_shard(entry, parse_header(blob[8 : 8 + header_size], index))
+    return Shard(index, entry, tensors, lambda _: _BlobReader(blob))
+
+
+def file_shard(path: Path, index: int) -> Shard:
+    """Return the shard that a safetensors file is, its header checked.
+
+    Raises:
+        InvalidError: The file cannot be read, or naming what is wrong with its header.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_size = int.from_bytes(file.read(8), "little")
+            header = file.read(min(header_size, MAX_HEADER_BYTES + 1))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if size < 8 or 8 + header_size > size or header_size > MAX_HEADER_BYTES:
+        raise refuse(
+            Reason.SHARD_INVALID,
+            f"{path} is no safetensors file, or was cut: {size} bytes cannot hold a header "
+            f"of {header_size}; copy it again",
+        )
+    entry = ShardEntry(path.name, size, header_size)
+    with typed_errors():
+        told = parse_header(header, index)
+        whole = entry.data_start + max((tensor.end for tensor in told), default=0)
+        if size < whole:
+            raise refuse(
+                Reason.SHARD_INVALID,
+                f"{path} has {size} bytes, its header tells of {whole}: the file was cut; "
+                "copy it again",
+            )
+        tensors = check_shard(entry, told)
+    return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
+
+
+class _TensorReader:
+    # Reads go forward, so only the tensor read last is kept open: a copy that a strided tensor
+    # needs lives no longer than that tensor's turn.
+    def __init__(self, header: bytes, tensors: Sequence[SourceTensor], scratch: Scratch) -> None:
+        self._header = header
+        self._tensors = tensors
+        self._scratch = scratch
+        self._starts = [len(header)]
+        for tensor in tensors:
+            self._starts.append(self._starts[-1] + tensor.size)
+        self._open: tuple[int, Read] | None = None
+
+    def read(self, begin: int, end: int) -> list[Part]:
+        parts: list[Part] = []
+        if begin < len(self._header):
+            parts.append(self._header[begin:end])
+        index = max(0, bisect.bisect_right(self._starts, begin) - 1)
+        while index < len(self._tensors) and self._starts[index] < end:
+            start, stop = self._starts[index], self._starts[index + 1]
+            if stop > max(start, begin):
+                read = self._reader(index)
+                parts.append(read(max(begin, start) - start, min(end, stop) - start))
+            index += 1
+        return parts
+
+    def _reader(self, index: int) -> Read:
+        if self._open is None or self._open[0] != index:
+            self._open = None
+            self._open = index, self._tensors[index].reader(self._scratch)
+        return self._open[1]
+
+    def close(self) -> None:
+        self._open = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frame(_Described):
+    """A shard without its tensors' bytes: the same for all tensors of these names and shapes.
+
+    Attributes:
+        header: The bytes before theirs.
+    """
+
+    header: bytes
+
+    def filled(self, tensors: Sequence[SourceTensor]) -> Shard:
+        """Return the shard of such tensors; their bytes are not touched yet."""
+        header, held = self.header, tuple(tensors)
+        return Shard(
+            self.index,
+            self.entry,
+            self.tensors,
+            lambda scratch: _TensorReader(header, held, scratch),
+        )
+
+
+def frame_of(tensors: Sequence[SourceTensor], index: int, name: str) -> Frame:
+    """Return what holds tensors that are packed in the given order.
+
+    Raises:
+        InvalidError: There can be no such shard.
+    """
+    with typed_errors():
+        json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), index)
+        header = len(json_header).to_bytes(8, "little") + json_header
+        size = len(header) + sum(tensor.size for tensor in tensors)
+        entry = ShardEntry(name, size, len(json_header))
+        check_shard(entry, entries)
+    return Frame(index, entry, entries, header)
+
+
+def tensor_shard(tensors: Sequence[SourceTensor], index: int, name: str) -> Shard:
+    """Return a shard of tensors packed in the given order; their bytes are not touched yet."""
+    return frame_of(tensors, index, name).filled(tensors)
+
+
+def cut(tensors: Iterable[SourceTensor], shard_bytes: int) -> Iterator[list[SourceTensor]]:
+    """Cut a sequence into groups of at most `shard_bytes`, or of one larger tensor.
+
+    Only the group that is being filled is held.
+    """
+    group: list[SourceTensor] = []
+    data = header = 0
+    for tensor in tensors:
+        entry = len(json.dumps(tensor.name)) + _ENTRY_BYTES + 20 * len(tensor.shape)
+        if group and (data + tensor.size > shard_bytes or header + entry > MAX_HEADER_BYTES // 2):
+            yield group
+            group, data, header = [], 0, 0
+        group.append(tensor)
+        data += tensor.size
+        header += entry
+    if group:
+        yield group
+
+
+def pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a shard in order, none of more than `size` bytes.
+
+    Those that end within a tensor end a multiple of `size` after its beginning.
+
+    Args:
+        shard: The shard.
+        size: Bytes.
+        apart: None reaches into two tensors.
+    """
+    begin, data = 0, shard.entry.data_start
+    ends = [data, *(data + tensor.end for tensor in shard.tensors), shard.entry.size]
+    for start, end in itertools.pairwise([0, *ends]):
+        if begin < start and (apart or end - begin > size):
+            yield begin, start
+            begin = start
+        while end - begin > size:
+            yield begin, begin + size
+            begin += size
+    if begin < shard.entry.size:
+        yield begin, shard.entry.size

@@ -1,0 +1,235 @@
+"""What can be pushed: a state dict, safetensors files, or a sequence that is never collected."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from weightsync.errors import Reason
+from weightsync.model.layout import check_version
+from weightsync.model.manifest import Layout
+from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.rpc.validate import whole_number
+from weightsync_client.source.copy_memory import CopyMemory
+from weightsync_client.source.layout_cache import Outlines
+from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
+from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
+
+__all__ = ["Change", "Flow", "PushSource", "Source", "make_source"]
+
+_INDEX = "model.safetensors.index.json"
+
+#: A state dict, a path, or name and tensor pairs.
+PushSource = Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
+
+
+class Change(Protocol):
+    """A delta whose shards hold their own bytes: the caller's tensors are read for none of them."""
+
+    @property
+    def base_content_digest(self) -> str:
+        """Content digest of the version that it changes."""
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Bytes of every shard that was made, by index."""
+
+    @property
+    def content_digest(self) -> str:
+        """Content digest of the version that it makes; known once all its shards were made."""
+
+
+class Flow(Iterator[SourceTensor]):
+    """The tensors of an iterable: each is copied as it comes, and the iterable's is not held.
+
+    An iterator may put every tensor into the same memory: it is written to when the next is asked
+    for, long before the bytes of this one are sent.
+
+    Args:
+        pairs: Names and tensors.
+        shard_bytes: Where the tensors are cut into shards.
+
+    Attributes:
+        failed: It gave no tensor where one was due, but an error.
+    """
+
+    def __init__(self, pairs: Iterator[object], shard_bytes: int) -> None:
+        self._pairs = pairs
+        self._seen: set[str] = set()
+        self._memory, self._scratch = CopyMemory(), Scratch(views=True)
+        self.shard_bytes = shard_bytes
+        self.failed = False
+
+    def __next__(self) -> SourceTensor:
+        try:
+            tensor = _wrap_pair(next(self._pairs))
+            _note_name(tensor.name, self._seen)
+            return tensor.copied(self._memory.take(tensor.size), self._scratch)
+        except StopIteration:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+
+    def shards(
+        self,
+        before: Iterable[SourceTensor] = (),
+        on_group: Callable[[Sequence[SourceTensor]], None] = lambda _: None,
+    ) -> Iterator[Shard]:
+        """Yield shards of all that has not come yet.
+
+        Args:
+            before: Tensors that go first.
+            on_group: Called with the tensors of every shard before it is given.
+        """
+        for index, group in enumerate(cut(chain(before, self), self.shard_bytes)):
+            on_group(group)
+            yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
+
+    def close(self) -> None:
+        """Let go of the iterable; a generator that was left early runs its clean-up now."""
+        self._pairs = iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Shards to push.
+
+    Attributes:
+        shards: The shards, in order.
+        layout: The whole layout; None when it is not known before the end.
+        tensors: The tensors, where each can be read by itself and again.
+        flow: The tensors where they come one after the other.
+        delta: What the shards change, where they are those of a delta.
+        ready: Waits until the tensors hold what they held for whoever made this.
+    """
+
+    shards: Iterable[Shard]
+    layout: Layout | None
+    tensors: tuple[SourceTensor, ...] = ()
+    flow: Flow | None = None
+    delta: Change | None = None
+    ready: Callable[[], None] = lambda: None
+
+    @property
+    def again(self) -> bool:
+        """True for shards that can be read again; an iterator is used up by one reading."""
+        return not isinstance(self.shards, Iterator)
+
+    @property
+    def sizes(self) -> Mapping[int, int] | None:
+        """Bytes of every shard that exists by now, by index; None where that is never known."""
+        if self.delta is not None:
+            return self.delta.sizes
+        if self.layout is None:
+            return None
+        return {index: shard.size for index, shard in enumerate(self.layout.shards)}
+
+
+def make_source(source: object, shard_bytes: int, outlines: Outlines | None = None) -> Source:
+    """Return the shards of whatever the caller pushes; no weight byte is read yet.
+
+    Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
+    waits for it.
+
+    Args:
+        source: See `Client.push`.
+        shard_bytes: Most bytes of tensors in a shard that holds more than one.
+        outlines: Knows how the tensors of the last push lay.
+
+    Raises:
+        InvalidError: It is nothing that can be pushed, or its layout is wrong.
+    """
+    shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+    if isinstance(source, (str, os.PathLike)):
+        return _of_files(Path(source))
+    if isinstance(source, Mapping):
+        source = source.items()
+    if isinstance(source, (list, tuple, ItemsView)):
+        # These hold all of their tensors; what else can be iterated may make them one by one.
+        return _of_pairs(source, shard_bytes, outlines or Outlines())
+    if isinstance(source, Iterable):
+        flow = Flow(iter(source), shard_bytes)
+        return Source(flow.shards(), None, flow=flow)
+    hint = "a state dict, a path or name and tensor pairs"
+    if hasattr(source, "state_dict"):
+        hint = "its state_dict()"
+    raise refuse(
+        Reason.REQUEST_INVALID,
+        f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
+    )
+
+
+def _of_pairs(pairs: Iterable[object], shard_bytes: int, outlines: Outlines) -> Source:
+    tensors = [_wrap_pair(pair) for pair in pairs]
+    seen: set[str] = set()
+    for tensor in tensors:
+        _note_name(tensor.name, seen)
+    shards, layout = outlines.shards_of(tensors, shard_bytes)
+    return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
+
+
+def _note_name(name: str, seen: set[str]) -> None:
+    if name in seen:
+        raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {name!r} twice")
+    seen.add(name)
+
+
+def _of_files(path: Path) -> Source:
+    files = _files(path)
+    shards = [file_shard(file, number) for number, file in enumerate(files)]
+    with typed_errors():
+        layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
+    pairs = zip(files, shards, strict=True)
+    return Source(shards, layout, tuple(t for pair in pairs for t in file_tensors(*pair)))
+
+
+def _wrap_pair(pair: object) -> SourceTensor:
+    match pair:
+        case (str() as name, value):
+            return wrap(name, value)
+        case (name, _):
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"the name of a tensor is {reprlib.repr(name)}; use a string",
+            )
+    raise refuse(
+        Reason.REQUEST_INVALID,
+        f"a source must give pairs of a name and a tensor, this one gave a {type(pair).__name__}",
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    files = [path]
+    if path.is_dir():
+        index = path / _INDEX
+        files = _indexed(index) if index.is_file() else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"there is no .safetensors file in {path}; give the folder that holds them",
+            )
+    return files
+
+
+def _indexed(index: Path) -> list[Path]:
+    # A folder may hold the same weights a second time (consolidated.safetensors): the index tells
+    # which files belong together.
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        inside = all(isinstance(name, str) and Path(name).name == name for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        inside = False
+    if not inside:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"{index} is no index of safetensors files; correct it or remove it",
+        )
+    return [index.parent / name for name in names]

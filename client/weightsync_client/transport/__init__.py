@@ -1,0 +1,3 @@
+"""The ways a shard's bytes reach the server."""
+
+from __future__ import annotations

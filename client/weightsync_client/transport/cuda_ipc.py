@@ -1,0 +1,155 @@
+"""Shards on a GPU that the server on this host copies by itself, from where they lie.
+
+Nothing goes through this process: it tells where its tensors are and holds them still.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.gpu.ipc import place_of
+from weightsync.model.digest import DIGEST_BYTES
+from weightsync.shm.same_host_client import Placed
+from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_client.source.tensors import Scratch, settle
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from weightsync.shm.same_host_client import Borrower
+    from weightsync_client.source.shards import Keeper, Shard
+    from weightsync_client.source.tensors import SourceTensor
+
+__all__ = ["Collection"]
+
+#: Shards that are told one by one before all others are: the server is at work on them meanwhile.
+_FIRST = 3
+
+
+class Collection:
+    """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
+
+    Args:
+        tensors: What is pushed, by name.
+        keeper: Gets the bytes of every tensor; only those that it copies itself can go this way.
+    """
+
+    def __init__(self, tensors: Mapping[str, SourceTensor], keeper: Keeper | None) -> None:
+        self._tensors = tensors
+        self._keeper = keeper
+        self._begun: list[Shard] = []
+        #: Where shards lie of which that was found out ahead, by index.
+        self._known: dict[int, Placed | None] = {}
+        #: Shards that the server could copy if their tensors lay on one GPU.
+        self.mixed = 0
+        #: Memory that must stay as it is.
+        self._held: list[torch.Tensor] = []
+
+    def begin(
+        self, borrower: Borrower, shards: Iterable[Shard], stop: threading.Event
+    ) -> list[Shard]:
+        """Have the server begin to copy what it can; return the shards that it does not.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        left: list[Shard] = []
+        declined, waiting = False, list(shards)
+        for number, shard in enumerate(waiting):
+            if len(self._begun) == _FIRST and not self._known:
+                self._tell(borrower, waiting[number:])
+            where = None if declined or stop.is_set() else self._placed(shard)
+            if where is None:
+                left.append(shard)
+            elif borrower.collect(shard.index, where):
+                declined = True
+                left.append(shard)
+            else:
+                self._begun.append(shard)
+        for shard in self._begun:
+            self._keep(shard)
+        return left
+
+    def finish(self, borrower: Borrower, then: Callable[[Shard, list[bytes]], None]) -> None:
+        """Return once every shard was copied.
+
+        Args:
+            borrower: The connection.
+            then: Called with each shard and the digests of its tensors.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        for shard in self._begun:
+            joined = borrower.collected(shard.index)
+            starts = range(0, len(joined), DIGEST_BYTES)
+            then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
+
+    def let_go(self) -> None:
+        """Hold no memory any more: all was copied, or the connection has ended."""
+        self._held.clear()
+
+    def _tell(self, borrower: Borrower, shards: Iterable[Shard]) -> None:
+        self._known = {shard.index: self._found(shard) for shard in shards}
+        batch: dict[int, Placed] = {}
+        places = 0
+        for index, where in self._known.items():
+            if where is None:
+                continue
+            batch[index] = where
+            places += len(where.places)
+            if places >= MOST_PLACES:
+                borrower.lying(batch)
+                batch, places = {}, 0
+        borrower.lying(batch)
+
+    def _placed(self, shard: Shard) -> Placed | None:
+        return self._known[shard.index] if shard.index in self._known else self._found(shard)
+
+    def _found(self, shard: Shard) -> Placed | None:
+        """Return where a shard lies; None: not on one GPU, or not where the server can reach it."""
+        tensors = [self._tensors.get(entry.name) for entry in shard.tensors]
+        filled = [tensor for tensor in tensors if tensor is not None and tensor.size]
+        if None in tensors or not filled or len(filled) > MOST_PLACES:
+            return None
+        if not all(map(self._fits, filled)):
+            return None
+        devices = {tensor.device for tensor in filled if tensor.device is not None}
+        if len(devices) > 1:
+            self.mixed += 1
+            return None
+        (device,) = devices
+        try:
+            flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
+            settle(device)
+            places = [place_of(flat.data_ptr()) for flat in flats]
+        except Exception:  # noqa: BLE001 - who writes it meets that again, and names the tensor
+            return None
+        self._held += flats
+        handles = list(dict.fromkeys(place.handle for place in places))
+        numbers = {handle: number for number, handle in enumerate(handles)}
+        told = [(numbers[place.handle], place.offset) for place in places]
+        return Placed(places[0].uuid, _header(shard), handles, told)
+
+    def _fits(self, tensor: SourceTensor) -> bool:
+        # What must be gathered first would take as much of the GPU again.
+        there = tensor.device is not None and tensor.device.type == "cuda" and tensor.in_place
+        return there and (self._keeper is None or self._keeper.copies(tensor.name))
+
+    def _keep(self, shard: Shard) -> None:
+        if self._keeper is not None:
+            for entry in shard.tensors:
+                self._keeper.keep(entry.name, 0, memoryview(b""))
+
+
+def _header(shard: Shard) -> bytes:
+    reader = shard.open(Scratch())
+    try:
+        return b"".join(reader.read(0, shard.entry.data_start))
+    finally:
+        reader.close()

@@ -1,0 +1,266 @@
+"""Shards are written into memory that the server on this host lends for one push."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync.errors import WeightSyncError
+from weightsync.shm.same_host_client import Borrower, map_lent
+from weightsync.shm.same_host_server import Lent
+from weightsync.shm.segments import reserved_size
+from weightsync_client.source.shards import Keeper, Part, Shard, pieces
+from weightsync_client.source.tensors import Scratch
+from weightsync_client.transport.cuda_ipc import Collection
+from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.transport.lease_requests import Errands
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync.model.manifest import TensorEntry
+    from weightsync.v1 import weightsync_pb2 as pb
+    from weightsync_client.source.source import Source
+
+__all__ = ["HandOff"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that are digested and written, times the number of threads: between two pieces a thread
+#: waits for the interpreter, and the longer, the more there are.
+_PIECE = 512 << 10
+#: At least so many, however few threads.
+_LEAST_PIECE = 4 << 20
+#: Parts in one call of pwritev(2) (IOV_MAX).
+_MOST_PARTS = 1024
+#: Threads at most; each fills one shard after the other.
+_MOST_THREADS = 16
+#: Of so many cores one is left to the server, which digests at the same time.
+_CORES = 4
+
+#: Seconds from one sign of life to the next; a server waits for a minute.
+_ALIVE_S = 10.0
+
+_Write = Callable[[Sequence[Part], int], None]
+
+
+class HandOff:
+    """Writes the shards of one push; `run` is called once.
+
+    Args:
+        source: Tensors whose layout the server knows.
+        keeper: Gets the bytes of every tensor as they are digested.
+        on_bytes: Called from writing threads with the size of every piece.
+        collects: Whether the server may copy what lies on a GPU.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        keeper: Keeper | None,
+        on_bytes: Callable[[int], None],
+        *,
+        collects: bool = True,
+    ) -> None:
+        self._source = source
+        self._keeper = keeper
+        self._keep = keeper.keep if keeper else None
+        self._on_bytes = on_bytes
+        self._collects = collects
+        self._devices = {t.device for t in source.tensors if t.device is not None}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._piece = _LEAST_PIECE
+        self._cancelled = False
+        self._borrower: Borrower | None = None
+        self._error: BaseException | None = None
+        #: Tensors and digests of every shard that the server took, by index.
+        self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
+        #: Those of them that it copied from a GPU itself.
+        self.copied: set[int] = set()
+        #: Some of them went through this process because their tensors lie on several GPUs.
+        self.several_gpus = False
+
+    def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
+        """Write every shard but those that were `begun` otherwise.
+
+        Raises:
+            OSError: The server cannot be reached so, or not any more; `done` tells what it has.
+            WeightSyncError: It refused.
+        """
+        collection = self._collection()
+        self._borrower = Borrower(offer.socket, offer.secret)
+        try:
+            # The largest first, so that nobody begins one when the others have ended.
+            waiting = sorted(
+                (shard for shard in self._source.shards if shard.index not in begun),
+                key=lambda shard: -shard.entry.size,
+            )
+            waiting = collection.begin(self._borrower, waiting, self._stop)
+            self._note_mixed(collection.mixed)
+            cores = len(os.sched_getaffinity(0))
+            count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
+            self._piece = max(_LEAST_PIECE, _PIECE * count)
+            # One more than can be written: its memory is ready when a thread comes for it.
+            errands = Errands(self._borrower, iter(waiting), count + 1, self._fail)
+            try:
+                self._write_all(errands, count)
+            finally:
+                errands.close()
+            if not self._stop.is_set():
+                collection.finish(self._borrower, self._note_collected)
+        finally:
+            self._borrower.close()
+            collection.let_go()
+        if self._error is not None:
+            raise self._error
+
+    def _collection(self) -> Collection:
+        tensors = {tensor.name: tensor for tensor in self._source.tensors}
+        return Collection(tensors if self._collects else {}, self._keeper)
+
+    def _note_mixed(self, shards: int) -> None:
+        if shards:
+            self.several_gpus = True
+            logger.warning(
+                "this push has shards with tensors of several GPUs (%d), which are read through "
+                "this process, slower than the server copies them; push the tensors of one GPU "
+                "after those of the other, or choose smaller shard_bytes",
+                shards,
+            )
+
+    def _note_collected(self, shard: Shard, digests: list[bytes]) -> None:
+        self._note(shard, digests)
+        self.copied.add(shard.index)
+        self._on_bytes(shard.entry.size)
+
+    def _write_all(self, errands: Errands, count: int) -> None:
+        threads = [
+            threading.Thread(target=self._work, args=(errands,), name="weightsync-hand-off")
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            self._wait(thread)
+        if not self._stop.is_set():
+            errands.finish()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._stop.set()
+
+    def _wait(self, thread: threading.Thread) -> None:
+        """Wait for a thread to end, with signs of life for the server."""
+        while True:
+            thread.join(_ALIVE_S)
+            if not thread.is_alive():
+                return
+            if self._borrower is not None and not self._stop.is_set():
+                # Where it has ended, the threads meet that themselves.
+                with contextlib.suppress(OSError, WeightSyncError):
+                    self._borrower.alive()
+
+    @property
+    def cancelled(self) -> bool:
+        """`cancel` was called."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """End it from another thread."""
+        self._cancelled = True
+        self._stop.set()
+        if self._borrower is not None:
+            self._borrower.close()
+
+    def _work(self, errands: Errands) -> None:
+        scratch = Scratch(views=True)
+        try:
+            with _own_streams(self._devices):
+                while not self._stop.is_set() and (lent := errands.next()) is not None:
+                    self._hand(errands, *lent, scratch)
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            self._fail(error)
+
+    def _hand(self, errands: Errands, shard: Shard, lent: Lent, scratch: Scratch) -> None:
+        try:
+            with _mapped(lent, shard.entry.size) as target:
+                digester = ShardDigester(shard, self._keep, target)
+                write = partial(_pwrite, lent.fd) if target is None else None
+                self._fill(shard, digester, write, scratch)
+        finally:
+            # Before it is told as written: the server makes sure that nobody can write any more.
+            if self._borrower is not None:
+                self._borrower.give_back(lent)
+        if not self._stop.is_set():
+            digests = digester.digests
+            errands.written(shard, digests, partial(self._note, shard, digests))
+
+    def _note(self, shard: Shard, digests: list[bytes]) -> None:
+        with self._lock:
+            self.done[shard.index] = shard.tensors, digests
+
+    def _fill(
+        self, shard: Shard, digester: ShardDigester, write: _Write | None, scratch: Scratch
+    ) -> None:
+        reader = shard.open(scratch)
+        try:
+            for begin, end in pieces(shard, self._piece, apart=bool(self._devices)):
+                if self._stop.is_set():
+                    return
+                parts = reader.read(begin, end)
+                at = begin
+                for part in parts:
+                    digester.update(at, part)
+                    at += len(part)
+                if write is not None:
+                    write(parts, begin)
+                self._on_bytes(end - begin)
+        finally:
+            reader.close()
+        # Empty tensors at the very end have no byte to go by.
+        digester.update(shard.entry.size, b"")
+
+
+@contextlib.contextmanager
+def _mapped(lent: Lent, size: int) -> Iterator[memoryview | None]:
+    """Lend the memory itself where that is faster than pwrite(2)."""
+    reserved = reserved_size(size)
+    # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept
+    # would cost nothing, but while it is there nobody can prove that nobody writes.
+    if not lent.huge or os.fstat(lent.fd).st_size < reserved:
+        yield None
+        return
+    mapping = map_lent(lent, reserved)
+    try:
+        yield mapping.view
+    finally:
+        mapping.close()
+
+
+def _pwrite(fd: int, parts: Sequence[Part], position: int) -> None:
+    for first in range(0, len(parts), _MOST_PARTS):
+        some = parts[first : first + _MOST_PARTS]
+        size, done = sum(map(len, some)), os.pwritev(fd, some, position)
+        while done < size:
+            done += os.pwrite(fd, b"".join(some)[done:], position + done)
+        position += size
+
+
+@contextlib.contextmanager
+def _own_streams(devices: set[torch.device]) -> Iterator[None]:
+    """Within the block the thread copies from GPUs beside the trainer's work, not behind it."""
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            if device.type == "cuda":
+                import torch
+
+                own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+                stack.enter_context(torch.cuda.stream(own))
+        yield

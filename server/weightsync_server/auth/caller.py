@@ -1,0 +1,52 @@
+"""Who makes the call that this task serves."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from weightsync_server.auth.principals import Principal
+    from weightsync_server.auth.roles import Role, Rule
+
+__all__ = ["CALLER", "Attempt", "Caller"]
+
+
+class Attempt(NamedTuple):
+    """A call that was refused at the door; what is not known is empty.
+
+    Attributes:
+        who: Name of the principal.
+        method: Last part of its path.
+        peer: Address of the other end, as gRPC tells it.
+    """
+
+    who: str = ""
+    method: str = ""
+    peer: str = ""
+
+
+@dataclass(slots=True)
+class Caller:
+    """One admitted call.
+
+    Attributes:
+        principal: Who calls.
+        method: Exact path of the method.
+        rule: The rule that admitted it.
+        peer: Address of the other end, as gRPC tells it.
+        door: Role that the socket stands for on which the call came in; None: it stands for none.
+        worked: Whether a method that changes state has begun; limits may refuse a call before.
+    """
+
+    principal: Principal
+    method: str
+    rule: Rule
+    peer: str
+    door: Role | None = None
+    worked: bool = False
+
+
+#: Set before a handler runs, by the interceptor alone; None outside of calls.
+CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

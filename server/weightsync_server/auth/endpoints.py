@@ -1,0 +1,89 @@
+"""Where the server listens, and whose authority a unix socket stands for."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from weightsync_server.auth.roles import PUSH_WEIGHTS, RULES, Role
+
+__all__ = ["Endpoint"]
+
+_MAX_PORT = 65535
+#: What ends with a port, or with the name of a service.
+_WITH_PORT = re.compile(r".*:[\w-]+", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One address to listen on.
+
+    Attributes:
+        address: HOST:PORT or unix:PATH, as gRPC takes it.
+        role: Of a unix socket: what whoever can open it may do. None: the socket says nothing.
+    """
+
+    address: str
+    role: Role | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read HOST:PORT, unix:PATH or unix:PATH?role=ROLE.
+
+        Raises:
+            ValueError: With the remedy.
+        """
+        address, mark, query = text.partition("?")
+        if not mark:
+            if not address.startswith("unix:") and not _has_port(address):
+                msg = (
+                    f"{text!r} names no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
+                    "IPv6 in brackets), or unix:PATH"
+                )
+                raise ValueError(msg)
+            return cls(address)
+        key, _, value = query.partition("=")
+        if not address.startswith("unix:") or key != "role" or value not in list(Role):
+            msg = f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
+            raise ValueError(msg)
+        return cls(address, Role(value))
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"{self.address}?role={self.role}" if self.role else self.address
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether it is a unix socket."""
+        return self.address.startswith("unix:")
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether a caller of PushWeights can have authority here."""
+        return self.role is None or RULES[PUSH_WEIGHTS].allows(frozenset({self.role}))
+
+    def beside(self, number: int) -> Self:
+        """Return the endpoint of an ingest process: PORT + number, or unix:PATH.number.
+
+        Raises:
+            ValueError: With the remedy.
+        """
+        if self.is_socket:
+            return replace(self, address=f"{self.address}.{number}")
+        host, _, port = self.address.rpartition(":")
+        if not port.isdecimal() or int(port) + number > _MAX_PORT:
+            msg = f"{self.address} has no port of which {number} more is one; choose another"
+            raise ValueError(msg)
+        # With port 0 each takes any that is free.
+        return replace(self, address=f"{host}:{int(port) and int(port) + number}")
+
+
+def _has_port(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return _WITH_PORT.fullmatch(address) is not None
+    # The last part of a bare address of IPv6 is no port.
+    return False

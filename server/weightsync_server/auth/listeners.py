@@ -1,0 +1,176 @@
+"""The listening sockets: a gRPC server for each kind of authority, TLS where others can connect."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+import grpc
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.named_methods import generic_only
+from weightsync.wire.unix_sockets import claimed, umask
+from weightsync_server.auth.auth_interceptor import MAX_MESSAGE_BYTES, AuthorityInterceptor
+from weightsync_server.auth.authenticator import Gate
+from weightsync_server.auth.authority_file import AuthorityFile
+from weightsync_server.auth.tls import Certificates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weightsync_server.auth.auth_interceptor import Auditor
+    from weightsync_server.auth.endpoints import Endpoint
+    from weightsync_server.settings import Settings
+
+__all__ = ["Doors"]
+
+_OPTIONS = (
+    # Two servers on one port would be a silent split brain.
+    ("grpc.so_reuseport", 0),
+    # More than is legal, which we refuse with a reason; beyond it gRPC does, and cannot tell ours.
+    ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
+    # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
+    ("grpc.keepalive_time_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
+    # beyond 1000 of those gRPC cancels calls at random, whoever made them.
+    ("grpc.max_concurrent_streams", 128),
+    # Windows that grow with the bandwidth are unbounded memory per slow stream: fix them.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+)
+#: Of unix sockets: owner and group may connect, nobody else, whatever the umask.
+_SOCKET_UMASK = 0o117
+#: Seconds between two looks at whether gRPC still lets callers in.
+_LOOK_S = 1.0
+
+
+class Doors:
+    """Every address that the server listens on; nobody is served before `start`.
+
+    Args:
+        settings: Addresses, authority file, certificates, limits.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; a file cannot be used, or proves nobody's authority.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._model = settings.name
+        self._endpoints = settings.endpoints
+        connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
+        self._options = [*_OPTIONS, connections]
+        self._most_calls = settings.max_calls
+        self._file = AuthorityFile(settings.authority) if settings.authority else None
+        self._certificates: Certificates | None = None
+        if settings.tls_cert and settings.tls_key:
+            self._certificates = Certificates(
+                settings.tls_cert, settings.tls_key, settings.tls_client_ca
+            )
+        self._servers: list[grpc.aio.Server] = []
+        if self._file:
+            _refuse_no_proof(self._file, takes_certificates=settings.tls_client_ca is not None)
+
+    def bind(
+        self,
+        audit: Auditor,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        serve: Callable[[grpc.aio.Server], None],
+    ) -> list[Endpoint]:
+        """Take every address and return them, with the ports that were chosen.
+
+        Call it while no other thread makes files: it changes the umask for a moment.
+
+        Args:
+            audit: Told of every call.
+            interceptors: Those that come after authority.
+            serve: Adds the services to a gRPC server.
+
+        Raises:
+            WeightSyncError: An address is somebody else's, or not of this host.
+            RuntimeError: A unix socket cannot be bound.
+        """
+        bound = []
+        for group in self._groups():
+            first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
+            server = grpc.aio.server(
+                interceptors=[first, *interceptors],
+                options=self._options,
+                maximum_concurrent_rpcs=self._most_calls,
+            )
+            self._servers.append(server)
+            serve(generic_only(server))
+            bound += [
+                replace(endpoint, address=self._bind(server, endpoint.address))
+                for endpoint in group
+            ]
+        return bound
+
+    async def start(self) -> None:
+        """Serve."""
+        for server in self._servers:
+            await server.start()
+
+    async def shut(self) -> str:
+        """Wait until gRPC lets nobody in any more, after a fault of its own; return what it was."""
+        watches = [asyncio.create_task(_why_shut(server)) for server in self._servers]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def close(self, grace_s: float) -> None:
+        """Stop listening; calls under way get so many seconds to end."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    def _groups(self) -> list[list[Endpoint]]:
+        roles = dict.fromkeys(endpoint.role for endpoint in self._endpoints)
+        return [[one for one in self._endpoints if one.role is role] for role in roles]
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> str:
+        if address.startswith("unix:"):
+            # gRPC itself would replace the socket of a server that lives.
+            path = unquote(address.removeprefix("unix:"))
+            with claimed(path, "choose another path with --listen"), umask(_SOCKET_UMASK):
+                server.add_insecure_port(address)
+            return address
+        try:
+            if self._certificates is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._certificates.credentials())
+        except RuntimeError as error:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{address} is taken, or is no address of this host; choose another with --listen "
+                "(with --ingest N, the N ports after it must be free as well)",
+            ) from error
+        return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _why_shut(server: grpc.aio.Server) -> str:
+    # Asked again and again: while calls are under way, it tells of a fault only when the time that
+    # it was given to end is over. True: that time is over; it serves.
+    try:
+        while await server.wait_for_termination(_LOOK_S):
+            pass
+    except Exception as error:  # noqa: BLE001 - whatever has ended gRPC's accept loop
+        return f"{type(error).__name__}: {error}"
+    return "it has ended"
+
+
+def _refuse_no_proof(file: AuthorityFile, *, takes_certificates: bool) -> None:
+    principals = file.current()
+    if not principals.has_tokens and not (principals.has_certificates and takes_certificates):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            "nobody could prove authority: the authority file has no token, and no certificate "
+            "name that could be used; add tokens, or certificate names and --tls-client-ca",
+        )

@@ -1,0 +1,97 @@
+"""Which tensors the engine takes, so that others are refused when their layout comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.digest import content_head, lines_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from weightsync.model.manifest import Layout, TensorEntry
+
+    #: Asks every rank; False: none can be asked. Raises ENGINE_REFUSED with names.
+    Ask = Callable[[Sequence[TensorEntry]], Awaitable[bool]]
+
+__all__ = ["AcceptedTensors"]
+
+#: Refusals that are remembered.
+_REFUSALS = 64
+#: Name, dtype and shape.
+_Kind = tuple[str, str, tuple[int, ...]]
+
+
+def _kinds(tensors: Sequence[TensorEntry]) -> set[_Kind]:
+    return {(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors}
+
+
+class AcceptedTensors:
+    """Names, dtypes and shapes that the engine takes, as far as anybody asked it.
+
+    Attributes:
+        ask: Asks the engine for those that are not known; None: there is no engine.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Ask | None = None
+        self._kinds: set[_Kind] = set()
+        self._signatures: set[str] = set()
+        # What was said of them, by the digest of the tensors that were asked about.
+        self._refused: OrderedDict[str, tuple[str, dict[str, str]]] = OrderedDict()
+
+    async def learn(self, layout: Layout) -> None:
+        """Take note that every rank takes a layout."""
+        signature = await asyncio.to_thread(getattr, layout, "signature")
+        if signature not in self._signatures:
+            self._signatures.add(signature)
+            self._kinds |= await asyncio.to_thread(_kinds, layout.tensors)
+
+    def forget(self) -> None:
+        """Take note that the engine may be another one."""
+        self._kinds, self._signatures = set(), set()
+        self._refused.clear()
+
+    async def check(self, tensors: Sequence[TensorEntry]) -> bool:
+        """Return whether the engine takes these tensors of a version; False: nobody knows.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        if not self._kinds or self.ask is None:
+            return False
+        kinds, others = await asyncio.to_thread(self._others, tensors)
+        if not others:
+            return True
+        heads = await asyncio.to_thread(_heads, others)
+        if heads in self._refused:
+            message, facts = self._refused[heads]
+            raise WeightSyncError(Reason.ENGINE_REFUSED, message, metadata=facts)
+        known = self._kinds
+        try:
+            taken = await self.ask(others)
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_REFUSED:
+                self._remember(heads, error)
+            raise
+        # Another engine may have come meanwhile, of which nothing is known.
+        if taken and self._kinds is known:
+            known |= kinds
+        return taken
+
+    def _others(self, tensors: Sequence[TensorEntry]) -> tuple[set[_Kind], list[TensorEntry]]:
+        kinds = _kinds(tensors) - self._kinds
+        others = [t for t in tensors if (t.name, t.dtype, t.shape) in kinds]
+        return kinds, others
+
+    def _remember(self, heads: str, error: WeightSyncError) -> None:
+        self._refused[heads] = error.message, error.metadata
+        while len(self._refused) > _REFUSALS:
+            self._refused.popitem(last=False)
+
+
+def _heads(tensors: Sequence[TensorEntry]) -> str:
+    return lines_digest(sorted(content_head(t.name, t.dtype, t.shape) for t in tensors))

@@ -1,0 +1,96 @@
+"""Who may write: the epoch of a model, which only rises and is persisted before it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync_server.store.protocol import Store
+
+__all__ = ["Epochs"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_HOLDER_BYTES = 256
+
+
+class Epochs:
+    """The newest epoch of one model.
+
+    Attributes:
+        newest: The newest epoch; 0: nobody has asked for one.
+        lock: Held over each commit, so that no older writer commits after `acquire` returned.
+    """
+
+    def __init__(self, model: str, store: Store) -> None:
+        self.newest = 0
+        self.lock = asyncio.Lock()
+        self._model = model
+        self._store = store
+        self._observers: list[Callable[[], None]] = []
+
+    async def open(self, committed: int = 0) -> None:
+        """Read the persisted epoch; it never falls.
+
+        Args:
+            committed: Newest epoch of a committed version: an epoch file that was lost or put back
+                does not make its writer's predecessors good again.
+        """
+        stored = await self._store.read_epoch(self._model)
+        if stored < committed:
+            logger.critical("the epoch fell to %d, a version has %d", stored, committed)
+        self.newest = max(stored, committed)
+
+    def observe(self, observer: Callable[[], None]) -> None:
+        """Call `observer` after each rise, before the new writer is answered."""
+        self._observers.append(observer)
+
+    async def acquire(self, holder: str) -> int:
+        """Return the next epoch, persisted; older writers are refused from now on.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID for a holder that is too long.
+        """
+        if len(holder.encode()) > _MAX_HOLDER_BYTES:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"holder is longer than {_MAX_HOLDER_BYTES} bytes; shorten it",
+            )
+        async with self.lock:
+            # To its end even if the caller leaves: what is written must count.
+            return await to_end(asyncio.ensure_future(self._rise(holder)))
+
+    async def _rise(self, holder: str) -> int:
+        await self._store.write_epoch(self._model, self.newest + 1)
+        self.newest += 1
+        for observer in self._observers:
+            observer()
+        logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
+        return self.newest
+
+    def check(self, epoch: int) -> int:
+        """Return the epoch to bind to; 0 stands for the newest.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE for any other than the newest.
+        """
+        if epoch in (0, self.newest):
+            return self.newest
+        raise self.stale(epoch)
+
+    def stale(self, epoch: int) -> WeightSyncError:
+        """Return the refusal of an epoch that is not the newest."""
+        what = "is stale" if epoch < self.newest else "was not issued here"
+        return WeightSyncError(
+            Reason.EPOCH_STALE,
+            f"epoch {epoch} of model {self._model} {what}, the newest is {self.newest}; call "
+            "AcquireEpoch if this process shall be the writer, else stop",
+            metadata={"epoch": str(self.newest)},
+        )

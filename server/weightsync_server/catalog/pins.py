@@ -1,0 +1,74 @@
+"""What people decided about versions, and what must be remembered of deleted ones; persisted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync_server.store.protocol import Store
+
+__all__ = ["Marks"]
+
+
+class Marks:
+    """Pins, rejections and the highest number ever used.
+
+    Attributes:
+        pinned: Versions that are never collected.
+        rejected: Reason by version.
+        highest: Highest committed version that was deleted, so that its number is not used again.
+    """
+
+    def __init__(self, model: str, store: Store) -> None:
+        self.pinned: set[int] = set()
+        self.rejected: dict[int, str] = {}
+        self.highest = 0
+        self._model = model
+        self._store = store
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Read what was persisted."""
+        marks = await self._store.read_marks(self._model)
+        self.pinned = {int(version) for version in marks.get("pinned", [])}
+        self.rejected = {int(v): str(reason) for v, reason in marks.get("rejected", {}).items()}
+        self.highest = int(marks.get("highest", 0))
+
+    async def change(
+        self, version: int, *, pinned: bool | None = None, rejected: str | None = None
+    ) -> None:
+        """Persist a change, then make it; what is not given stays.
+
+        Args:
+            version: The version.
+            pinned: Pin or unpin it.
+            rejected: Reason to reject it; empty: no longer.
+        """
+        async with self._lock:
+            pins, reasons = set(self.pinned), dict(self.rejected)
+            if pinned is not None:
+                (pins.add if pinned else pins.discard)(version)
+            if rejected is not None:
+                reasons[version] = rejected
+            if not reasons.get(version):
+                reasons.pop(version, None)
+            await self._write(pins, reasons, self.highest)
+
+    async def use(self, version: int) -> None:
+        """Persist that a number was used, so that it is not used again when its version is gone."""
+        async with self._lock:
+            await self._write(self.pinned, self.rejected, max(self.highest, version))
+
+    async def _write(self, pins: set[int], reasons: dict[int, str], highest: int) -> None:
+        if (pins, reasons, highest) == (self.pinned, self.rejected, self.highest):
+            return
+        await self._store.write_marks(
+            self._model,
+            {
+                "pinned": sorted(pins),
+                "rejected": {str(v): reason for v, reason in sorted(reasons.items())},
+                "highest": highest,
+            },
+        )
+        self.pinned, self.rejected, self.highest = pins, reasons, highest

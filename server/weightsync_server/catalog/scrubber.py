@@ -1,0 +1,130 @@
+"""Stored versions are digested again and again, slowly: damage is known before it is met."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.digest import TensorDigester
+from weightsync.model.layout import check_header
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.os_errors import read_fault
+from weightsync_server.ops.tasks import in_thread
+
+if TYPE_CHECKING:
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+
+__all__ = ["Scrubber"]
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 4 << 20
+#: Seconds until the first round, which leaves a start to those who wait for it, and between rounds.
+_FIRST_S, _ROUND_S = 10.0, 60.0
+#: What tells that stored bytes are not what was committed; anything else is a fault of this host.
+_DAMAGE = frozenset(
+    {
+        Reason.DATA_CORRUPT,
+        Reason.SHARD_INVALID,
+        Reason.LAYOUT_INVALID,
+        Reason.VERSION_UNKNOWN,
+    }
+)
+
+
+class Scrubber:
+    """Marks stored versions whose bytes are not what was committed, and heals nothing.
+
+    Args:
+        versions: The registry.
+        bytes_per_s: How fast it reads, in bytes per second.
+    """
+
+    def __init__(self, versions: ModelVersions, bytes_per_s: int) -> None:
+        self._versions = versions
+        self._bytes_per_s = bytes_per_s
+
+    async def run(self) -> None:
+        """Scrub every version, oldest first, and begin again."""
+        await asyncio.sleep(_FIRST_S)
+        while True:
+            for record in reversed(self._versions.list()):
+                if record.durability == pb.DURABILITY_COMMITTED:
+                    await self._scrub(record)
+            await asyncio.sleep(_ROUND_S)
+
+    async def _scrub(self, record: VersionRecord) -> None:
+        try:
+            await self.scrub(record)
+        except Exception:
+            # The other versions are looked at all the same.
+            logger.exception("version %d could not be checked", record.version)
+
+    async def scrub(self, record: VersionRecord) -> None:
+        """Digest a stored version and note what is wrong with it, unless that cannot be told."""
+        base, damage = record.base, ""
+        try:
+            await self._check(record)
+        except (WeightSyncError, OSError) as error:
+            async with self._versions.builder.lock:
+                folded = record.base is not base
+            if folded or self._versions.find(record.version) is not record:
+                return  # It was deleted meanwhile, or is kept in full now.
+            told = read_fault(error, "reading it") if isinstance(error, OSError) else error
+            if told.reason not in _DAMAGE:
+                # Too few descriptors, no memory: nothing is known, and it passes.
+                logger.warning("version %d is checked later: %s", record.version, told.message)
+                return
+            damage = told.message
+        if damage and not record.damaged:
+            logger.error("version %d is damaged in the store: %s", record.version, damage)
+        elif record.damaged and not damage:
+            logger.warning("version %d is whole in the store again", record.version)
+        record.damaged = damage
+
+    async def _check(self, record: VersionRecord) -> None:
+        store, delta = self._versions.store, record.base is not None
+        if delta:
+            manifest = await store.delta(record.model, record.version)
+        else:
+            manifest = await store.manifest(record.model, record.version)
+        digests = iter(manifest.digests)
+        for shard, tensors in enumerate(manifest.layout.by_shard):
+            source = store.shard_source(record.model, record.version, shard, delta=delta)
+            if source is None:
+                return
+            expected = [next(digests) for _ in tensors]
+            fd = await in_thread(os.open, source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                # What lies on the disk counts, not what memory still has of it; and a scrubber
+                # leaves memory to those who serve.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                await self._check_shard(fd, manifest, shard, expected)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    async def _check_shard(
+        self, fd: int, manifest: Manifest, shard: int, expected: list[bytes]
+    ) -> None:
+        entry, tensors = manifest.layout.shards[shard], manifest.layout.by_shard[shard]
+        if os.fstat(fd).st_size != entry.size:
+            raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {shard} has another length")
+        header = await in_thread(os.pread, fd, entry.header_size, 8)
+        await in_thread(check_header, header, tensors)
+        for tensor, digest in zip(tensors, expected, strict=True):
+            found = TensorDigester()
+            for at in range(tensor.begin, tensor.end, _PIECE):
+                size = min(_PIECE, tensor.end - at)
+                data = await in_thread(os.pread, fd, size, entry.data_start + at)
+                await in_thread(found.update, data)
+                await asyncio.sleep(size / self._bytes_per_s)
+            if found.digest() != digest:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT, f"tensor {tensor.name[:100]!r} has another digest"
+                )

@@ -1,0 +1,119 @@
+"""Looking versions up: which exist, which is newest, which number is next."""
+
+from __future__ import annotations
+
+import builtins
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from weightsync_server.catalog.pins import Marks
+    from weightsync_server.catalog.record import VersionRecord
+
+__all__ = ["Catalog"]
+
+
+class Catalog:
+    """The versions of one model by number.
+
+    Args:
+        name: Model name.
+        marks: Remember the numbers of deleted versions.
+    """
+
+    def __init__(self, name: str, marks: Marks, reserved: int = 0) -> None:
+        self.name = name
+        self._marks = marks
+        self._reserved = reserved
+        self._records: dict[int, VersionRecord] = {}
+        # Highest number that is being deleted, before it is written down.
+        self._spent = 0
+
+    @property
+    def newest(self) -> int:
+        """Newest committed version; 0: none."""
+        return max((r.version for r in self._records.values() if r.commit), default=0)
+
+    @property
+    def highest(self) -> int:
+        """Highest number that was ever committed, deleted versions included."""
+        return max(self.newest, self._marks.highest, self._spent)
+
+    def find(self, version: int) -> VersionRecord | None:
+        """Return a version, or None."""
+        return self._records.get(version)
+
+    def get(self, version: int) -> VersionRecord:
+        """Return a version.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN.
+        """
+        record = self._records.get(version)
+        if record is None:
+            newest = self.newest
+            known = f"the newest is {newest}" if newest else "it has none yet; push one"
+            raise WeightSyncError(
+                Reason.VERSION_UNKNOWN,
+                f"model {self.name} has no version {version}: {known}",
+                metadata={"newest_version": str(newest)},
+            )
+        return record
+
+    def list(self) -> builtins.list[VersionRecord]:
+        """Return all versions, newest first."""
+        return sorted(self._records.values(), key=lambda record: -record.version)
+
+    def newest_applicable(self) -> VersionRecord:
+        """Return the newest version that is committed and whose content is not rejected.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN.
+        """
+        # The content is what was found bad: pushed again it is no better under another number.
+        rejected = {r.content_digest for r in self.list() if r.rejected_reason}
+        for record in self.list():
+            committed = record.durability == pb.DURABILITY_COMMITTED
+            if committed and record.content_digest not in rejected:
+                return record
+        raise WeightSyncError(
+            Reason.VERSION_UNKNOWN,
+            f"model {self.name} has no committed version that is not rejected; push one",
+        )
+
+    def next_version(self) -> int:
+        """Return the lowest number above all versions, those that are being pushed included."""
+        return max(self.highest, *self._records, self._reserved) + 1
+
+    def adoption_version(self) -> int:
+        """Return the number for the engine's checkpoint: the reserved one, unless it was used."""
+        spent = max(self._marks.highest, self._spent)
+        used = self._reserved in self._records or spent >= self._reserved
+        return self.next_version() if used or not self._reserved else self._reserved
+
+    def same_content(self, content_digest: str) -> VersionRecord | None:
+        """Return the newest committed version with this content, or None."""
+        return next(
+            (r for r in self.list() if r.commit and r.content_digest == content_digest), None
+        )
+
+    def brought_by(self, *, push_id: str = "", key: str = "") -> VersionRecord | None:
+        """Return the newest committed version of a push, by its id or its key, or None."""
+        for record in self.list():
+            commit = record.commit
+            if commit is None or not commit.push_id:
+                continue
+            if (push_id and commit.push_id == push_id) or (key and commit.idempotency_key == key):
+                return record
+        return None
+
+    def not_above(self, version: int) -> WeightSyncError:
+        """Return the refusal of a number that is not above all that were used."""
+        return WeightSyncError(
+            Reason.VERSION_NOT_ABOVE,
+            f"version {version} is not above {self.highest}, the newest of model {self.name}; push "
+            f"it as {self.highest + 1} or higher, or as 0 for the next number",
+            metadata={"newest_version": str(self.highest)},
+        )

@@ -1,0 +1,176 @@
+"""Chains of deltas stay short: now and then the newest version is kept in full instead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.tasks import to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.retention import Surplus
+    from weightsync_server.deltas.pushed_delta import PushedDelta
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.slot import Slot
+    from weightsync_server.store.disk_quota import DiskShare
+
+__all__ = ["ChainLimits", "Folder"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChainLimits:
+    """Bounds on what must be read to make a version that is kept as a delta.
+
+    Attributes:
+        length: Deltas in a row; for as long as a fold is under way twice as many.
+        share: Their bytes, as a share of those of the whole version.
+    """
+
+    length: int = 32
+    share: float = 0.5
+
+
+class Folder:
+    """Rewrites the newest version in full when its chain is too long. No reader notices.
+
+    It works from the version's slot, in the background, and stands back when somebody waits for
+    that slot: the next commit begins again.
+
+    Args:
+        versions: The registry.
+        limits: Bounds on chains.
+
+    Attributes:
+        on_fold: Called after each fold.
+    """
+
+    def __init__(self, versions: ModelVersions, limits: ChainLimits) -> None:
+        self.on_fold: Callable[[], None] = lambda: None
+        self._versions = versions
+        self._limits = limits
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def consider(self, surplus: Surplus, most_carried: int) -> None:
+        """Begin to fold the newest version if its chain is too long, or carries too much."""
+        newest = self._versions.find(self._versions.newest)
+        busy = self._closed or self._task is not None
+        if busy or newest is None or newest.base is None:
+            return
+        if self._too_long(newest) or surplus.weighs_on(newest, most_carried):
+            slot = newest.slot
+            if slot is not None and newest.residency == pb.RESIDENCY_STAGED:
+                # Leased at once: nobody writes over the bytes that are being kept.
+                slot.leases += 1
+                self._task = asyncio.create_task(self._fold(newest), name="fold")
+                self._task.add_done_callback(partial(self._ended, newest, slot))
+
+    def stand_back(self) -> None:
+        """Give the slot free, because somebody waits for one."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Fold no more."""
+        self._closed = True
+        self.stand_back()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def admit(
+        self, record: VersionRecord, manifest: Manifest, delta: PushedDelta, room: DiskShare
+    ) -> PushedDelta:
+        """Return how a delta is to be kept: in full, where the chain would exceed every bound.
+
+        Args:
+            record: The version, in its slot, proved, not committed.
+            manifest: Of the whole version.
+            delta: What was pushed.
+            room: An empty share of the push, closed afterwards: what is kept in full needs more.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN; or why the push
+                has failed meanwhile.
+        """
+        if not delta.kept or len(delta.base.chain) <= 2 * self._limits.length:
+            return delta
+        await self._persist(record, manifest, room)
+        self.on_fold()
+        return replace(delta, kept=False)
+
+    def _too_long(self, record: VersionRecord) -> bool:
+        deltas = [one.commit for one in record.chain[:-1] if one.commit is not None]
+        if not deltas:
+            return False
+        size = sum(commit.delta_bytes for commit in deltas)
+        most = self._limits.share * deltas[0].size_bytes
+        return len(deltas) > self._limits.length or size > most
+
+    def _ended(self, record: VersionRecord, slot: Slot, task: asyncio.Task[None]) -> None:
+        # Not in the task: one that is cancelled before its first step does nothing.
+        self._task = None
+        slot.leases -= 1
+        self._versions.pool.wake()
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, WeightSyncError):
+            logger.warning("version %d stays a delta for now: %s", record.version, error.message)
+        elif error is not None:
+            logger.error("the fold of version %d failed", record.version, exc_info=error)
+        if record.base is None:
+            logger.info("version %d is kept in full now", record.version)
+            self.on_fold()
+            # What it was based on may go now.
+            self._versions.collect()
+
+    async def _fold(self, record: VersionRecord) -> None:
+        ours = self._versions
+        manifest = await ours.manifest(record)
+        try:
+            await self._persist(record, manifest, ours.disk.share())
+            async with ours.builder.lock:
+                await to_end(asyncio.ensure_future(self._swap(record, manifest)))
+        except BaseException:
+            # Of a version that was folded before the fault this removes nothing that it needs.
+            await to_end(asyncio.ensure_future(ours.store.tidy(ours.name, record.version)))
+            raise
+
+    async def _swap(self, record: VersionRecord, manifest: Manifest) -> None:
+        if record.commit is None:
+            return
+        whole = replace(record.commit, base_version=0, base_content_digest="", delta_bytes=0)
+        await self._versions.store.fold(whole, manifest)
+        record.commit, record.base = whole, None
+        self._versions.changed(record)
+
+    async def _persist(self, record: VersionRecord, manifest: Manifest, room: DiskShare) -> None:
+        """Write the whole shards, proved once more, one after the other: pushes go first."""
+        ours = self._versions
+        try:
+            await room.promise(manifest.layout.size)
+            digests = iter(manifest.digests)
+            for index, (entry, tensors) in enumerate(
+                zip(manifest.layout.shards, manifest.layout.by_shard, strict=True)
+            ):
+                segment = record.place.segments[index]
+                found = await ours.fetchers.digest(segment, entry)
+                if found != [next(digests) for _ in tensors]:
+                    raise WeightSyncError(
+                        Reason.DATA_CORRUPT, f"shard {index} changed in shared memory"
+                    )
+                target = ours.store.shard_target(ours.name, record.version, index)
+                if target is not None:
+                    await ours.fetchers.persist(segment, entry.size, target)
+                    room.wrote(entry.size)
+        finally:
+            room.close()

@@ -1,0 +1,40 @@
+"""The canonical layout as fetchers read it: in shared memory, because messages are small."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync.shm.segments import Segment
+
+if TYPE_CHECKING:
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.slot import Slot
+
+__all__ = ["write_layout"]
+
+_LENGTH_BYTES = 8
+_COPIED = 1 << 20
+
+
+async def write_layout(parcel: Slot, keeper: SegmentKeeper, manifest: Manifest) -> Segment:
+    """Return a segment of `parcel` with the layout of a manifest; written once per parcel.
+
+    Raises:
+        WeightSyncError: MEMORY_EXHAUSTED.
+    """
+    if parcel.document is None:
+        parcel.document = await keeper.write(partial(_segment, manifest))
+    return parcel.document
+
+
+def _segment(manifest: Manifest) -> Segment:
+    body = manifest.to_json()
+    segment = Segment.create(_LENGTH_BYTES + len(body))
+    segment.view[:_LENGTH_BYTES] = len(body).to_bytes(_LENGTH_BYTES, "little")
+    for at in range(0, len(body), _COPIED):
+        # In pieces: new pages are slow to fill, and copying holds the GIL.
+        piece = body[at : at + _COPIED]
+        segment.view[_LENGTH_BYTES + at : _LENGTH_BYTES + at + len(piece)] = piece
+    return segment

@@ -1,0 +1,290 @@
+"""Versions are made in slots: changed where they lie, copied, or read, then patched and proved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.deltas.build_plan import Link, Plan, Start, plan
+from weightsync_server.deltas.layout_document import write_layout
+from weightsync_server.deltas.pushed_delta import DeltaShard, touched
+from weightsync_server.residency.loading import all_done, compare
+from weightsync_server.workers.fetch.delta_summary import DeltaTold
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from weightsync.model.manifest import Layout, Manifest, ShardEntry
+    from weightsync.shm.segments import Segment
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.slot import Slot
+    from weightsync_server.workers.fetch.delta_summary import Change
+
+__all__ = ["Builder", "Changed"]
+
+logger = logging.getLogger(__name__)
+
+#: Tries before a lost fetcher is taken for more than bad luck.
+_ATTEMPTS = 3
+#: Shards under way at once; the fetchers order the work among themselves.
+_AT_ONCE = 8
+#: What a fetcher says of a delta shard whose bytes are not what they were.
+_DAMAGE = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
+
+
+class Changed(NamedTuple):
+    """Deltas to patch with, all proved, and the layout that they are of.
+
+    Attributes:
+        layout: The canonical layout.
+        document: The same as fetchers read it; None: there are no deltas.
+        deltas: The shards of each delta, in the order in which they apply.
+    """
+
+    layout: Layout
+    document: Segment | None
+    deltas: Sequence[Sequence[DeltaShard]]
+
+
+class Builder:
+    """Makes versions in slots that belong to them. Bytes of other slots are only read.
+
+    Args:
+        versions: The registry.
+
+    Attributes:
+        lock: Held while stored deltas are read; who removes some takes it.
+    """
+
+    def __init__(self, versions: ModelVersions) -> None:
+        self.lock = asyncio.Lock()
+        self._versions = versions
+        self._known: WeakKeyDictionary[VersionRecord, tuple[DeltaShard, ...]] = WeakKeyDictionary()
+
+    def check(self, record: VersionRecord) -> None:
+        """Refuse a committed version that cannot be made without luck.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, telling what is damaged.
+        """
+        if plan(self._links(record), "") is None:
+            raise self._lost(record)
+
+    async def build(
+        self, slot: Slot, record: VersionRecord, manifest: Manifest, *, prove: bool = True
+    ) -> None:
+        """Fill a slot with a committed version.
+
+        Args:
+            slot: It is being written and nobody else uses it.
+            record: The version.
+            manifest: Of that version.
+            prove: Digest everything; else the caller does.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, MEMORY_EXHAUSTED, FETCHER_FAILED, SHUTTING_DOWN; the slot
+                holds anything.
+        """
+        # Whole shards are never removed from under a version that is being read.
+        async with self.lock if record.base is not None else contextlib.nullcontext():
+            for left in reversed(range(_ATTEMPTS)):
+                way = plan(
+                    self._links(record), slot.remains.manifest_digest if slot.remains else ""
+                )
+                if way is None:
+                    raise self._lost(record)
+                try:
+                    await self._follow(way, slot, record, manifest, prove=prove)
+                    return
+                except WeightSyncError as error:
+                    lost = error.reason is Reason.FETCHER_FAILED
+                    if not left or not (lost or way.start is Start.IN_PLACE):
+                        raise
+                    logger.warning("version %d is made again: %s", record.version, error.message)
+
+    async def change(self, slot: Slot, changed: Changed) -> list[list[bytes]]:
+        """Patch the bytes in a slot and return the digests of all tensors, shard by shard.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, FETCHER_FAILED, ...; the slot holds
+                anything.
+        """
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(index: int) -> list[bytes]:
+            async with gate:
+                await self._patch(slot.segments[index], index, changed)
+                return await self._prove(slot.segments[index], index, changed)
+
+        return await all_done([one(index) for index in range(len(changed.layout.shards))])
+
+    async def inspect(
+        self,
+        document: Segment,
+        layout: Layout,
+        index: int,
+        entry: ShardEntry,
+        source: Segment | str,
+    ) -> tuple[str, DeltaShard, list[Change]]:
+        """Prove that a delta shard is whole and of this layout.
+
+        Args:
+            document: The layout as fetchers read it.
+            layout: The canonical layout.
+            index: Index of the shard in its push.
+            entry: Its sizes in bytes.
+            source: Where it lies.
+
+        Returns:
+            The content digest of its base, the shard, and what it changes.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, ...
+        """
+        if "signature" not in vars(layout):
+            await asyncio.to_thread(getattr, layout, "signature")
+        told, changes = await self._versions.fetchers.inspect(document, entry, source)
+        touches = await asyncio.to_thread(touched, layout, changes)
+        if told != DeltaTold(index, told.base_content_digest, layout.signature):
+            raise WeightSyncError(
+                Reason.SHARD_INVALID,
+                f"the delta in shard {index} tells that it is shard {told.shard} of layout "
+                f"{told.layout_digest}, the base has layout {layout.signature}; push the version "
+                "in full",
+            )
+        return told.base_content_digest, DeltaShard(entry, source, touches), changes
+
+    def remember(self, record: VersionRecord, shards: Sequence[DeltaShard]) -> None:
+        """Take note of delta shards that were just stored, so that they need no second proof."""
+        store, stored = self._versions.store, []
+        for index, shard in enumerate(shards):
+            source = store.shard_source(record.model, record.version, index, delta=True)
+            if source is not None:
+                stored.append(shard._replace(source=source))
+        self._known[record] = tuple(stored)
+
+    # Inside
+
+    def _links(self, record: VersionRecord) -> list[Link]:
+        durable = self._versions.store.durable
+        links = []
+        for one in record.chain:
+            commit = one.commit
+            if commit is None:
+                raise WeightSyncError(Reason.FAULT, f"version {one.version} is not committed")
+            resident = one.slot is not None and one.residency == pb.RESIDENCY_STAGED
+            size = commit.delta_bytes if one.base is not None else 0
+            readable = durable and not one.damaged
+            links.append(Link(commit.manifest_digest, commit.size_bytes, size, resident, readable))
+        return links
+
+    def _lost(self, record: VersionRecord) -> WeightSyncError:
+        damaged = next((one for one in record.chain if one.damaged), record)
+        of = f"version {damaged.version}, which it is based on: " if damaged is not record else ""
+        return WeightSyncError(Reason.DATA_CORRUPT, f"{of}{damaged.damaged or 'it was not kept'}")
+
+    async def _follow(
+        self, way: Plan, slot: Slot, record: VersionRecord, manifest: Manifest, *, prove: bool
+    ) -> None:
+        chain = record.chain
+        source = chain[way.at]
+        with contextlib.ExitStack() as held:
+            # Before the first await, so that nobody takes away what the plan counts on.
+            if way.start is Start.COPY and source.slot is not None:
+                held.enter_context(self._reading(source.slot))
+            if way.start is Start.IN_PLACE:
+                slot.revive()
+            parcel = self._versions.pool.parcel()
+            held.callback(self._versions.pool.discard, parcel)
+            changed = await self._stored(parcel, manifest, chain[: way.at])
+            gate = asyncio.Semaphore(_AT_ONCE)
+
+            async def one(index: int) -> list[bytes]:
+                async with gate:
+                    segment = await self._begin(way.start, source, slot, manifest.layout, index)
+                    await self._patch(segment, index, changed)
+                    return await self._prove(segment, index, changed) if prove else []
+
+            found = await all_done([one(index) for index in range(len(manifest.layout.shards))])
+        if prove:
+            compare(manifest, found, "in the store" if way.start is Start.LOAD else "in memory")
+
+    async def _begin(
+        self, start: Start, source: VersionRecord, slot: Slot, layout: Layout, index: int
+    ) -> Segment:
+        """Return the segment of a shard, holding the bytes of `source`."""
+        ours, size = self._versions, layout.shards[index].size
+        segment = slot.segments.get(index) or await ours.pool.segment(slot, index, size)
+        if start is Start.COPY:
+            await ours.fetchers.copy(source.place.segments[index], size, segment)
+        elif start is Start.LOAD:
+            path = ours.store.shard_source(source.model, source.version, index)
+            if path is None:
+                raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {index} was not kept")
+            await ours.fetchers.load(path, size, segment)
+        return segment
+
+    async def _patch(self, segment: Segment, index: int, changed: Changed) -> None:
+        for shards in changed.deltas:
+            for shard in shards:
+                if index in shard.touches and changed.document is not None:
+                    await self._versions.fetchers.patch(
+                        segment, index, changed.document, shard.entry, shard.source
+                    )
+
+    async def _prove(self, segment: Segment, index: int, changed: Changed) -> list[bytes]:
+        if changed.deltas:
+            await failpoints.reach("delta.patched")
+        return await self._versions.fetchers.digest(segment, changed.layout.shards[index])
+
+    async def _stored(
+        self, parcel: Slot, manifest: Manifest, deltas: Sequence[VersionRecord]
+    ) -> Changed:
+        """Return the stored deltas of these versions, newest first, all proved."""
+        if not deltas:
+            return Changed(manifest.layout, None, ())
+        document = await write_layout(parcel, self._versions.keeper, manifest)
+        found = []
+        for record in reversed(deltas):
+            if record not in self._known:
+                self._known[record] = await self._read(record, document, manifest.layout)
+            found.append(self._known[record])
+        return Changed(manifest.layout, document, found)
+
+    async def _read(
+        self, record: VersionRecord, document: Segment, layout: Layout
+    ) -> tuple[DeltaShard, ...]:
+        store = self._versions.store
+        delta = await store.delta(record.model, record.version)
+
+        async def one(index: int, entry: ShardEntry) -> DeltaShard:
+            source = store.shard_source(record.model, record.version, index, delta=True) or ""
+            try:
+                told = await self.inspect(document, layout, index, entry, source)
+            except WeightSyncError as error:
+                if error.reason not in _DAMAGE:
+                    raise
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT, f"the delta of version {record.version}: {error.message}"
+                ) from error
+            return told[1]
+
+        return tuple(await all_done([one(*pair) for pair in enumerate(delta.layout.shards)]))
+
+    @contextlib.contextmanager
+    def _reading(self, slot: Slot) -> Iterator[None]:
+        slot.leases += 1
+        try:
+            yield
+        finally:
+            slot.leases -= 1
+            if slot.record is not None:
+                self._versions.orphans.settle(slot.record)
+            self._versions.pool.wake()

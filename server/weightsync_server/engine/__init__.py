@@ -1,0 +1,9 @@
+"""Weights go out: making a version live on every rank, or changing nothing."""
+
+from __future__ import annotations
+
+from weightsync_server.engine.applier import Applier
+from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.supervisor import Keeper
+
+__all__ = ["Applier", "Journal", "Keeper"]

@@ -1,0 +1,371 @@
+"""Applies, rollbacks and proofs of one model, one at a time.
+
+An apply runs in a task that no RPC owns: a caller that goes away changes nothing, and a second call
+with the same key joins it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.engine import BETWEEN_STEPS
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import idempotency, replies
+from weightsync_server.engine.calls import Calls
+from weightsync_server.engine.cutover import Attempt, Switch
+from weightsync_server.engine.pause_options import duration, pause_spec
+from weightsync_server.engine.rejecting import reject
+from weightsync_server.ops.os_errors import refusing
+from weightsync_server.residency.digests import digesting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from weightsync.engine import PauseSpec
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.idempotency import Reply, Request
+    from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.session import Prepared, Session
+    from weightsync_server.engine.supervisor import Keeper
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.settings import Settings
+
+__all__ = ["Applier"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_REASON_BYTES = 1024
+_MAX_PREPARE_S = 3600
+
+_OUTCOMES = {
+    pb.APPLY_OUTCOME_APPLIED: "applied",
+    pb.APPLY_OUTCOME_ALREADY_LIVE: "already_live",
+    pb.APPLY_OUTCOME_PLANNED: "planned",
+}
+_FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
+
+
+class Applier:
+    """Makes versions live on the engine that a keeper holds.
+
+    Args:
+        keeper: Keeps the engine connected and reconciled.
+        versions: The versions of the model.
+        journal: Where applies are written down.
+        metrics: Where they are counted.
+        settings: Timeouts.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        versions: ModelVersions,
+        journal: Journal,
+        metrics: Metrics,
+        settings: Settings,
+    ) -> None:
+        self._keeper = keeper
+        self._versions = versions
+        self._journal = journal
+        self._metrics = metrics
+        self._settings = settings
+        self._calls = Calls()
+        # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
+        self._rates: dict[tuple[int, bool], float] = {}
+
+    async def apply(self, request: pb.ApplyVersionRequest) -> pb.ApplyVersionResponse:
+        """Make a version live on every rank, or change nothing.
+
+        Raises:
+            WeightSyncError: With the reason; the engine then serves what it served before, unless
+                the reason is ENGINE_FENCED or ENGINE_AWAY.
+        """
+        spec = pause_spec(request.pause)
+        _check_prepare_timeout(request)
+        return await self._calls.run(
+            request.idempotency_key,
+            request,
+            lambda: self._once(
+                request, pb.ApplyVersionResponse, lambda: self._apply(request, spec)
+            ),
+        )
+
+    async def rollback(self, request: pb.RollbackRequest) -> pb.RollbackResponse:
+        """Go back to the previous verified version and reject the one that was left."""
+        spec = pause_spec(request.pause)
+        if len(request.reason.encode()) > _MAX_REASON_BYTES:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"reason is over {_MAX_REASON_BYTES} bytes; shorten it"
+            )
+        return await self._calls.run(
+            request.idempotency_key,
+            request,
+            lambda: self._once(request, pb.RollbackResponse, lambda: self._rollback(request, spec)),
+        )
+
+    async def verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
+        """Compare what every rank serves with the digests of a version."""
+        return await self._calls.run("", request, lambda: self._verify(request))
+
+    async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
+        async with self._keeper.exclusive() as session:
+            live = _live(session)
+            if request.version in (0, live.record.version):
+                seen = await session.ranks.verify(live.apply_id, self._settings.prepare_timeout_s)
+                found = dataclasses.replace(live, reports=tuple(seen))
+            else:
+                record = self._versions.get(request.version)
+                timeout_s = self._settings.prepare_timeout_s
+                with await self._versions.stage(record.version, timeout_s) as lease:
+                    found = await session.prepare(
+                        record, lease, compare_live=True, timeout_s=timeout_s
+                    )
+                await session.hold(live)
+            answer = replies.proof(found)
+            if found.record is live.record:
+                self._keeper.checks.judge(live, found.reports)
+            return answer
+
+    async def drain(self) -> None:
+        """Wait for applies that are running."""
+        await self._calls.drain()
+
+    async def _once(
+        self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
+    ) -> Reply:
+        # Nothing is awaited from here until the keeper is asked: what it tells of a call that was
+        # lost is in the journal before it lets the next one in.
+        told = idempotency.told(self._journal, request, kind)
+        return told if told is not None else await self._count(start())
+
+    async def _count(self, work: Coroutine[None, None, Reply]) -> Reply:
+        try:
+            reply = await work
+        except WeightSyncError as error:
+            # Only an apply that was begun can have fenced the engine.
+            begun = "apply_id" in error.metadata
+            self._metrics.count_apply(
+                _FAILURES.get(error.reason, "refused") if begun else "refused"
+            )
+            raise
+        self._metrics.count_apply(_OUTCOMES[reply.report.outcome])
+        return reply
+
+    async def _apply(
+        self, request: pb.ApplyVersionRequest, spec: PauseSpec
+    ) -> pb.ApplyVersionResponse:
+        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
+            live = _live(session)
+            _check_capable(session, spec)
+            record = self._choose(request, live)
+            if record.version == live.record.version:
+                return pb.ApplyVersionResponse(report=replies.nothing_done(live, spec))
+            absent = record.residency != pb.RESIDENCY_STAGED
+            timeout = request.prepare_timeout.ToNanoseconds() / 1e9
+            durable = request.require_durable or not request.HasField("require_durable")
+            target = await self._ready(session, live, record, timeout, durable=durable)
+            if request.dry_run:
+                plan = self._plan(target, spec, read_from_store=absent)
+                await self._drop(session, live, target)
+                report = replies.planned(target, live.record.version, spec, plan)
+                return pb.ApplyVersionResponse(report=report)
+            if request.clear_rejected:
+                await self._accept(session, live, target)
+            attempt = Attempt(target, live, spec, idempotency.cause(request))
+            switch = self._switch(session)
+            reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
+            await switch.done(attempt, reply)
+            return reply
+
+    async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
+        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
+            live = _live(session)
+            _check_capable(session, spec)
+            version = self._versions.rollback_to
+            if not version:
+                raise WeightSyncError(
+                    Reason.NO_ROLLBACK,
+                    f"there is no version before {live.record.version} to go back to; "
+                    "push the weights that you want as a new version",
+                )
+            left = live.record.version
+            target = await self._ready(session, live, self._versions.get(version), None)
+            reason = request.reason or f"rolled back to version {version}"
+            cause = idempotency.cause(request, rejects=left, reason=reason)
+            attempt, switch = Attempt(target, live, spec, cause), self._switch(session)
+            report = await self._make_live(session, switch, attempt)
+            rejected = await reject(self._versions, left, reason)
+            reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
+            await switch.done(attempt, reply)
+            return reply
+
+    def _choose(self, request: pb.ApplyVersionRequest, live: Prepared) -> VersionRecord:
+        if not request.version:
+            record = self._versions.newest_applicable()
+            return record if record.version > live.record.version else live.record
+        record = self._versions.get(request.version)
+        if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
+            raise WeightSyncError(
+                Reason.VERSION_REJECTED,
+                f"version {record.version} is rejected ({record.rejected_reason}); "
+                "set clear_rejected to apply it all the same",
+            )
+        if record.version < live.record.version:
+            back = self._versions.rollback_to
+            rollback = f"use Rollback, which goes to version {back}, or " if back else ""
+            raise WeightSyncError(
+                Reason.VERSION_BELOW_LIVE,
+                f"version {record.version} is below the live version {live.record.version}; "
+                f"{rollback}push its weights as a new version",
+            )
+        return record
+
+    async def _ready(
+        self,
+        session: Session,
+        live: Prepared,
+        record: VersionRecord,
+        timeout_s: float | None,
+        *,
+        durable: bool = True,
+    ) -> Prepared:
+        with refusing("the apply"):
+            await failpoints.reach("apply.begin")
+        seconds = timeout_s or self._settings.prepare_timeout_s
+        lease = await self._versions.stage(record.version, seconds, durable=durable)
+        try:
+            target = await self._proved(session, live, record, lease, seconds)
+            await self._versions.taken(record)
+        except BaseException:
+            lease.release()
+            raise
+        self._metrics.observe_phase("prepare", target.seconds)
+        return target
+
+    async def _proved(
+        self,
+        session: Session,
+        live: Prepared,
+        record: VersionRecord,
+        lease: SlotLease,
+        timeout_s: float,
+    ) -> Prepared:
+        # Each shard is digested after every rank has read it: so what they read is proved.
+        async with digesting(self._versions, lease) as digests:
+            target = await session.prepare(
+                record,
+                lease,
+                compare_live=False,
+                timeout_s=timeout_s,
+                patch=True,
+                ahead=self._keeper.ahead.name_of(record),
+                apply_id=self._keeper.apply_id,
+                digests=digests,
+            )
+            try:
+                await self._versions.verify_staged(lease, digests)
+                target.check()
+            except BaseException:
+                await session.hold(live)
+                raise
+        return target
+
+    async def _accept(self, session: Session, live: Prepared, target: Prepared) -> None:
+        try:
+            await self._versions.clear_rejected(target.record.version)
+        except BaseException:
+            await self._drop(session, live, target)
+            raise
+
+    async def _drop(self, session: Session, live: Prepared, target: Prepared) -> None:
+        target.lease.release()
+        await session.hold(live)
+
+    def _switch(self, session: Session) -> Switch:
+        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+
+    async def _make_live(
+        self, session: Session, switch: Switch, attempt: Attempt
+    ) -> pb.ApplyReport:
+        target, base = attempt.target, attempt.base
+        try:
+            with refusing("the apply"):
+                await failpoints.reach("apply.prepared")
+                switched = await switch.run(attempt)
+        except BaseException as error:
+            self._keeper.doubts.let_go(target.lease, session.ranks, error)
+            if isinstance(error, WeightSyncError):
+                await self._failed(session, switch, attempt, error)
+            raise
+        self._versions.set_live(target.record.version)
+        await session.hold(target)
+        self._keeper.show(target, whole=switched.compared_all)
+        if switched.paused_s:
+            done = replies.strategy(patched=switched.patched)
+            self._rates[done, attempt.spec.mode == BETWEEN_STEPS] = (
+                switched.written_bytes / switched.paused_s
+            )
+        logger.info(
+            "version %d is live, %d bytes written, paused for %.1f ms",
+            target.record.version,
+            switched.written_bytes,
+            switched.paused_s * 1e3,
+        )
+        return replies.applied(target, base.record.version, attempt.spec, switched)
+
+    async def _failed(
+        self, session: Session, switch: Switch, attempt: Attempt, error: WeightSyncError
+    ) -> None:
+        error.metadata["apply_id"] = attempt.target.apply_id
+        if error.reason is Reason.APPLY_RESTORED:
+            self._keeper.show(attempt.base, whole=switch.compared_all)
+            await reject(self._versions, attempt.target.record.version, error.message)
+            await switch.restored(attempt, error.message)
+        if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
+            await session.hold(attempt.base)
+
+    def _plan(self, target: Prepared, spec: PauseSpec, *, read_from_store: bool) -> pb.ApplyPlan:
+        strategy = replies.strategy(patched=target.patched)
+        rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
+        return pb.ApplyPlan(
+            bytes=target.bytes,
+            # Not zero, which would be a prediction.
+            predicted_pause=duration(target.bytes / rate) if rate else None,
+            memory_bytes=sum(segment.capacity for segment in target.lease.segments),
+            read_from_store=read_from_store,
+            strategy=strategy,
+        )
+
+
+def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
+    seconds = request.prepare_timeout.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= _MAX_PREPARE_S:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"prepare_timeout must be 0 to {_MAX_PREPARE_S} s"
+        )
+
+
+def _check_capable(session: Session, spec: PauseSpec) -> None:
+    if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "the plugin in vLLM cannot change weights between two steps; install this weightsync "
+            "release there too, or use another pause mode",
+        )
+
+
+def _live(session: Session) -> Prepared:
+    if session.live is None:
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            "the engine is being reconciled; try again in a moment",
+            retry_after_s=1.0,
+        )
+    return session.live

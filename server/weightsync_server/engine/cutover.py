@@ -1,0 +1,410 @@
+"""One pause: from the last token of the old version to the first of the new one, or of the old one.
+
+INTENT -> pause -> commit + verify on every rank -> all equal? resume on the new version
+                                                 -> else: restore the old one, verify, resume
+                                                 -> else: fence
+
+In mode between_steps the ranks do all of that in one call, and nothing pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Never, TypeVar
+
+from weightsync import failpoints
+from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine import idempotency
+from weightsync_server.engine.journal import Cause, Entry
+from weightsync_server.engine.ranks import QUICK_S
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from weightsync.engine import PauseSpec
+    from weightsync_server.engine.idempotency import Reply
+    from weightsync_server.engine.journal import Answer, Journal
+    from weightsync_server.engine.session import Pause, Prepared, Session
+    from weightsync_server.engine.worker_reports import RankCommit
+    from weightsync_server.ops.metrics import Metrics
+
+__all__ = ["Attempt", "Switch", "Switched"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: How often a resume is tried, and how long between two tries, seconds.
+_RESUMES, _AGAIN_S = 3, 0.1
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One apply.
+
+    Attributes:
+        target: What every rank shall hold.
+        base: What every rank holds.
+        spec: How to pause.
+        cause: Who asked.
+    """
+
+    target: Prepared
+    base: Prepared
+    spec: PauseSpec
+    cause: Cause
+
+
+@dataclass
+class Switched:
+    """What one pause did; times in seconds."""
+
+    pause_mode: str = ""
+    pause_s: float = 0.0
+    commit_s: float = 0.0
+    verify_s: float = 0.0
+    resume_s: float = 0.0
+    paused_s: float = 0.0
+    ranks: list[RankCommit] = field(default_factory=list)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written, over all ranks."""
+        return sum(rank.written_bytes for rank in self.ranks)
+
+    @property
+    def patched(self) -> bool:
+        """Whether every rank wrote only what changes."""
+        return all(rank.patched for rank in self.ranks)
+
+    @property
+    def compared_all(self) -> bool:
+        """Whether every rank compared all that is live with what this server received."""
+        return all(rank.compared_all for rank in self.ranks)
+
+
+def _failures(replies: list[RankCommit], digest: str) -> list[str]:
+    return [
+        f"rank {reply.rank}: {reply.error or 'proved ' + (reply.content_digest or 'nothing')}"
+        for reply in replies
+        if reply.error or reply.content_digest != digest
+    ]
+
+
+def _restored(base: Prepared, failures: list[str]) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.APPLY_RESTORED,
+        f"the apply failed and version {base.record.version} was restored and verified on "
+        f"every rank ({'; '.join(failures)}); set clear_rejected to apply it again, or apply "
+        "another one",
+    )
+
+
+def _intent(attempt: Attempt) -> Entry:
+    target, base = attempt.target, attempt.base.record.version
+    return Entry("INTENT", target.apply_id, target.record.version, base, attempt.cause)
+
+
+def _ended(entry: Entry, answer: Answer) -> Entry:
+    # What it rejects is rejected by now.
+    cause = replace(entry.cause, rejects=0, reason="")
+    return replace(entry, event="DONE", cause=cause, answer=answer if cause.key else None)
+
+
+class Switch:
+    """Makes one prepared version live, or puts the old one back.
+
+    Args:
+        session: The engine.
+        journal: Where INTENT and DONE go.
+        metrics: Where the phases go.
+        commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
+
+    Attributes:
+        compared_all: Whether every rank compared all of a version that was put back with what this
+            server received, and not with memory in which it lay since.
+    """
+
+    def __init__(
+        self, session: Session, journal: Journal, metrics: Metrics, commit_timeout_s: float
+    ) -> None:
+        self._session = session
+        self._journal = journal
+        self._metrics = metrics
+        self._timeout_s = commit_timeout_s
+        self.compared_all = True
+
+    async def run(self, attempt: Attempt) -> Switched:
+        """Return when the engine generates on the target, proved on every rank; `done` must follow.
+
+        Raises:
+            WeightSyncError: APPLY_RESTORED: the engine generates on the base, proved on every rank;
+                `restored` must follow. ENGINE_FENCED: the engine stands still, with the reason.
+                ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are asked.
+            OSError: Nothing was paused or written.
+        """
+        result = Switched()
+        await failpoints.reach("apply.intent")
+        self._refuse_second(attempt.cause)
+        await self._write(_intent(attempt))
+        await failpoints.reach("apply.pause")
+        try:
+            with self._bounded(attempt):
+                await self._made_live(attempt, result)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the apply was cut short in its pause ({error.strerror or error}); every rank is "
+                "asked what it holds, and GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
+        with self._told():
+            await failpoints.reach("apply.resumed")
+        self._observe(result)
+        return result
+
+    async def done(self, attempt: Attempt, reply: Reply) -> None:
+        """Write down that a run has ended well, and what its caller is told.
+
+        After the resume, so that no fsync lies in the pause: after a crash in between the ranks
+        themselves are asked what they hold.
+        """
+        done = _ended(_intent(attempt), idempotency.replied(reply))
+        with self._told():
+            await self._write(self._stored(done, attempt.target))
+            await failpoints.reach("apply.done")
+
+    async def restored(self, attempt: Attempt, message: str) -> None:
+        """Write down that a run has ended with the base, and what its caller is told."""
+        done = self._entry("DONE", attempt.base)
+        done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
+        with self._told():
+            await self._write(
+                self._stored(_ended(done, idempotency.refused(message)), attempt.base)
+            )
+
+    async def place(self, target: Prepared) -> None:
+        """Commit into an engine that stands still already; the caller resumes it.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED with the reason.
+        """
+        await self._write(self._entry("INTENT", target))
+        failures = await self._commit(target, Switched())
+        if failures:
+            await self._fence(failures)
+
+    def intended(self, held: Prepared) -> Entry | None:
+        """Return the apply that nobody saw the end of, if it made every rank hold this."""
+        last = self._journal.last
+        if last is None or (last.event, last.version) != ("INTENT", held.record.version):
+            return None
+        return last
+
+    async def record(self, held: Prepared, *, rejected: bool = False) -> None:
+        """Write down what every rank holds, when that is not what the journal says already.
+
+        Args:
+            held: What they hold. Who asked for it and has no answer yet gets one when he repeats
+                his call.
+            rejected: Whether the version that a rollback to this one left is rejected.
+        """
+        intent = self.intended(held)
+        if intent is not None:
+            entry = _ended(intent, idempotency.recovered(intent, held, rejected=rejected))
+        elif self._journal.tells(held.record.version):
+            return
+        else:
+            entry = self._entry("DONE", held)
+        with self._told():
+            await self._write(self._stored(entry, held))
+
+    async def _made_live(self, attempt: Attempt, result: Switched) -> None:
+        if attempt.spec.mode == BETWEEN_STEPS:
+            await self._between(attempt, result)
+        else:
+            await self._paused(attempt, result)
+
+    async def _between(self, attempt: Attempt, result: Switched) -> None:
+        target, base = attempt.target, attempt.base
+        result.pause_mode = BETWEEN_STEPS
+        order = SwitchOrder(
+            apply_id=target.apply_id,
+            base_id=base.apply_id,
+            version=target.record.version,
+            content_digest=target.digest,
+            base_digest=base.digest,
+            limit_s=self._timeout_s,
+        )
+        result.ranks, serves = await self._tried(lambda: self._switched(order))
+        failures = _failures(result.ranks, target.digest)
+        if failures and serves == base.digest:
+            self.compared_all = result.compared_all
+            raise _restored(base, failures)
+        if failures or serves != target.digest:
+            await self._fence(failures or ["the ranks did not tell one version"])
+        self._count(target, result)
+        result.paused_s = max(rank.switch_s for rank in result.ranks)
+
+    async def _switched(self, order: SwitchOrder) -> tuple[list[RankCommit], str]:
+        ranks = self._session.ranks
+        try:
+            # For the commit and, where it fails, for the way back.
+            return await ranks.switch(order, 2 * self._timeout_s)
+        except WeightSyncError as error:
+            if ranks.hung or error.reason in (Reason.ENGINE_AWAY, Reason.FAULT):
+                # Nobody knows what the ranks hold until they are asked.
+                await self._fence([error.message])
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the engine did not begin to switch ({error.message}); apply again",
+                retry_after_s=1.0,
+            ) from error
+
+    async def _tried(self, write: Callable[[], Awaitable[_T]]) -> _T:
+        await failpoints.reach("apply.commit")
+        written = await write()
+        await failpoints.reach("apply.committed")
+        return written
+
+    async def _paused(self, attempt: Attempt, result: Switched) -> None:
+        async with self._session.paused(attempt.spec) as pause:
+            result.pause_mode, result.pause_s = pause.mode, pause.seconds
+            failures = await self._tried(lambda: self._commit(attempt.target, result))
+            if failures:
+                await self._restore(attempt.base, pause, failures)
+            start = time.perf_counter()
+            await failpoints.reach("apply.resume")
+            await self._resume(pause, attempt.target)
+            result.resume_s = time.perf_counter() - start
+        result.paused_s = time.perf_counter() - pause.began
+
+    def _refuse_second(self, cause: Cause) -> None:
+        if cause.key and self._journal.answered(cause.key) is not None:
+            logger.critical("invariant idempotent: a call that was answered is carried out again")
+            self._metrics.violate("idempotent")
+            raise WeightSyncError(
+                Reason.FAULT,
+                "this call was answered already, and nothing was done again; repeat it",
+            )
+
+    def _bounded(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
+        # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
+        longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
+        longest += 2 * _RESUMES * QUICK_S
+        return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
+
+    async def _commit(self, target: Prepared, result: Switched) -> list[str]:
+        try:
+            result.ranks = await self._session.ranks.commit(
+                target.apply_id, target.record.version, self._timeout_s
+            )
+        except WeightSyncError as error:
+            if self._session.ranks.hung or error.reason is Reason.ENGINE_AWAY:
+                # Nobody knows what the ranks hold until that call returns.
+                await self._fence([error.message])
+            if await self._session.state() is EngineState.SERVING:
+                # The lease ran out before the commit came, and nothing was written.
+                raise WeightSyncError(
+                    Reason.ENGINE_AWAY,
+                    "the engine went on with what it served before the commit reached it "
+                    f"({error.message}); apply again",
+                    retry_after_s=1.0,
+                ) from error
+            return [error.message]
+        self._count(target, result)
+        return _failures(result.ranks, target.digest)
+
+    def _count(self, target: Prepared, result: Switched) -> None:
+        self._metrics.set_served(
+            {
+                rank.rank: target.record.version if rank.content_digest == target.digest else 0
+                for rank in result.ranks
+            }
+        )
+        result.commit_s = max(rank.commit_s for rank in result.ranks)
+        result.verify_s = max(rank.verify_s for rank in result.ranks)
+
+    async def _restore(self, base: Prepared, pause: Pause, failures: list[str]) -> Never:
+        logger.error("apply failed, restoring: %s", "; ".join(failures))
+        await failpoints.reach("apply.restore")
+        result = Switched()
+        again = await self._commit(base, result)
+        if again:
+            await self._fence(failures + again)
+        self.compared_all = result.compared_all
+        await failpoints.reach("apply.restored")
+        await self._resume(pause, base)
+        raise _restored(base, failures)
+
+    async def _fence(self, failures: list[str]) -> Never:
+        reason = "; ".join(failures)
+        await failpoints.reach("apply.fence")
+        try:
+            await self._session.engine.fence(reason)
+        except WeightSyncError as error:
+            # The lease runs out and the bridge decides by what the ranks hold.
+            reason = f"{reason}; {error.message}"
+        raise WeightSyncError(
+            Reason.ENGINE_FENCED,
+            f"the engine is fenced, it serves nothing: {reason}; the server tries to place the "
+            "live version again, else restart vLLM",
+        )
+
+    async def _resume(self, pause: Pause, held: Prepared) -> None:
+        for _ in range(_RESUMES):
+            try:
+                await self._session.resume(pause, held)
+            except WeightSyncError as error:
+                failure = error
+            else:
+                return
+            # The answer may be all that was lost: the engine is asked. It generates only on what
+            # every rank holds, and that is this version.
+            state = await self._session.state()
+            if state is EngineState.SERVING:
+                return
+            if state is not EngineState.PAUSED:
+                break
+            await asyncio.sleep(_AGAIN_S)
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"every rank holds version {held.record.version}, but the resume was not confirmed "
+            f"({failure.message}); GetStatus tells what the engine serves",
+            retry_after_s=1.0,
+        ) from failure
+
+    def _entry(self, event: str, held: Prepared) -> Entry:
+        # A version that is placed again keeps its way back.
+        version, (live, before) = held.record.version, self._journal.live
+        return Entry(event, held.apply_id, version, before if version == live else live)
+
+    async def _write(self, entry: Entry) -> None:
+        try:
+            await asyncio.to_thread(self._journal.write, entry)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+            ) from error
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Go on whatever the disk says: the ranks are proved, and asked after a crash."""
+        try:
+            yield
+        except (OSError, WeightSyncError) as error:
+            logger.critical("what is live is not written down yet: %s", error)
+
+    def _stored(self, entry: Entry, held: Prepared) -> Entry:
+        return replace(entry, store=self._journal.store if held.record.commit is not None else "")
+
+    def _observe(self, result: Switched) -> None:
+        for phase in ("pause", "commit", "verify", "resume", "paused"):
+            self._metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
+        self._metrics.add_written(result.written_bytes)

@@ -1,0 +1,156 @@
+"""The comparison of everything that follows an apply which wrote only what changes.
+
+Such an apply proves in its pause what it wrote. The rest of the live parameters is compared at once
+after it, beside generation. What comes meanwhile for the engine ends that comparison, but not for
+ever: applies in quick succession are all covered by one comparison within a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync import clock
+from weightsync.errors import WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weightsync_server.engine.session import Prepared, Session
+    from weightsync_server.engine.worker_reports import Report
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.metrics import Metrics
+
+__all__ = ["LiveChecks"]
+
+logger = logging.getLogger(__name__)
+
+#: From the first write that was not compared as a whole: a comparison that runs is then waited for.
+_PATIENCE_S = 45.0
+#: How long it is waited for, and how long it may take when nobody waits, seconds.
+_WAIT_S, _LONGEST_S = 60.0, 600.0
+#: From one that came to no result to the next, seconds.
+_AGAIN_S = 5.0
+
+
+class LiveChecks:
+    """Compares what every rank holds with the live version, whenever nothing else is to be done.
+
+    Every method that asks the ranks is called by who has the engine for itself.
+
+    Args:
+        versions: Where the outcome is shown.
+        metrics: Where it is counted.
+        on_failure: Called with a sentence when parameters do not hold the live version.
+        on_end: Called when a comparison has ended.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        metrics: Metrics,
+        on_failure: Callable[[str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._versions = versions
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self._task: asyncio.Task[None] | None = None
+        # What was written and not compared as a whole, and since when; None: nothing.
+        self._pending: tuple[Prepared, float] | None = None
+        self._not_before = 0.0
+
+    @property
+    def owed(self) -> bool:
+        """Whether a comparison is to be begun."""
+        late = clock.monotonic() >= self._not_before
+        return self._pending is not None and late and not self.running
+
+    @property
+    def running(self) -> bool:
+        """Whether the ranks compare."""
+        return self._task is not None and not self._task.done()
+
+    def passed(self, held: Prepared) -> None:
+        """Take note that every parameter of every rank was compared and holds a version."""
+        self._pending = None
+        self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PASSED)
+        self._metrics.set_live_checked()
+
+    def owe(self, held: Prepared) -> None:
+        """Take note that only what was written was compared; `begin` owes the rest."""
+        since = self._pending[1] if self._pending else clock.monotonic()
+        self._pending = held, since
+        self._not_before = 0.0
+        self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PENDING)
+
+    async def begin(self, session: Session) -> None:
+        """Let the ranks compare, if that is owed; returns as soon as they have begun."""
+        held = self._pending[0] if self._pending else None
+        if held is None or held is not session.live or not self.owed:
+            return
+        try:
+            ticket = await session.ranks.start_check(held.apply_id)
+        except WeightSyncError as error:
+            self._put_off(error.message)
+            return
+        self._task = asyncio.create_task(self._watch(session, held, ticket), name="live check")
+        self._task.add_done_callback(lambda _: self._on_end())
+
+    async def step_aside(self) -> None:
+        """Let the caller have the ranks: end a comparison, or wait for one that is overdue."""
+        if not self.running or self._task is None or self._pending is None:
+            return
+        if clock.monotonic() - self._pending[1] >= _PATIENCE_S:
+            await asyncio.wait({self._task}, timeout=_WAIT_S)
+        self.stop()
+
+    def stop(self) -> None:
+        """End a comparison; the ranks notice it when they are asked for something else."""
+        if self._task is not None and self._task.cancel():
+            self._metrics.count_live_check("cancelled")
+        self._task = None
+
+    def forget(self) -> None:
+        """Take note that nobody knows what the ranks hold: a reconciliation compares it."""
+        self.stop()
+        self._pending = None
+
+    async def _watch(self, session: Session, held: Prepared, ticket: str) -> None:
+        try:
+            reports = await session.ranks.reports("a comparison", ticket, _LONGEST_S)
+        except WeightSyncError as error:
+            self._put_off(error.message)
+            return
+        answers = {report.proved for report in reports}
+        if None in answers and False not in answers:
+            self._put_off("; ".join(report.error for report in reports if report.error))
+            return
+        self._metrics.count_live_check("failed" if False in answers else "passed")
+        self.judge(held, reports)
+
+    def judge(self, held: Prepared, reports: Sequence[Report]) -> None:
+        """Take note of what ranks found that compared all their parameters with the live version.
+
+        Where one differs, `on_failure` is called.
+        """
+        if any(report.proved is False for report in reports):
+            names = sorted({name for report in reports for name in report.mismatched})
+            self._fail(held.record.version, names)
+        elif all(report.proved for report in reports):
+            self.passed(held)
+
+    def _fail(self, version: int, names: Sequence[str]) -> None:
+        logger.critical("live parameters do not hold version %d: %s", version, ", ".join(names))
+        self._pending = None
+        self._versions.set_live_check(version, pb.LIVE_CHECK_FAILED)
+        self._metrics.violate("never_mixed")
+        self._on_failure("live parameters do not hold the version; it is placed again")
+
+    def _put_off(self, reason: str) -> None:
+        logger.warning("the live parameters are compared later: %s", reason)
+        self._metrics.count_live_check("cancelled")
+        self._not_before = clock.monotonic() + _AGAIN_S

@@ -1,0 +1,300 @@
+"""Finding out what an engine holds, and making it hold one whole, verified version.
+
+Done after every start of the server or of the engine, and after a fence. The ranks are asked first;
+only when they do not hold one known version is anything written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.engine import EngineState, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.ranks import QUICK_S
+from weightsync_server.engine.rejecting import reject
+from weightsync_server.ops.os_errors import refusing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from weightsync.shm.segment_socket import OfferedFile
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.cutover import Switch
+    from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.quarantine import Doubts
+    from weightsync_server.engine.session import Pause, Prepared, Session
+    from weightsync_server.engine.worker_reports import RankState
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.leases import SlotLease
+
+__all__ = ["Reconciler"]
+
+logger = logging.getLogger(__name__)
+
+#: Time to read a checkpoint or a stored version into a slot, seconds.
+_LOAD_S = 600.0
+
+
+class Reconciler:
+    """Brings one engine to one verified version.
+
+    Args:
+        session: The engine.
+        versions: What this server knows.
+        journal: What was live before.
+        switch: Writes versions into a paused engine.
+        prepare_timeout_s: Longest prepare, seconds.
+        violate: Called with the label of an invariant that is found violated.
+        doubts: What the ranks may still read.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        versions: ModelVersions,
+        journal: Journal,
+        switch: Switch,
+        prepare_timeout_s: float,
+        violate: Callable[[str], None],
+        doubts: Doubts,
+    ) -> None:
+        self._session = session
+        self._versions = versions
+        self._journal = journal
+        self._switch = switch
+        self._timeout_s = prepare_timeout_s
+        self._violate = violate
+        self._doubts = doubts
+
+    async def run(self) -> Prepared:
+        """Return what every rank is proved to hold; the engine generates on it.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: it stands still for good. Any other: it stands
+                still, with the reason, or cannot be asked now.
+        """
+        await failpoints.reach("apply.reconcile")
+        health = await self._session.engine.health()
+        if health.state is EngineState.PAUSED:
+            # A lease that nobody holds any more: an apply ended without knowing how.
+            await self._session.engine.fence("the server asks every rank what it holds")
+        # A rank may be at work for a server that died, and would refuse the prepare.
+        await self._session.let_go()
+        states = await self._session.ranks.states(QUICK_S)
+        self._doubts.answered()
+        known = self._held(states)
+        if known is not None:
+            self._count_unexpected(known)
+            held = await self._prepare(known, compare_live=True)
+            if _proved(held):
+                return await self._go_on(held)
+            held.lease.release()
+            if health.state is EngineState.SERVING:
+                # Measured in the live parameters: every rank claims what it does not hold.
+                self._violate("never_mixed")
+        written = any(state.dirty or state.content_digest for state in states)
+        try:
+            with refusing("placing a version"):
+                return await self._place(written=written)
+        except WeightSyncError as error:
+            # Else the pause would run out, and the next attempt pause again.
+            with contextlib.suppress(WeightSyncError):
+                await self._session.engine.fence(error.message)
+            raise
+
+    def _held(self, states: Sequence[RankState]) -> VersionRecord | None:
+        contents = {"" if state.dirty else state.content_digest for state in states}
+        if len(contents) != 1 or contents == {""}:
+            return None
+        (content,) = contents
+        matching = {r.version: r for r in self._versions.list() if r.content_digest == content}
+        last = self._journal.last
+        likely = (self._wanted(), last.version if last else 0, *matching)
+        return next((matching[version] for version in likely if version in matching), None)
+
+    def _count_unexpected(self, known: VersionRecord) -> None:
+        """Count what a first look must not find: nothing is written without a word before it."""
+        last = self._journal.last
+        if self._versions.live or last is None:
+            return
+        named = [self._versions.find(version) for version in (self._journal.live[0], last.version)]
+        told = {record.content_digest for record in named if record is not None}
+        if None not in named and known.content_digest not in told:
+            logger.critical(
+                "invariant crash_safe: every rank holds version %d, which the journal does not "
+                "know of",
+                known.version,
+            )
+            self._violate("crash_safe")
+
+    def _wanted(self) -> int:
+        return self._versions.live or self._journal.live[0]
+
+    async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> Prepared:
+        lease = await self._versions.stage(record.version, _LOAD_S)
+        try:
+            return await self._ask(lease, compare_live=compare_live)
+        except BaseException:
+            lease.release()
+            raise
+
+    async def _ask(
+        self, lease: SlotLease, *, compare_live: bool, proof_only: bool = False
+    ) -> Prepared:
+        try:
+            return await self._session.prepare(
+                lease.record,
+                lease,
+                compare_live=compare_live,
+                proof_only=proof_only,
+                timeout_s=self._timeout_s,
+            )
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_REFUSED:
+                # The model cannot take these tensors, however often it is asked.
+                raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
+            raise
+
+    async def _go_on(self, held: Prepared) -> Prepared:
+        await self._record(held)
+        health = await self._session.engine.health()
+        if health.state is not EngineState.SERVING:
+            await self._session.engine.resume("", held.record.version, held.digest)
+        logger.info("the engine serves version %d", held.record.version)
+        return held
+
+    async def _place(self, *, written: bool) -> Prepared:
+        async with contextlib.AsyncExitStack() as stack:
+            pause = await self._stand_still(stack)
+            held = await self._last_good(fresh=not written)
+            adopted = held is None
+            if held is None:
+                held = await self._prepare(await self._adopt(), compare_live=True)
+            try:
+                if adopted and not written:
+                    self._check_plan(held)
+                if not _proved(held):
+                    await self._switch.place(held)
+            except BaseException as error:
+                self._doubts.let_go(held.lease, self._session.ranks, error)
+                raise
+            await self._record(held)
+            lease = pause.lease_id if pause else ""
+            await self._session.engine.resume(lease, held.record.version, held.digest)
+        logger.info("the engine serves version %d", held.record.version)
+        return held
+
+    async def _last_good(self, *, fresh: bool) -> Prepared | None:
+        """Prepare what was live, else what was live before it; None: neither can be had.
+
+        Args:
+            fresh: Whether the engine holds what it started with: then its load plan is proved
+                first, for what is written by a wrong plan is compared by a wrong plan.
+        """
+        for version in (self._wanted(), self._versions.rollback_to):
+            record = self._committed(version)
+            if record is None:
+                continue
+            if fresh and not self._session.plan_proved:
+                await self._prove_plan()
+            try:
+                return await self._prepare(record, compare_live=False)
+            except WeightSyncError as error:
+                if error.reason is not Reason.DATA_CORRUPT:
+                    raise
+                logger.critical("version %d is lost: %s", version, error.message)
+        return None
+
+    async def _prove_plan(self) -> None:
+        """Compare the live parameters with the engine's own checkpoint; nothing is kept of that.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: they differ, or vLLM has no checkpoint of files.
+        """
+        async with (
+            self._offered() as files,
+            self._versions.borrow_checkpoint(files) as lease,
+        ):
+            held = await self._ask(lease, compare_live=True, proof_only=True)
+            await self._session.let_go()
+        self._check_plan(held)
+
+    def _check_plan(self, held: Prepared) -> None:
+        if not _proved(held):
+            raise _not_copies(held)
+        self._session.plan_proved = True
+        logger.info("the load plan is proved against the engine's checkpoint")
+
+    async def _stand_still(self, stack: contextlib.AsyncExitStack) -> Pause | None:
+        health = await self._session.engine.health()
+        if health.state is EngineState.SERVING:
+            return await stack.enter_async_context(self._session.paused(PauseSpec()))
+        return None
+
+    def _committed(self, version: int) -> VersionRecord | None:
+        try:
+            record = self._versions.get(version) if version else None
+        except WeightSyncError:
+            return None
+        return record if record is not None and record.commit is not None else None
+
+    async def _adopt(self) -> VersionRecord:
+        async with self._offered() as files:
+            logger.info("adopting the engine's checkpoint: %d files", len(files))
+            return await self._versions.adopt(files, 0)
+
+    @contextlib.asynccontextmanager
+    async def _offered(self) -> AsyncIterator[Sequence[OfferedFile]]:
+        """Give the files of the engine's checkpoint, closed after the block."""
+        offer = f"checkpoint-{secrets.token_hex(8)}"
+        future = self._session.segments.expect_offer(offer)
+        path = str(self._session.segments.path)
+        try:
+            await self._session.engine.offer_checkpoint(path, offer)
+            async with asyncio.timeout(QUICK_S):
+                files = await asyncio.wrap_future(future)
+        except (TimeoutError, EOFError, OSError) as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"the engine's checkpoint did not arrive on {path} ({error!r}); share its folder",
+            ) from error
+        finally:
+            future.cancel()
+        try:
+            yield files
+        finally:
+            for _, _, fd in files:
+                os.close(fd)
+
+    async def _record(self, held: Prepared) -> None:
+        await self._session.hold(held)
+        if self._versions.live != held.record.version:
+            self._versions.set_live(held.record.version)
+        intent = self._switch.intended(held)
+        rejected = False
+        if intent is not None and intent.cause.rejects:
+            # A rollback that went on to its end without a server.
+            cause = intent.cause
+            rejected = await reject(self._versions, cause.rejects, cause.reason)
+        await self._switch.record(held, rejected=rejected)
+
+
+def _proved(held: Prepared) -> bool:
+    return all(report.proved for report in held.reports)
+
+
+def _not_copies(held: Prepared) -> WeightSyncError:
+    # A loader that does more than copy is found here: its parameters are not its tensors.
+    names = sorted({name for report in held.reports for name in report.mismatched})
+    return WeightSyncError(
+        Reason.ENGINE_UNSUPPORTED,
+        "the engine's live parameters are not plain copies of its checkpoint "
+        f"({', '.join(names[:10])}); this model cannot be updated in place, unless its files were "
+        "changed since vLLM loaded them: then restart vLLM",
+    )

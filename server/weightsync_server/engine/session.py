@@ -1,0 +1,342 @@
+"""One connection to one start of an engine, and what its ranks hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from weightsync.engine import EngineState, PauseSpec
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Layout, Manifest, ShardEntry
+from weightsync.shm.staged_version import StagedVersion
+from weightsync_server.engine.ranks import QUICK_S, Ranks
+from weightsync_server.engine.refusals import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Sequence
+
+    from weightsync.engine import Engine, EngineInfo
+    from weightsync.model.manifest import TensorEntry
+    from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.worker_reports import Report
+    from weightsync_server.residency.digests import ShardDigests
+    from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.residency.segments import SegmentKeeper
+
+__all__ = ["Pause", "Prepared", "Session"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: A pause or resume that outlives its lease by this long has got lost, seconds.
+_GRACE_S = 8.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A version that every rank has mapped, matched and digested.
+
+    Attributes:
+        apply_id: Names it in worker RPCs.
+        record: The version.
+        lease: Keeps its segments.
+        reports: One per rank.
+        seconds: Time the slowest rank took.
+    """
+
+    apply_id: str
+    record: VersionRecord
+    lease: SlotLease
+    reports: tuple[Report, ...]
+    seconds: float
+
+    @property
+    def digest(self) -> str:
+        """Content digest that every rank must prove."""
+        return self.record.content_digest
+
+    @property
+    def bytes(self) -> int:
+        """Bytes a commit writes, over all ranks."""
+        return sum(report.bytes for report in self.reports)
+
+    def check(self) -> None:
+        """Refuse a version of which a rank holds other bytes; the server's own were proved.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, naming rank and tensors.
+        """
+        for report in self.reports:
+            if report.unlike:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT,
+                    f"rank {report.rank} has other bytes of {', '.join(report.unlike)} on its "
+                    "device than the server in shared memory; apply again, and have a look at the "
+                    "GPU if it stays so",
+                )
+
+    @property
+    def patched(self) -> bool:
+        """Whether every rank would write only what changes."""
+        return all(report.patched for report in self.reports)
+
+
+@dataclass
+class Pause:
+    """Generation stands still under a lease that is renewed while this object lives."""
+
+    lease_id: str
+    mode: str
+    seconds: float
+    began: float
+
+
+@dataclass
+class Session:
+    """An engine that has said hello.
+
+    Attributes:
+        engine: The engine.
+        info: What it said.
+        ranks: Its workers.
+        lease_s: How long a pause lasts without renewal.
+        live: What every rank is proved to hold; None: not known.
+        plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
+        tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
+            was there before.
+    """
+
+    engine: Engine
+    info: EngineInfo
+    segments: SegmentServer
+    lease_s: float
+    ranks: Ranks = field(init=False)
+    live: Prepared | None = None
+    plan_proved: bool = False
+    tidy: bool = False
+
+    def __post_init__(self) -> None:
+        """Publish the status pages."""
+        self.ranks = Ranks(self.engine, self.info.ranks, self.segments)
+
+    def close(self) -> None:
+        """Withdraw the status pages and let go of the live version's segments."""
+        self.ranks.close()
+        if self.live is not None:
+            self.live.lease.release()
+            self.live = None
+
+    async def prepare(
+        self,
+        record: VersionRecord,
+        lease: SlotLease,
+        *,
+        compare_live: bool,
+        timeout_s: float,
+        proof_only: bool = False,
+        patch: bool = False,
+        ahead: str = "",
+        digests: ShardDigests | None = None,
+        apply_id: str = "",
+    ) -> Prepared:
+        """Have every rank prepare a version; captures its load plan first where it is new.
+
+        Args:
+            record: The version.
+            lease: Keeps its segments.
+            compare_live: Whether the live parameters are compared with it.
+            timeout_s: Longest wait, seconds.
+            proof_only: Whether that comparison is all, and no rank claims to hold it.
+            patch: Whether the ranks may prepare to write only what differs from what is live.
+            ahead: What the ranks call what they have read of it already; "": nothing.
+            digests: Begun for each shard as soon as no rank reads it any more; None: not here.
+            apply_id: What the ranks shall call it; "": anything.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED with names, when the model cannot take these tensors.
+        """
+        try:
+            return await self._prepare(
+                apply_id or secrets.token_hex(8),
+                record,
+                lease,
+                compare_live=compare_live,
+                timeout_s=timeout_s,
+                proof_only=proof_only,
+                base=self.live.apply_id if patch and self.live else "",
+                ahead=ahead,
+                digests=digests,
+            )
+        except BaseException as error:
+            if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
+                logger.warning("version %d is not taken: %s", record.version, error.message)
+            # A rank may still be at work on it, and would refuse the next prepare.
+            await self.let_go()
+            raise
+
+    async def _prepare(
+        self,
+        apply_id: str,
+        record: VersionRecord,
+        lease: SlotLease,
+        *,
+        compare_live: bool,
+        timeout_s: float,
+        proof_only: bool,
+        base: str,
+        ahead: str,
+        digests: ShardDigests | None,
+    ) -> Prepared:
+        start = time.perf_counter()
+        for attempt in range(2):
+            if digests is not None:
+                # What was digested before the ranks read it proves nothing of what they read.
+                await digests.cancel()
+            reports = await self.ranks.prepare(
+                apply_id,
+                lease.staged_id,
+                compare_live=compare_live,
+                timeout_s=timeout_s,
+                proof_only=proof_only,
+                base=base,
+                ahead=ahead,
+                on_read=digests.begin if digests is not None else None,
+            )
+            if attempt or not any(report.phase == "needs_capture" for report in reports):
+                break
+            await self._capture(lease.staged_id, timeout_s)
+        for report in reports:
+            if report.phase != "ready":
+                raise refusal(
+                    report.rank,
+                    report.error,
+                    lasting=report.refused,
+                    names=report.names,
+                    count=report.count,
+                )
+        if digests is not None and not any(report.unlike for report in reports):
+            digests.trust(frozenset.intersection(*(report.shards for report in reports)))
+        return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
+
+    async def _capture(self, document: str, timeout_s: float) -> None:
+        health = await self.engine.health()
+        if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
+            await self.ranks.capture(document, timeout_s)
+            return
+        spec = PauseSpec(mode="keep", clear_cache=False)
+        async with self.paused(spec) as pause:
+            try:
+                await self.ranks.capture(document, timeout_s)
+            finally:
+                # Capture writes nothing, so the engine goes on with what it had.
+                if not self.ranks.hung:
+                    await self.resume(pause, self.live)
+
+    async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentKeeper) -> bool:
+        """Ask every rank whether its model takes tensors of a version; returns True.
+
+        Args:
+            tensors: Some of a version.
+            keeper: Publishes what the ranks read them from.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        layout = Layout((ShardEntry("", 0, 0),), tuple(replace(t, shard=0) for t in tensors))
+        # What their bytes will be is not known yet, nor where they will lie.
+        document = StagedVersion(Manifest(layout, (b"",) * len(tensors)), ("",))
+        segment = await keeper.write(document.to_segment)
+        try:
+            await self.ranks.check(segment.id)
+        finally:
+            keeper.retire(segment)
+        return True
+
+    @contextlib.asynccontextmanager
+    async def paused(self, spec: PauseSpec) -> AsyncIterator[Pause]:
+        """Pause generation and keep the lease; the body resumes or fences before it ends."""
+        began, longest = time.perf_counter(), self.longest_pause_s(spec)
+        lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
+        pause = Pause(lease.lease_id, lease.mode, time.perf_counter() - began, began)
+        renewal = asyncio.create_task(self._renew(pause))
+        try:
+            yield pause
+        finally:
+            renewal.cancel()
+
+    def longest_pause_s(self, spec: PauseSpec) -> float:
+        """Return how long vLLM may take to stand still, in seconds."""
+        return self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
+
+    async def _renew(self, pause: Pause) -> None:
+        while True:
+            await asyncio.sleep(self.lease_s / 3)
+            # What failed once is tried again while the lease holds.
+            with contextlib.suppress(WeightSyncError):
+                await self.engine.renew(pause.lease_id, self.lease_s)
+
+    async def resume(self, pause: Pause, held: Prepared | None) -> None:
+        """Start generation on a version that every rank is proved to hold."""
+        version = held.record.version if held else 0
+        digest = held.digest if held else ""
+        call = self.engine.resume(pause.lease_id, version, digest)
+        await _bounded(call, self._longest_s, "resume")
+
+    async def state(self) -> EngineState | None:
+        """Return what this start of the engine says that it does; None: it cannot be asked."""
+        try:
+            health = await self.engine.health()
+        except WeightSyncError:
+            return None
+        return health.state if health.engine_id == self.info.engine_id else None
+
+    @property
+    def _longest_s(self) -> float:
+        return min(QUICK_S, self.lease_s + _GRACE_S)
+
+    async def hold(self, prepared: Prepared) -> None:
+        """Record what every rank holds, and let the ranks drop everything else."""
+        if self.live is not None and self.live.lease is not prepared.lease:
+            self.live.lease.release()
+        self.live = prepared
+        await self.let_go()
+
+    async def unmap(self, existing: frozenset[str], ahead: str = "") -> frozenset[str] | None:
+        """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does.
+
+        Args:
+            existing: Segments that still exist.
+            ahead: What the ranks may be reading ahead, and go on with.
+        """
+        keep = [ahead, self.live.apply_id] if self.live else [ahead]
+        mapped = await self.ranks.unmap(keep, existing, QUICK_S)
+        self.tidy = mapped is not None and mapped <= existing
+        return mapped
+
+    async def let_go(self) -> None:
+        """Let the ranks drop all that they prepared and are at work on, but for what is live."""
+        keep = [self.live.apply_id] if self.live else []
+        try:
+            await self.ranks.release(keep, QUICK_S)
+        except WeightSyncError as error:
+            # Memory of the workers only; the next release drops it as well.
+            logger.warning("the ranks keep what they prepared for now: %s", error.message)
+
+
+async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        # Not known whether it was done: the ranks are asked before anything else.
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"vLLM did not answer a {what} within {seconds:g} s; look at its log and apply again",
+        ) from None

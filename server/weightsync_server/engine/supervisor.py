@@ -1,0 +1,373 @@
+"""Keeps one engine connected, reconciled and watched, for as long as the server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.engine import LAYOUT_CHECK, EngineInfo, EngineState
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import replies
+from weightsync_server.engine.cutover import Switch
+from weightsync_server.engine.live_check import LiveChecks
+from weightsync_server.engine.prefetch import Ahead
+from weightsync_server.engine.quarantine import Doubts
+from weightsync_server.engine.reconcile import Reconciler
+from weightsync_server.engine.session import Session
+from weightsync_server.ops.os_errors import refusing, write_fault
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from weightsync.engine import Engine
+    from weightsync.model.manifest import TensorEntry
+    from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.session import Prepared
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.settings import Settings
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger(__name__)
+
+#: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
+_HEALTH_S = 0.5
+_RETRY_S = 5.0
+#: How long a push waits until the engine can be asked about its layout, seconds.
+_CHECK_S = 10.0
+
+
+class Keeper:
+    """Holds the session with the engine; nothing else talks to the engine while it reconciles.
+
+    Args:
+        engine: The engine.
+        versions: The versions of its model.
+        segments: The segment socket.
+        journal: What was live before.
+        metrics: Where its state is shown.
+        settings: Timeouts.
+        on_change: Called with whether the engine serves one verified version.
+
+    Attributes:
+        checks: Compares the live parameters as a whole.
+        ahead: Has the ranks read what comes in.
+        apply_id: Of the apply that has the engine; "": none does.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        versions: ModelVersions,
+        segments: SegmentServer,
+        journal: Journal,
+        metrics: Metrics,
+        settings: Settings,
+        on_change: Callable[[bool], None],
+    ) -> None:
+        self._engine = engine
+        self._versions = versions
+        self._segments = segments
+        self._journal = journal
+        self._metrics = metrics
+        self._settings = settings
+        self._on_change = on_change
+        self._wake = asyncio.Event()
+        self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
+        self.doubts = Doubts()
+        self.ahead = Ahead(self._wake.set)
+        versions.accepted.ask = self._takes
+        if settings.read_ahead:
+            versions.arrivals.listener = self.ahead.note
+        self._lock = asyncio.Lock()
+        self._session: Session | None = None
+        self._info: EngineInfo | None = None
+        self._state = pb.ENGINE_STATE_AWAY
+        self._reason = "not connected yet"
+        self._refused = ""
+        self._fenced = False
+        self._write_at = 0.0
+        self.apply_id = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to connect and to watch."""
+        self._task = asyncio.create_task(self._run(), name="keeper")
+
+    async def stop(self) -> None:
+        """Stop watching. The engine goes on with what it serves."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._forget()
+
+    @property
+    def serving(self) -> bool:
+        """Whether the engine generates on one verified version."""
+        return self._state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
+
+    def status(self) -> pb.EngineStatus:
+        """Return what GetStatus tells about the engine."""
+        info = self._info
+        live = self._session.live if self._session else None
+        return pb.EngineStatus(
+            state=self._state,
+            reason=self._reason,
+            engine_id=info.engine_id if info else "",
+            vllm_version=info.vllm_version if info else "",
+            kind=info.kind if info else "",
+            ranks=replies.held_ranks(live) if live else [],
+            capabilities=sorted(info.capabilities) if info else [],
+        )
+
+    def suspect(self, reason: str) -> None:
+        """Ask the ranks again before anything else: nobody knows what they hold."""
+        self._set(pb.ENGINE_STATE_FENCED, reason)
+        self._wake.set()
+
+    def show(self, held: Prepared, *, whole: bool) -> None:
+        """Show what every rank serves, and whether all of it was compared."""
+        self._metrics.set_served({r.rank: held.record.version for r in held.reports})
+        if whole:
+            self.checks.passed(held)
+        else:
+            self.checks.owe(held)
+
+    async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
+        """Ask every rank whether it takes tensors of a push; False: none can be asked now.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+        """
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            return False
+        try:
+            session = self._session
+            if session is None or not self.serving or LAYOUT_CHECK not in session.info.capabilities:
+                return False
+            return await session.takes(tensors, self._versions.keeper)
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_REFUSED:
+                raise
+            logger.warning("the layout of a push is not checked: %s", error.message)
+            return False
+        finally:
+            self._lock.release()
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self, apply_id: str = "") -> AsyncIterator[Session]:
+        """Give the session to one caller; nothing else is done with the engine meanwhile.
+
+        Args:
+            apply_id: Of the apply that it is wanted for; "": it is for none.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
+        """
+        # Told at once: a reconciliation may read a whole checkpoint.
+        if not self.serving:
+            raise self._unavailable()
+        async with self._lock:
+            await self.checks.step_aside()
+            self.ahead.interrupted()
+            session = await self._usable()
+            self._set(pb.ENGINE_STATE_APPLYING, "")
+            self.apply_id = apply_id
+            try:
+                yield session
+            except OSError as error:
+                self.suspect("a fault of this host in an apply: every rank is asked what it holds")
+                raise write_fault(error, "the apply") from error
+            except BaseException as error:
+                if self.doubts.about(session.ranks, error):
+                    self.suspect(str(error) or "an apply was interrupted")
+                raise
+            finally:
+                self.apply_id = ""
+                if self._state == pb.ENGINE_STATE_APPLYING:
+                    self._set(pb.ENGINE_STATE_SERVING, "")
+                    if self.checks.owed or self.ahead.wanted:
+                        self._wake.set()
+
+    async def _usable(self) -> Session:
+        session = self._session
+        if session is None or self._state != pb.ENGINE_STATE_SERVING:
+            raise self._unavailable()
+        health = await self._engine.health()
+        if health.sleeping:
+            raise WeightSyncError(
+                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
+            )
+        if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
+            self._set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
+            self._wake.set()
+            raise self._unavailable()
+        return session
+
+    def _unavailable(self) -> WeightSyncError:
+        if self._state == pb.ENGINE_STATE_FENCED:
+            remedy = (
+                "restart vLLM with what the reason asks for"
+                if self._refused
+                else f"the server tries again every {_RETRY_S:g} s; restart vLLM if it stays"
+            )
+            return WeightSyncError(
+                Reason.ENGINE_FENCED, f"the engine is fenced ({self._reason}); {remedy}"
+            )
+        return WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"the engine is not ready ({self._reason}); it is connected as soon as it answers",
+            retry_after_s=1.0,
+        )
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with self._lock:
+                    pause = await self._step()
+            except WeightSyncError as error:
+                pause = self._failed(error)
+                if self._refused:
+                    with contextlib.suppress(WeightSyncError):
+                        await self._engine.fence(error.message)
+            except Exception:
+                logger.exception("the engine could not be reconciled")
+                self._set(pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why")
+                pause = _RETRY_S
+            # Not wait_for: it swallows a cancellation that comes together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _step(self) -> float:
+        health = await self._engine.health()
+        if health.state is EngineState.DEAD:
+            raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
+        if self._info is None or health.engine_id != self._info.engine_id:
+            await self._connect()
+        elif self._refused:
+            return _HEALTH_S
+        elif self._session is None:
+            await self._connect()
+        if self._session is not None and self._session.ranks.hung:
+            return _HEALTH_S
+        if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
+            await self._attend(sleeping=health.sleeping)
+            await self._write_down()
+            return _HEALTH_S
+        await self._reconcile()
+        return _HEALTH_S
+
+    async def _attend(self, *, sleeping: bool) -> None:
+        # Beside a comparison a rank unmaps nothing.
+        if self._session is None or self.checks.running:
+            return
+        if not sleeping:
+            await self._occupy(self._session)
+        # Retired segments count in the budget until every rank has unmapped them.
+        retired = self._versions.keeper.retired
+        if (retired or not self._session.tidy) and not self.checks.running:
+            existing = self._versions.keeper.exposed - retired
+            mapped = await self._session.unmap(existing, self.ahead.name)
+            if mapped is not None:
+                self._versions.let_go(retired - mapped)
+
+    async def _occupy(self, session: Session) -> None:
+        """Give the ranks something to do beside generation: one thing at a time."""
+        await self.checks.begin(session)
+        if self.checks.running:
+            self.ahead.interrupted()
+        else:
+            await self.ahead.begin(session)
+
+    async def _write_down(self) -> None:
+        # What the disk refused when it became live is written as soon as the disk takes it.
+        live = self._session.live if self._session else None
+        now = asyncio.get_running_loop().time()
+        if self._session is None or live is None or now < self._write_at:
+            return
+        if not self._journal.tells(live.record.version):
+            self._write_at = now + _RETRY_S
+            switch = self._switch(self._session)
+            intent = switch.intended(live)
+            left = self._versions.find(intent.cause.rejects) if intent is not None else None
+            await switch.record(live, rejected=bool(left and left.rejected_reason))
+
+    def _switch(self, session: Session) -> Switch:
+        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+
+    async def _connect(self) -> None:
+        self._forget()
+        info = await self._engine.hello()
+        self._info = info
+        logger.info(
+            "connected to vLLM %s, %d ranks, model %s",
+            info.vllm_version,
+            len(info.ranks),
+            info.model,
+        )
+        if info.refusals:
+            raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
+        self._session = Session(self._engine, info, self._segments, self._settings.pause_lease_s)
+
+    async def _reconcile(self) -> None:
+        if self._session is None:
+            return
+        self.checks.forget()
+        self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
+        reconciler = Reconciler(
+            self._session,
+            self._versions,
+            self._journal,
+            self._switch(self._session),
+            self._settings.prepare_timeout_s,
+            self._metrics.violate,
+            self.doubts,
+        )
+        with refusing("reconciling the engine"):
+            held = await reconciler.run()
+            await self._versions.taken(held.record)
+        self.show(held, whole=True)
+        self._set(pb.ENGINE_STATE_SERVING, "")
+
+    def _failed(self, error: WeightSyncError) -> float:
+        away = error.reason is Reason.ENGINE_AWAY
+        if error.message != self._reason:
+            logger.warning("engine: %s", error.message)
+        if away:
+            self._forget()
+        permanent = error.reason is Reason.ENGINE_UNSUPPORTED
+        self._set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
+        if permanent:
+            self._refused = error.message
+        return _HEALTH_S if away or permanent else _RETRY_S
+
+    def _forget(self) -> None:
+        self.checks.forget()
+        self.ahead.forget()
+        if self._session is not None:
+            self._session.close()
+        self._versions.accepted.forget()
+        self._session = self._info = None
+        self._refused = ""
+        self._metrics.set_served({})
+
+    def _set(self, state: pb.EngineState.ValueType, reason: str) -> None:
+        self._state, self._reason = state, reason
+        # A fence stays in the metric while it is tried to lift it.
+        if state != pb.ENGINE_STATE_RECONCILING:
+            self._fenced = state == pb.ENGINE_STATE_FENCED
+        self._metrics.set_engine(
+            up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
+        )
+        self._on_change(self.serving)

@@ -1,0 +1,196 @@
+"""The server's end of one stream of an ingest process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.auth.auth_interceptor import reader
+from weightsync_server.push import Claim, Distant, Wrote, read_message
+from weightsync_server.workers.runtime import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weightsync_server.push import Grant, Message
+
+__all__ = ["Connection"]
+
+logger = logging.getLogger(__name__)
+
+#: Messages that wait here; the others wait in the process.
+_AHEAD = 4
+#: Seconds in which a process tells who calls, and in which it stops writing when it is told to.
+_CALL_S = 10.0
+_STOP_S = 5.0
+_DISCARD_BYTES = 64 << 10
+#: Seconds that what has come from a stream which was cut is waited for to be counted.
+_REST_S = 1.0
+
+
+_read: Callable[[bytes], Message] = reader(read_message)
+
+
+class Connection(Distant):
+    """What an ingest process sends, in order, and what it is told.
+
+    Args:
+        sock: The connection.
+        kill: Ends the process, and with it all of its streams.
+
+    Attributes:
+        first: The first message of the stream, once it has come.
+        on_cut: Called when the process, or its caller, left in the midst of the stream.
+    """
+
+    def __init__(self, sock: socket.socket, kill: Callable[[], None]) -> None:
+        self.first: Message | None = None
+        self.on_cut: Callable[[], object] = lambda: None
+        self._sock = sock
+        self._kill = kill
+        self._frames: asyncio.Queue[tuple[dict[str, Any], bytes] | None] = asyncio.Queue(_AHEAD)
+        self._gone = asyncio.Event()
+        self._whole = self._ceased = self._taken = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self) -> dict[str, Any]:
+        """Return who calls.
+
+        Raises:
+            OSError, EOFError, ValueError, TimeoutError: Nobody does.
+        """
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        async with asyncio.timeout(_CALL_S):
+            call, _ = await frames.read(reader)
+        self._send({"op": "heard"})
+        self._reading = asyncio.create_task(self._read(reader), name="ingest-stream")
+        return call
+
+    def __aiter__(self) -> Connection:
+        """Return self."""
+        return self
+
+    async def __anext__(self) -> Message | Claim | Wrote:
+        """Return what comes next.
+
+        Raises:
+            StopAsyncIteration: The stream has ended, or the process was told to stop.
+            WeightSyncError: REQUEST_INVALID: a message is none. Or the system, or authority,
+                refused the process something.
+        """
+        if self._taken:
+            self._taken = False
+            self._frames.task_done()
+        frame = None if self._ceased else await self._frames.get()
+        if frame is None or self._ceased:
+            raise StopAsyncIteration
+        self._taken = True
+        document, blob = frame
+        op = document["op"]
+        if op == "wrote":
+            return Wrote(document["shard"], document["end"], document["due"])
+        if op == "claim":
+            return Claim(document["shard"])
+        if op == "message":
+            message = _read(blob)
+            self.first = self.first or message
+            return message
+        if op == "end":
+            raise StopAsyncIteration
+        if op == "failed":
+            raise WeightSyncError(Reason(document["reason"]), document["message"])
+        raise WeightSyncError(
+            Reason.FAULT, f"an ingest process sent {str(op)[:50]!r}; report this fault"
+        )
+
+    def grant(self, grant: Grant) -> None:
+        """Answer a claim."""
+        segment = grant.segment
+        document = {
+            "op": "grant",
+            "segment": [segment.id, segment.capacity],
+            "received": grant.received,
+            "size": grant.size,
+            "mark": grant.mark,
+            "most": grant.most,
+        }
+        self._send(document, fds=[segment.fd])
+
+    def go_on(self, mark: int) -> None:
+        """Answer what was due."""
+        self._send({"op": "mark", "mark": mark})
+
+    async def cease(self) -> None:
+        """Return when the process writes no more for this stream: it says so, or it is killed."""
+        if not self._ceased:
+            self._ceased = True
+            while not self._frames.empty():
+                self._frames.get_nowait()
+            # Whoever waits for the next message learns that there is none.
+            self._frames.put_nowait(None)
+            self._send({"op": "stop"})
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self._gone.wait()
+        except TimeoutError:
+            logger.warning("an ingest process went on for %g s: killed", _STOP_S)
+            self._kill()
+            await self._gone.wait()
+
+    def done(self, document: dict[str, Any], response: bytes = b"") -> None:
+        """Tell how the call ended."""
+        self._send({"op": "done", **document}, response)
+
+    async def close(self) -> None:
+        """End the connection; nobody writes any more."""
+        if self._reading is not None:
+            await self.cease()
+            self._reading.cancel()
+        await frames.hang_up(self._writer, self._sock)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            await self._take(reader)
+        except (OSError, EOFError):
+            pass
+        except Exception:
+            logger.exception("an ingest process sent what cannot be understood: killed")
+            self._kill()
+            # It may write until the kernel has ended it, and with it the connection.
+            with contextlib.suppress(OSError):
+                while await reader.read(_DISCARD_BYTES):
+                    pass
+        self._gone.set()
+        if not self._whole and not self._ceased:
+            # What has come counts, unless whoever takes it waits for something else.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await self._frames.join()
+            self.on_cut()
+
+    async def _take(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            frame = await frames.read(reader)
+            self._whole = self._whole or frame[0]["op"] == "end"
+            if not self._ceased:
+                await self._frames.put(frame)
+
+    def _send(self, document: dict[str, Any], blob: bytes = b"", fds: Sequence[int] = ()) -> None:
+        # Past the transport, which cannot send descriptors and never writes by itself. What is told
+        # is small and little, so a full socket means a stuck process.
+        data = frames.encode(document, blob)
+        try:
+            sent = socket.send_fds(self._sock, [data], list(fds))
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            # It is gone.
+            return
+        if sent != len(data):
+            logger.warning("an ingest process does not listen: killed")
+            self._kill()

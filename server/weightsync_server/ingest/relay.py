@@ -1,0 +1,324 @@
+"""One PushWeights stream in an ingest process: chunks into segments, all else to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.os_errors import system_fault
+from weightsync_server.push import ChunkView, plain_chunk
+from weightsync_server.workers.runtime import frames
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync_server.workers.runtime.mappings import Maps
+
+__all__ = ["Done", "Relay", "Whole", "take"]
+
+_RECEIVE_BYTES = 64 << 10
+#: Seconds after which the server is told of chunks, so that it is not for each of them. When the
+#: stream is cut it is told before that; what a process does not come to tell is sent again.
+_TELL_S = 0.02
+#: Seconds until the server must have heard of a stream; else the caller is sent to it itself.
+_HEARD_S = 10.0
+#: Only a grant brings a descriptor.
+_MAX_FDS = 4
+
+
+class Whole:
+    """A message that is no plain chunk, as it came; the server's process reads it.
+
+    Attributes:
+        data: The serialised PushWeightsRequest.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @property
+    def begin(self) -> pb.BeginPushRequest:
+        """What it begins, for those who ask for authority; nothing where it cannot be read."""
+        try:
+            return pb.PushWeightsRequest.FromString(self.data).begin
+        except DecodeError:
+            return pb.BeginPushRequest()
+
+
+def take(message: bytes) -> ChunkView | Whole:
+    """Return a message as it goes on from here."""
+    return plain_chunk(message) or Whole(message)
+
+
+class Done(NamedTuple):
+    """How a call ended, in the server's words, and the serialised response."""
+
+    status: dict[str, Any]
+    response: bytes
+
+
+class _Claim:
+    """A shard that may be written from `position` on, and must be told of at the mark."""
+
+    def __init__(self, shard: int, grant: dict[str, Any], view: memoryview) -> None:
+        self.shard = shard
+        self.view = view
+        self.position: int = grant["received"]
+        self.told = self.position
+        self.size: int = grant["size"]
+        self.mark: int = grant["mark"]
+        self.most: int = grant["most"]
+
+
+class Relay:
+    """Serves one stream; nothing is written after `run` has returned or raised.
+
+    Args:
+        sock: Connection of this stream to the server's process.
+        maps: The segments that this process holds mapped.
+    """
+
+    def __init__(self, sock: socket.socket, maps: Maps) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._maps = maps
+        self._claim: _Claim | None = None
+        self._used = contextlib.ExitStack()
+        self._inbox = bytearray()
+        self._fds: list[int] = []
+        self._let_go = self._telling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._unheard = self._loop.call_later(_HEARD_S, self._lose)
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
+        self._done: asyncio.Future[Done] = self._loop.create_future()
+
+    @classmethod
+    async def connect(cls, path: str, maps: Maps) -> Relay:
+        """Return a relay with a connection.
+
+        Raises:
+            WeightSyncError: SERVER_AWAY.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, path)
+        except OSError as error:
+            sock.close()
+            raise _away() from error
+        return cls(sock, maps)
+
+    async def run(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> Done:
+        """Move messages until the server tells how the call ended.
+
+        Args:
+            call: Who calls.
+            requests: The messages.
+
+        Raises:
+            WeightSyncError: SERVER_AWAY; the server's process has ended the connection, or has
+                not heard of the stream in time.
+        """
+        self._loop.add_reader(self._sock, self._readable)
+        pump = asyncio.create_task(self._pump(call, requests))
+        try:
+            await asyncio.wait((pump, self._done), return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                await self._report(pump)
+            return await self._done
+        finally:
+            self._stop()
+            pump.cancel()
+            await asyncio.gather(pump, return_exceptions=True)
+            self._close()
+
+    async def _report(self, pump: asyncio.Task[None]) -> None:
+        """Let the server decide about what was refused here, and raise what it must not know.
+
+        A refusal comes from those who look at requests before this, as at the model they name.
+        """
+        # When the connection takes no more, the server tells why, or is gone.
+        with contextlib.suppress(ConnectionError):
+            try:
+                pump.result()
+            except WeightSyncError as refusal:
+                await self._fail(refusal)
+            except (OSError, MemoryError) as error:
+                told = system_fault(error, "receiving a shard")
+                if told is None or isinstance(error, ConnectionError):
+                    raise
+                await self._fail(told)
+
+    async def _fail(self, error: WeightSyncError) -> None:
+        await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
+
+    async def _pump(self, call: dict[str, Any], requests: AsyncIterator[ChunkView | Whole]) -> None:
+        await self._tell(call)
+        async for message in requests:
+            if isinstance(message, Whole):
+                await self._whole(message.data)
+            else:
+                await self._chunk(message)
+            # Bytes of the last message must not be kept while the next one is awaited.
+            del message
+        await self._tell({"op": "end"})
+        self._stop()
+
+    async def _whole(self, message: bytes) -> None:
+        """Let the server judge a message. It may write bytes itself: no claim is good after it."""
+        await self._tell({"op": "message"}, message)
+        self._release()
+
+    async def _chunk(self, chunk: ChunkView) -> None:
+        claim = self._claim
+        if claim is None or claim.shard != chunk.shard:
+            claim = await self._claimed(chunk.shard)
+        begin, end = chunk.offset, chunk.offset + len(chunk.data)
+        full = begin == claim.size
+        if begin != claim.position or full or end > claim.size or len(chunk.data) > claim.most:
+            # What does not simply go on.
+            await self._whole(bytes(chunk.data.obj))
+            return
+        if self._let_go:
+            return
+        failpoints.hit("ingest.chunk")
+        claim.view[begin:end] = chunk.data
+        failpoints.hit("ingest.copied")
+        claim.position = end
+        if end < claim.mark:
+            self._timer = self._timer or self._loop.call_later(_TELL_S, self._tell_now)
+            return
+        claim.told = end
+        wrote = {"op": "wrote", "shard": claim.shard, "end": end, "due": True}
+        claim.mark = (await self._ask(wrote))["mark"]
+        if end == claim.size:
+            self._release()
+
+    async def _claimed(self, shard: int) -> _Claim:
+        grant = await self._ask({"op": "claim", "shard": shard})
+        self._release()
+        name, capacity = grant["segment"]
+        if not self._fds:
+            # The kernel drops descriptors over the limit, and says so to nobody.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        fd = self._fds.pop(0)
+        view = self._used.enter_context(self._maps.use(name, fd, capacity, writable=True))
+        self._claim = _Claim(shard, grant, view)
+        return self._claim
+
+    def _release(self) -> None:
+        self._claim = None
+        self._used.close()
+
+    async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
+        # In order: what was written before goes before.
+        claim, data = self._claim, self._untold() + frames.encode(document, blob)
+        self._telling = True
+        try:
+            await self._loop.sock_sendall(self._sock, data)
+        finally:
+            self._telling = False
+        if claim is not None:
+            # Nothing is written while something is being told.
+            claim.told = claim.position
+
+    async def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
+        self._answer = self._loop.create_future()
+        await self._tell(document)
+        return await self._answer
+
+    def _untold(self) -> bytes:
+        claim = self._claim
+        if claim is None or claim.told == claim.position:
+            return b""
+        return frames.encode(
+            {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
+        )
+
+    def _tell_now(self) -> None:
+        """Tell what was written, unless more is about to be told; once more if there is no room."""
+        self._timer = None
+        claim = self._claim
+        if self._telling or claim is None:
+            return
+        try:
+            # A message as small as this is taken whole or not at all.
+            self._sock.send(self._untold())
+            claim.told = claim.position
+        except BlockingIOError:
+            self._timer = self._loop.call_later(_TELL_S, self._tell_now)
+        except OSError:
+            # The server is gone: `_readable` learns it as well.
+            return
+
+    def _stop(self) -> None:
+        """Write no more, and let the server know."""
+        if not self._let_go:
+            self._let_go = True
+            self._tell_now()
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def _readable(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, _MAX_FDS)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        self._fds += fds
+        self._inbox += data
+        while (frame := frames.split(self._inbox)) is not None:
+            self._hear(*frame)
+        if not data:
+            self._loop.remove_reader(self._sock)
+            self._stop()
+            self._lose()
+
+    def _lose(self) -> None:
+        """The server is not there for this stream."""
+        if not self._done.done():
+            self._done.set_exception(_away())
+
+    def _hear(self, document: dict[str, Any], blob: bytes) -> None:
+        op = document["op"]
+        self._unheard.cancel()
+        if op == "heard":
+            return
+        if op == "stop":
+            self._stop()
+        elif op == "done":
+            self._stop()
+            self._done.set_result(Done(document, blob))
+        elif self._answer is not None and not self._answer.done():
+            self._answer.set_result(document)
+
+    def _close(self) -> None:
+        self._unheard.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._sock)
+        self._release()
+        for fd in self._fds:
+            os.close(fd)
+        self._sock.close()
+        if self._done.done() and not self._done.cancelled():
+            # Retrieved: whoever waited may have been cancelled.
+            self._done.exception()
+
+
+def _away() -> WeightSyncError:
+    return WeightSyncError(
+        Reason.SERVER_AWAY,
+        "the server's own process took no stream; resume on a new one to the server's address",
+        retry_after_s=0.2,
+    )

@@ -1,0 +1,155 @@
+"""Looks whether what must always hold still does, at the start and now and then, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+    from weightsync_server.engine import Journal
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.residency.budget import SegmentBudget
+    from weightsync_server.store.protocol import Store
+
+__all__ = ["Census", "count_lost"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks.
+_EVERY_S = 30.0
+
+
+class Census:
+    """Counts a violation once, when two looks in a row see the same: work is between two steps.
+
+    Args:
+        versions: The versions of the one model.
+        budget: Memory of segments.
+        metrics: Where violations are counted.
+        late: Each yields a sentence for everything that goes on past its bound.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        budget: SegmentBudget,
+        metrics: Metrics,
+        late: Sequence[Callable[[], Iterable[str]]] = (),
+    ) -> None:
+        self._late = late
+        self._versions = versions
+        self._budget = budget
+        self._metrics = metrics
+        self._contents: dict[int, str] = {}
+        self._epoch = 0
+        self._suspected: set[tuple[str, str]] = set()
+        self._counted: set[tuple[str, str]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run(), name="census")
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def look(self) -> None:
+        """Compare the parts of the server with each other and with the look before."""
+        found = {(invariant, what): more for invariant, what, more in self._wrong()}
+        stays = found.keys() & self._suspected
+        for invariant, what in sorted(stays - self._counted):
+            more = found[invariant, what]
+            logger.critical("invariant %s is violated: %s%s", invariant, what, more)
+            self._metrics.violate(invariant)
+        # What passes and comes again counts again.
+        self._counted = stays
+        self._suspected = set(found)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            try:
+                self.look()
+            except Exception:
+                logger.exception("the census failed")
+
+    def _wrong(self) -> Iterator[tuple[str, str, str]]:
+        """Yield everything that must not be: label, what it is, and figures that may change."""
+        budget, versions = self._budget, self._versions
+        stray = budget.reserved - versions.pool.reserved_bytes - versions.keeper.retired_bytes
+        if stray:
+            yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
+        if budget.reserved > budget.limit:
+            figures = f": {budget.reserved} of {budget.limit} bytes"
+            yield "bounded", "more is reserved than there may be", figures
+        if versions.epoch < self._epoch:
+            yield "stale_writer", f"the epoch fell from {self._epoch}", f" to {versions.epoch}"
+        self._epoch = max(self._epoch, versions.epoch)
+        yield from self._changed()
+        yield from self._twice()
+        for overdue in self._late:
+            for text in overdue():
+                yield "time_bounded", text, ""
+
+    def _changed(self) -> Iterator[tuple[str, str, str]]:
+        committed = {}
+        for record in self._versions.list():
+            if record.durability != pb.DURABILITY_COMMITTED:
+                continue
+            if record.commit is None:
+                yield (
+                    "commit_atomic",
+                    f"version {record.version} counts as committed and is not",
+                    "",
+                )
+                continue
+            digest = committed[record.version] = record.commit.content_digest
+            before = self._contents.get(record.version, digest)
+            if before != digest:
+                yield (
+                    "version_immutable",
+                    f"version {record.version} changed",
+                    f" from {before} to {digest}",
+                )
+                committed[record.version] = before
+        self._contents = committed
+
+    def _twice(self) -> Iterator[tuple[str, str, str]]:
+        first: dict[str, int] = {}
+        for record in self._versions.list():
+            key = record.commit.idempotency_key if record.commit is not None else ""
+            other = first.setdefault(key, record.version)
+            if key and other != record.version:
+                yield "idempotent", f"versions {record.version} and {other} have one key", ""
+
+
+def count_lost(store: Store, known: Container[int], journal: Journal, metrics: Metrics) -> None:
+    """Count what a start does not find although it was acknowledged.
+
+    Files are flushed before the record that names them, and a version before it is made live, so
+    that no crash leaves this: somebody, or a disk, has taken it away.
+
+    Args:
+        store: The store, opened.
+        known: Committed versions that it has.
+        journal: What was live.
+        metrics: Where violations are counted.
+    """
+    lost = list(store.lost)
+    last = journal.last
+    if last is not None and last.store == journal.store != "" and last.version not in known:
+        lost.append(f"version {last.version}, the live one, is not in the store")
+    for text in lost:
+        logger.critical("invariant crash_safe is violated: %s", text)
+        metrics.violate("crash_safe")

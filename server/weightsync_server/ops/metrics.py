@@ -1,0 +1,306 @@
+"""What operators see: every metric of the server, in one registry, and the endpoint that serves it.
+
+Names follow https://prometheus.io/docs/practices/naming/: base units, a closed set of labels, no
+push or apply ids. Every child exists from the start, so a rate exists before the first failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+
+from weightsync import __version__, clock
+from weightsync_server.ops.deadlines import Bounds
+from weightsync_server.ops.delta_metrics import DeltaMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from weightsync_server.deltas import DeltaCounts
+
+__all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
+
+logger = logging.getLogger(__name__)
+
+#: Longest request in bytes, and seconds from its connection to the last byte of its answer.
+_MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
+
+#: DESIGN section 12, in order.
+INVARIANTS = (
+    "commit_atomic", "version_immutable", "never_mixed", "stale_writer", "idempotent",
+    "acknowledged_kept", "bounded", "no_leak", "time_bounded", "crash_safe", "authority",
+    "only_data",
+)  # fmt: skip
+
+PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+LONG_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+#: Phase, buckets, help.
+_PHASES = (
+    ("receive", LONG_BUCKETS, "Time from the first byte of a push to its last."),
+    ("digest", LONG_BUCKETS, "Time to digest one shard."),
+    ("persist", LONG_BUCKETS, "Time to write one shard durably."),
+    (
+        "patch",
+        LONG_BUCKETS,
+        "Time to make a version of a delta whose bytes are here, and prove it.",
+    ),
+    ("prepare", LONG_BUCKETS, "Time to map, match and digest a version on all ranks."),
+    ("pause", PAUSE_BUCKETS, "Time from the request to pause until the engine stands still."),
+    ("commit", PAUSE_BUCKETS, "Time to write parameters, slowest rank."),
+    ("verify", PAUSE_BUCKETS, "Time to prove live parameters, slowest rank."),
+    ("resume", PAUSE_BUCKETS, "Time from the last proof until the engine runs."),
+    ("paused", PAUSE_BUCKETS, "Time without generation during one apply."),
+)
+PHASES = tuple(name for name, _, _ in _PHASES)
+
+PUSH_OUTCOMES = ("committed", "already", "failed", "aborted")
+LIVE_CHECK_OUTCOMES = ("passed", "failed", "cancelled")
+APPLY_OUTCOMES = ("applied", "already_live", "planned", "refused", "restored", "fenced")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library annotates no return
+
+
+class Metrics:
+    """Counts and times for one server.
+
+    Args:
+        model: The configured model, the only value of the label `model`.
+        registry: Where the metrics live; a fresh one by default.
+
+    Attributes:
+        bounds: What is under way and must end.
+    """
+
+    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.bounds = Bounds()
+        self._model = model
+        self._phases = {
+            phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
+            for phase, buckets, text in _PHASES
+        }
+        self._pushes = self._counter("weightsync_pushes_total", "Pushes ended.", "outcome")
+        self._applies = self._counter("weightsync_applies_total", "Applies ended.", "outcome")
+        for outcome in PUSH_OUTCOMES:
+            self._pushes.labels(model, outcome)
+        for outcome in APPLY_OUTCOMES:
+            self._applies.labels(model, outcome)
+        self._live_checks = self._counter(
+            "weightsync_live_checks_total",
+            "Comparisons of all live parameters after an apply that wrote only what changes.",
+            "outcome",
+        )
+        for outcome in LIVE_CHECK_OUTCOMES:
+            self._live_checks.labels(model, outcome)
+        self._received = self._counter(
+            "weightsync_received_bytes_total", "Bytes of shards received."
+        ).labels(model)
+        self._written = self._counter(
+            "weightsync_applied_bytes_total", "Bytes written into live parameters, over all ranks."
+        ).labels(model)
+        self._restarts = self._counter(
+            "weightsync_fetcher_restarts_total", "Fetcher processes started again."
+        ).labels(model)
+        self._ingest_restarts = self._counter(
+            "weightsync_ingest_restarts_total", "Ingest processes started again."
+        ).labels(model)
+        self._violations = Counter(
+            "weightsync_invariant_violations_total",
+            "Violations of an invariant; page on any.",
+            ["invariant"],
+            registry=self.registry,
+        )
+        for invariant in INVARIANTS:
+            self._violations.labels(invariant)
+        self.deltas = DeltaMetrics(model, self.registry)
+        self._state()
+        info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
+        info.labels(__version__).set(1)
+
+    def _state(self) -> None:
+        self._served = self._gauge(
+            "weightsync_served_version", "Version that a rank serves; 0: none.", "rank"
+        )
+        self._skew = self._gauge(
+            "weightsync_rank_version_skew", "Highest minus lowest version over the ranks."
+        ).labels(self._model)
+        self._fenced = self._gauge(
+            "weightsync_fenced", "1 from a fence until the engine serves again."
+        ).labels(self._model)
+        self._serving = self._gauge(
+            "weightsync_serving", "1 while the engine serves one verified version."
+        ).labels(self._model)
+        self._engine_up = self._gauge("weightsync_engine_up", "1 while the engine answers.").labels(
+            self._model
+        )
+        self._last_apply = self._gauge(
+            "weightsync_last_apply_timestamp_seconds", "When the last apply succeeded, Unix time."
+        ).labels(self._model)
+        self._live_checked = self._gauge(
+            "weightsync_live_check_timestamp_seconds",
+            "When all live parameters were last compared and held the version, Unix time.",
+        ).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        histogram = Histogram(name, text, ["model"], buckets=tuple(buckets), registry=self.registry)
+        return histogram.labels(self._model)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, ["model", *labels], registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, ["model", *labels], registry=self.registry)
+
+    def observe_phase(self, phase: str, seconds: float) -> None:
+        """Add one duration to the histogram of a phase in `PHASES`."""
+        self._phases[phase].observe(seconds)
+
+    def count_push(self, outcome: str) -> None:
+        """Count the end of a push: one of `PUSH_OUTCOMES`."""
+        self._pushes.labels(self._model, outcome).inc()
+
+    def count_apply(self, outcome: str) -> None:
+        """Count the end of an apply: one of `APPLY_OUTCOMES`."""
+        self._applies.labels(self._model, outcome).inc()
+        if outcome == "applied":
+            self._last_apply.set(clock.wall())
+
+    def count_delta(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+        self.deltas.count(counts)
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push of a trainer that would have sent a delta, and why it did not."""
+        self.deltas.count_fallback(reason)
+
+    def count_live_check(self, outcome: str) -> None:
+        """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
+        self._live_checks.labels(self._model, outcome).inc()
+
+    def set_live_checked(self) -> None:
+        """Take note that all live parameters were compared and hold the version."""
+        self._live_checked.set_to_current_time()
+
+    def add_received(self, size: int) -> None:
+        """Count received bytes."""
+        self._received.inc(size)
+
+    def add_written(self, size: int) -> None:
+        """Count bytes written into parameters."""
+        self._written.inc(size)
+
+    def count_fetcher_restart(self) -> None:
+        """Count a fetcher that was started again."""
+        self._restarts.inc()
+
+    def count_ingest_restart(self) -> None:
+        """Count an ingest process that was started again."""
+        self._ingest_restarts.inc()
+
+    def violate(self, invariant: str) -> None:
+        """Count a violation of one of `INVARIANTS`; the log outlives this process."""
+        logger.critical("invariant %s was violated", invariant)
+        self._violations.labels(invariant).inc()
+
+    def violations(self) -> dict[str, int]:
+        """Return the violations seen of each invariant."""
+        values = {name: self._violations.labels(name) for name in INVARIANTS}
+        return {name: int(child._value.get()) for name, child in values.items()}  # noqa: SLF001 - the library offers no other way to read a counter
+
+    def set_served(self, versions: dict[str, int]) -> None:
+        """Set the version that each rank serves; ranks that are gone disappear."""
+        self._served.clear()
+        for rank, version in versions.items():
+            self._served.labels(self._model, rank).set(version)
+        self._skew.set(max(versions.values()) - min(versions.values()) if versions else 0)
+
+    def set_engine(self, *, up: bool, fenced: bool, serving: bool) -> None:
+        """Set whether the engine answers, is kept from serving, or serves."""
+        self._engine_up.set(up)
+        self._fenced.set(fenced)
+        self._serving.set(serving)
+
+    def track(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read when it is scraped."""
+        self._gauge(name, text).labels(self._model).set_function(read)
+
+    def track_served_age(self, commit_time_ns: Callable[[], int]) -> None:
+        """Add the age of the served version, in seconds since its commit; 0 while there is none."""
+
+        def age() -> float:
+            committed = commit_time_ns()
+            return max(0.0, clock.wall() - committed / 1e9) if committed else 0.0
+
+        self.track(
+            "weightsync_served_age_seconds", "Time since the served version was committed.", age
+        )
+
+
+class MetricsEndpoint:
+    """Serves a registry over HTTP from the event loop; a request gets 5 s in all.
+
+    The gauges that `Metrics.track` adds are so read on the loop, where what they tell changes.
+
+    Args:
+        registry: What to serve.
+        host: Address to bind; loopback unless the operator chose otherwise.
+        port: TCP port; 0: any free one, see `port`.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._registry = registry
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        self._task = asyncio.get_running_loop().create_task(self._serve(), name="metrics")
+        self._task.add_done_callback(lambda _: self._socket.close())
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._task.cancel()
+
+    async def _serve(self) -> None:
+        # Serving only inside the block, which ends it: else a close that comes early is half one.
+        server = await asyncio.start_server(
+            self._client, sock=self._socket, limit=_MAX_REQUEST, start_serving=False
+        )
+        async with server:
+            await server.serve_forever()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.transport.set_write_buffer_limits(0)
+                writer.write(self._answer(head.decode("latin-1")))
+                await writer.drain()
+        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    def _answer(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        method, target, *_ = [*request.split(" "), "", ""]
+        headers = dict(line.lower().split(":", 1) for line in lines if ":" in line)
+        status, kind, body = "404 Not Found", "text/plain", b"metrics are at /metrics\n"
+        if method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", b"GET /metrics\n"
+        elif target.partition("?")[0] in ("/metrics", "/"):
+            encode, kind = choose_encoder(headers.get("accept", ""))
+            status, body = "200 OK", encode(self._registry)
+        answer = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return answer.encode() + (b"" if method == "HEAD" else body)

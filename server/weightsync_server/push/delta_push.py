@@ -1,0 +1,223 @@
+"""What a push of a delta has besides its shards: a base, memory of its own, and a version to make.
+
+The delta's shards go into a parcel. The version's slot gets the base meanwhile, and is patched when
+every shard is here and proved, so that only what a delta really changes comes after the last byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.deltas import Changed, DeltaShard, PushedDelta
+from weightsync_server.deltas.bases import mismatch
+from weightsync_server.deltas.layout_document import write_layout
+from weightsync_server.residency.loading import compare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.model.manifest import Manifest, TensorEntry
+    from weightsync.shm.segments import Segment
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.workers.fetch.delta_summary import Change
+
+__all__ = ["DeltaPush"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "wsd1."
+#: Tries before a lost fetcher, or a base that was not what it should be, is more than bad luck.
+_ATTEMPTS = 3
+#: What a base that is not what it should be shows itself as.
+_WRONG = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID})
+
+
+class DeltaPush:
+    """The part of a push that deltas alone have. Its base stays for as long as it is open.
+
+    Args:
+        versions: The registry.
+        record: The version that it brings.
+        base: The version that it changes.
+        meters: Durations.
+
+    Attributes:
+        parcel: Memory of its shards.
+        pushed: What was pushed, once the version is made.
+    """
+
+    def __init__(
+        self, versions: ModelVersions, record: VersionRecord, base: VersionRecord, meters: Meters
+    ) -> None:
+        self.parcel = versions.pool.parcel()
+        self.pushed: PushedDelta | None = None
+        self._versions = versions
+        self._record = record
+        self._base = base
+        self._digest = base.content_digest
+        # With memory:// the base may lose its slot to this very push.
+        self._manifest = base.manifest
+        self._meters = meters
+        self._shards: dict[int, tuple[DeltaShard, list[Change]]] = {}
+        self._laying: asyncio.Task[None] | None = None
+        self._ended = False
+        base.holds += 1
+        record.base = base
+
+    def check_layout(self, tensors: Sequence[TensorEntry]) -> None:
+        """Refuse a shard that is none of a delta, before its bytes come.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID.
+        """
+        if len(tensors) != 3 or not all(tensor.name.startswith(_PREFIX) for tensor in tensors):
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"a shard of a delta holds three tensors {_PREFIX}*, as docs/delta-format.md says; "
+                "push other tensors in full",
+            )
+
+    async def equip(self) -> None:
+        """Get memory for the whole version, in the record's slot, and begin to lay the base there.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
+        """
+        self._manifest = self._manifest or await self._versions.manifest(self._base)
+        await self._versions.pool.promise(self._record.place, self._manifest.layout.size)
+        await write_layout(self.parcel, self._versions.keeper, self._manifest)
+        self._laying = asyncio.create_task(self._lay(prove=False))
+        # Whoever needs the base asks for the outcome.
+        self._laying.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def inspect(self, upload: ShardUpload, segment: Segment) -> None:
+        """Prove that a shard is a part of this delta, whole.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, ...
+        """
+        base, shard, changes = await self._versions.builder.inspect(
+            self._document, self._base_manifest.layout, upload.index, upload.entry, segment
+        )
+        if base != self._digest:
+            raise WeightSyncError(
+                Reason.SHARD_INVALID,
+                f"shard {upload.index} changes content {base}, the push was begun for "
+                f"{self._digest}; push the version again",
+            )
+        self._shards[upload.index] = shard, changes
+
+    async def build(self, container: Manifest) -> Manifest:
+        """Make the version in its slot and return its manifest, proved by all its digests.
+
+        Args:
+            container: The manifest of the delta's own shards.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, BASE_MISMATCH, FETCHER_FAILED, ...
+        """
+        started = time.perf_counter()
+        base, versions = self._base_manifest, self._versions
+        changes = [changes for _, changes in self._shards.values()]
+        # In a thread: there may be 200,000 tensors.
+        pushed = await asyncio.to_thread(
+            partial(PushedDelta.merged, kept=versions.store.durable),
+            self._base,
+            base,
+            container,
+            changes,
+        )
+        manifest = await versions.seal(base.layout, pushed.digests)
+        await self._make(manifest)
+        self.pushed = pushed
+        self._meters.observe_phase("patch", time.perf_counter() - started)
+        return manifest
+
+    def committed(self) -> None:
+        """Take note that the version is committed."""
+        if self.pushed is not None:
+            if self.pushed.kept:
+                self._versions.builder.remember(self._record, self._ordered())
+            self._meters.count_delta(self.pushed.counts)
+
+    @property
+    def busy(self) -> bool:
+        """The base is being laid."""
+        return self._laying is not None and not self._laying.done()
+
+    async def cease(self) -> None:
+        """Work on the slot no more."""
+        if self._laying is not None:
+            self._laying.cancel()
+            await asyncio.wait([self._laying])
+
+    def end(self) -> None:
+        """Let go of the base and give the memory back; further calls do nothing."""
+        if not self._ended:
+            self._ended = True
+            self._base.holds -= 1
+            self._versions.pool.discard(self.parcel)
+            self._versions.pool.wake()
+
+    # Inside
+
+    @property
+    def _base_manifest(self) -> Manifest:
+        if self._manifest is None:
+            raise WeightSyncError(Reason.FAULT, "the delta lost its base; push the version in full")
+        return self._manifest
+
+    @property
+    def _document(self) -> Segment:
+        if self.parcel.document is None:
+            raise WeightSyncError(Reason.FAULT, "the delta lost its layout; push the version again")
+        return self.parcel.document
+
+    def _ordered(self) -> list[DeltaShard]:
+        return [self._shards[index][0] for index in sorted(self._shards)]
+
+    async def _make(self, manifest: Manifest) -> None:
+        slot = self._record.place
+        changed = Changed(manifest.layout, self._document, [self._ordered()])
+        for left in reversed(range(_ATTEMPTS)):
+            # What was laid meanwhile is proved with the rest; when that fails, it is laid again.
+            laid, self._laying = self._laying, None
+            try:
+                await (laid if laid is not None else self._lay(prove=True))
+                compare(manifest, await self._versions.builder.change(slot, changed), "changed")
+            except WeightSyncError as error:
+                lost = error.reason is Reason.FETCHER_FAILED
+                wrong = error.reason in _WRONG and laid is not None
+                if left and (lost or wrong):
+                    logger.warning("the base is laid again: %s", error.message)
+                    continue
+                if error.reason is Reason.DATA_CORRUPT:
+                    raise self._mistaken(error) from error
+                raise
+            else:
+                return
+
+    async def _lay(self, *, prove: bool) -> None:
+        slot, base = self._record.place, self._base
+        try:
+            await self._versions.builder.build(slot, base, self._base_manifest, prove=prove)
+        except WeightSyncError as error:
+            if error.reason is not Reason.DATA_CORRUPT:
+                raise
+            raise mismatch(
+                self._versions, f"version {base.version} cannot be read ({error.message})"
+            ) from error
+
+    def _mistaken(self, error: WeightSyncError) -> WeightSyncError:
+        return WeightSyncError(
+            Reason.DIGEST_MISMATCH,
+            f"the delta does not make what it tells: {error.message}; push the version in full",
+        )

@@ -1,0 +1,104 @@
+"""Finding a push again, by its id or its idempotency key, for as long as its version exists."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.resume import Survivors
+
+__all__ = ["PushIndex", "check_same_push"]
+
+
+class PushIndex:
+    """All pushes that can be asked about. Of committed ones the registry is the truth.
+
+    Args:
+        survivors: Makes the push of a committed version, by model.
+        remembered: Ended pushes that are kept here.
+
+    Attributes:
+        open: Those that are neither committed nor failed, by id.
+    """
+
+    def __init__(self, survivors: Mapping[str, Survivors], remembered: int) -> None:
+        self.open: dict[str, Push] = {}
+        self._survivors = survivors
+        self._remembered = remembered
+        self._ended: OrderedDict[str, Push] = OrderedDict()
+
+    def end(self, push: Push) -> None:
+        """Take note that a push is committed or has failed."""
+        self.open.pop(push.id, None)
+        self._ended[push.id] = push
+        while len(self._ended) > self._remembered:
+            self._ended.popitem(last=False)
+
+    def find(self, push_id: str) -> Push | None:
+        """Return a push by its id: open, ended lately, or of a version that exists."""
+        push = self.open.get(push_id) or self._ended.get(push_id)
+        if push is not None or not push_id:
+            return push
+        made = (survivors.committed(push_id=push_id) for survivors in self._survivors.values())
+        return next((push for push in made if push is not None), None)
+
+    def with_key(self, versions: ModelVersions, key: str) -> Push | None:
+        """Return the push of a key: open, or committed as a version that still exists."""
+        for push in self.open.values():
+            if push.versions is versions and push.key == key and push.error is None:
+                return push
+        if (brought := self._survivors[versions.name].committed(key=key)) is not None:
+            return brought
+        # A push that repeated a version left its key nowhere else.
+        for push in reversed(self._ended.values()):
+            if push.versions is versions and push.key == key and _exists(push):
+                return push
+        return None
+
+
+def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
+    """Refuse a begin whose key belongs to a push of something else.
+
+    Raises:
+        WeightSyncError: VERSION_CONFLICT, with the id of an open push that may be dropped for it.
+    """
+    version = push.record.version
+    if request.version not in (0, version):
+        raise _conflict(f"a push of version {version}")
+    if dict(request.metadata) != push.record.metadata:
+        raise _conflict(f"a push of version {version} with other metadata")
+    delta = request.kind == pb.PUSH_KIND_DELTA
+    if push.committed is not None:
+        # A delta tells its own size, which is another one each time that it is encoded.
+        if not delta and request.total_bytes not in (0, push.committed.size_bytes):
+            raise _conflict(f"version {version}, which has {push.committed.size_bytes} bytes")
+        return
+    if delta != (push.delta is not None):
+        raise _conflict("an open push of another kind", push)
+    told = push.request.total_bytes
+    if told and request.total_bytes not in (0, told):
+        raise _conflict(f"an open push of {told} bytes", push)
+
+
+def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
+    remedy = "abort that one, or choose another key" if droppable else "choose another key"
+    return WeightSyncError(
+        Reason.VERSION_CONFLICT,
+        f"the idempotency key belongs to {what}; {remedy}",
+        metadata={"push_id": droppable.id} if droppable else {},
+    )
+
+
+def _exists(push: Push) -> bool:
+    record = push.versions.find(push.record.version)
+    if push.committed is None or record is None or record.commit is None:
+        return False
+    return record.commit.content_digest == push.committed.content_digest

@@ -1,0 +1,400 @@
+"""All pushes of the server: begun, found again, committed, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.auth.callers import caller
+from weightsync_server.ops.meters import NoMeters
+from weightsync_server.ops.os_errors import refusal
+from weightsync_server.push.commit import check_complete, commit
+from weightsync_server.push.lifecycle import Push
+from weightsync_server.push.limits import PushLimits
+from weightsync_server.push.opening import base_of, start
+from weightsync_server.push.progress import missing, progress, status
+from weightsync_server.push.push_index import PushIndex, check_same_push
+from weightsync_server.push.quota import Shares
+from weightsync_server.push.resume import Survivors, loaded, wake
+from weightsync_server.push.sources.grpc_stream import PushStream
+from weightsync_server.push.sources.remote_stream import Distant, DistantStream
+from weightsync_server.push.validation import check_begin, check_digest, refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.messages import Message
+
+__all__ = ["Pushes"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pushes:
+    """The pushes of all models. A push that is not committed leaves nothing behind.
+
+    Args:
+        models: The registry of each configured model, by name.
+        limits: Bounds on each push.
+        meters: Counts bytes, outcomes and durations.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelVersions],
+        *,
+        limits: PushLimits | None = None,
+        meters: Meters | None = None,
+    ) -> None:
+        self.limits = limits or PushLimits()
+        self.meters = meters or NoMeters()
+        self._models = models
+        self._survivors = {
+            name: Survivors(versions, self.limits, self.meters, self._on_end)
+            for name, versions in models.items()
+        }
+        self._index = PushIndex(self._survivors, self.limits.remembered)
+        self._open = self._index.open
+        self._shares = Shares(self.limits.max_pushes)
+        self._shut = False
+        for versions in models.values():
+            versions.epochs.observe(self._refuse_stale)
+
+    async def restore(self) -> None:
+        """Take up the pushes of an earlier life of the server. Call it before any other call.
+
+        Those that were open sleep until they are asked for, or until they were idle for too long.
+        """
+        for survivors in self._survivors.values():
+            for push in await survivors.open():
+                self._open[push.id] = push
+
+    async def close(self) -> None:
+        """End every open push; commits under way are finished first. What is kept can go on."""
+        self._shut = True
+        for push in list(self._open.values()):
+            if push.committing is not None:
+                await asyncio.wait([push.committing])
+            push.fail(
+                WeightSyncError(
+                    Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
+                ),
+                "aborted",
+            )
+            await push.closed()
+
+    # The calls
+
+    async def begin(
+        self, request: pb.BeginPushRequest, deadline_s: float | None
+    ) -> pb.BeginPushResponse:
+        """Open a push, or join the one with the same idempotency key.
+
+        Args:
+            request: The call.
+            deadline_s: Seconds left to it, if it has a deadline.
+
+        Raises:
+            WeightSyncError: See BeginPush; nothing changed.
+        """
+        push = await self.open(request, deadline_s)
+        response = pb.BeginPushResponse(
+            push_id=push.id,
+            version=push.record.version,
+            epoch=push.record.epoch,
+            shards=progress(push),
+            max_chunk_bytes=self.limits.max_chunk_bytes,
+            layout_known=push.known is not None,
+        )
+        if push.committed is not None:
+            response.committed.CopyFrom(push.again())
+        return response
+
+    async def stream(
+        self, requests: AsyncIterator[Message] | Distant, deadline_s: float | None = None
+    ) -> pb.PushWeightsResponse:
+        """Serve one PushWeights stream.
+
+        Raises:
+            WeightSyncError: See PushWeights. Unless the data is wrong, the push stays open.
+        """
+        if isinstance(requests, Distant):
+            return await DistantStream(self, requests, deadline_s).run()
+        return await PushStream(self, requests, deadline_s).run()
+
+    async def commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
+        """Wait until every shard is verified and durable, then make the version exist.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN, PUSH_INCOMPLETE, DIGEST_MISMATCH, VERSION_CONFLICT, ...
+        """
+        return await self.commit_push(self.find(request.push_id), request)
+
+    async def abort(self, request: pb.AbortPushRequest) -> pb.AbortPushResponse:
+        """Drop a push and free its slot before this returns.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN; VERSION_IN_USE when it is committed, live or in an apply.
+        """
+        push = self.find(request.push_id)
+        self._refuse_used(push)
+        if push.committing is not None:
+            await asyncio.wait([push.committing])
+        if push.committed is not None:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"the push is committed as version {push.record.version}; delete that instead",
+            )
+        self._refuse_used(push)
+        push.fail(
+            WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again"), "aborted"
+        )
+        await push.closed()
+        return pb.AbortPushResponse()
+
+    def get(self, request: pb.GetPushRequest) -> pb.GetPushResponse:
+        """Tell how far a push has come.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN.
+        """
+        push = self.find(request.push_id)
+        push.touch()
+        response = pb.GetPushResponse(
+            model=push.versions.name,
+            version=push.record.version,
+            durability=pb.DURABILITY_RECEIVING,
+            shards=progress(push),
+        )
+        if push.committed is not None:
+            response.durability = pb.DURABILITY_COMMITTED
+        elif push.error is not None:
+            response.durability = pb.DURABILITY_FAILED
+            response.error = push.error.message
+        return response
+
+    def status(self, model: str) -> list[pb.PushStatus]:
+        """Return the open pushes of a model."""
+        return [status(push) for push in self._open.values() if push.versions.name == model]
+
+    def overdue(self) -> Iterator[str]:
+        """Yield a sentence for every push that nobody goes on with and that should be gone."""
+        now = asyncio.get_running_loop().time()
+        for push in self._open.values():
+            opening = not push.opened.done() and push.asleep is None
+            if push.error is None and push.streams == 0 and not opening and push.until < now:
+                yield f"the push of version {push.record.version} stays although it is idle"
+
+    # For streams
+
+    def find(self, push_id: str) -> Push:
+        """Return a push that is open, ended lately, or brought a version that exists.
+
+        Raises:
+            WeightSyncError: PUSH_UNKNOWN.
+        """
+        push = self._index.find(push_id)
+        if push is None:
+            raise WeightSyncError(
+                Reason.PUSH_UNKNOWN,
+                "no push with this id: it ended long ago, or the server restarted and its store "
+                "keeps none; see in ListVersions whether it is committed, else begin it again",
+            )
+        return push
+
+    async def open(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push:
+        """Return the push that a begin opens or joins; it has its slot."""
+        check_begin(request, self.limits)
+        if self._shut:
+            raise WeightSyncError(
+                Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
+            )
+        await failpoints.reach("receive.begin")
+        versions = self._versions(request.model)
+        epoch = versions.check_epoch(request.epoch)
+        push = await self._joined(request, deadline_s)
+        if push is None:
+            await self._settled(versions, request.version)
+            # No await between here and the entry in _open: of two pushes of a version one is open.
+            epoch = versions.check_epoch(request.epoch)
+            push = self._create(versions, request, epoch)
+            await start(push, deadline_s)
+        push.touch()
+        return push
+
+    async def commit_push(self, push: Push, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
+        """Commit one push, once, whoever asks how often."""
+        check_digest("content_digest", request.content_digest)
+        push.check_open()
+        if push.delta is not None and not request.content_digest:
+            raise refused("the commit of a delta needs content_digest, that of the new version")
+        if push.committed is not None:
+            self._check_same(push.committed, request)
+            return push.again()
+        push.versions.check_epoch(push.record.epoch)
+        if push.committing is None:
+            await wake(push)
+            # Until it is known what is missing it stays awake.
+            push.awaiting += 1
+            try:
+                await loaded(push)
+            finally:
+                push.awaiting -= 1
+        if push.committing is None:
+            check_complete(push, request.shard_count)
+            # From here on no shard is added.
+            push.shard_count = len(push.shards)
+            push.committing = asyncio.create_task(self._commit(push, request.content_digest))
+            # Whoever asked may have left: the push remembers how it ended.
+            push.committing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            response = await asyncio.shield(push.committing)
+        except WeightSyncError:
+            # Whoever is told that it failed finds its slot free and nothing left in the store.
+            await push.closed()
+            raise
+        self._check_same(response, request)
+        return response
+
+    # Inside
+
+    def _versions(self, model: str) -> ModelVersions:
+        versions = self._models.get(model)
+        if versions is None:
+            raise WeightSyncError(
+                Reason.MODEL_UNKNOWN,
+                f"no model {model[:128]!r} here; configured: {', '.join(sorted(self._models))}",
+            )
+        return versions
+
+    async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
+        if not request.idempotency_key:
+            return None
+        versions = self._versions(request.model)
+        push = self._index.with_key(versions, request.idempotency_key)
+        if push is not None:
+            check_same_push(push, request)
+            await wake(push, deadline_s)
+        return push
+
+    async def _settled(self, versions: ModelVersions, version: int) -> None:
+        for push in list(self._open.values()):
+            if push.versions is versions and push.record.version == version and push.error:
+                await push.closed()
+
+    def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
+        who = caller.get()
+        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
+        if len(self._open) >= self.limits.max_pushes:
+            raise WeightSyncError(
+                Reason.LIMIT_EXCEEDED,
+                f"{len(self._open)} pushes are open, the most there may be; commit or abort one, "
+                "or raise max_pushes",
+                retry_after_s=1.0,
+            )
+        version = request.version or versions.next_version()
+        existing = self._existing(versions, version)
+        base = base_of(versions, request)
+        record = versions.unlisted(version, epoch, dict(request.metadata))
+        push = Push(versions, record, request, self.limits, self.meters, self._on_end)
+        push.existing = existing
+        push.based_on(base)
+        if request.fallback_reason:
+            # The next push of this trainer will be a delta.
+            self.meters.count_fallback(request.fallback_reason)
+            versions.fetchers.warm()
+        self._open[push.id] = push
+        if existing is None:
+            record.missing = partial(missing, push)
+            versions.enlist(record)
+        return push
+
+    def _existing(self, versions: ModelVersions, version: int) -> VersionRecord | None:
+        """Return the version that a push would repeat, if it may be opened at all."""
+        for push in self._open.values():
+            if push.versions is versions and push.record.version == version:
+                raise WeightSyncError(
+                    Reason.PUSH_ABORTED,
+                    f"version {version} is being pushed already; join that push by its idempotency "
+                    "key or its id, abort it, or push another version",
+                    metadata={"push_id": push.id},
+                    retry_after_s=1.0,
+                )
+        highest = versions.highest
+        existing = versions.find(version)
+        if existing is not None and existing.commit is None and not existing.orphaned:
+            # No push brings it, or it had been found above.
+            raise WeightSyncError(
+                Reason.PUSH_ABORTED,
+                f"version {version} is becoming the engine's checkpoint; push another version, or "
+                "retry when that is committed",
+                metadata={"version": str(version)},
+                retry_after_s=1.0,
+            )
+        if version > highest:
+            if version - highest > self.limits.max_version_jump:
+                raise WeightSyncError(
+                    Reason.VERSION_JUMP,
+                    f"version {version} is over {self.limits.max_version_jump} above {highest}; "
+                    "choose a lower one, or raise max_version_jump",
+                    metadata={"newest_version": str(highest)},
+                )
+            return existing
+        if existing is not None and existing.commit is not None:
+            return existing
+        raise versions.not_above(version)
+
+    def _refuse_used(self, push: Push) -> None:
+        use = push.versions.orphans.use(push.record) if push.error is None else ""
+        if use and push.committed is None:
+            raise WeightSyncError(
+                Reason.VERSION_IN_USE,
+                f"version {push.record.version} was applied before it was durable and is {use}",
+                metadata={"version": str(push.record.version)},
+            )
+
+    def _check_same(self, response: pb.CommitPushResponse, request: pb.CommitPushRequest) -> None:
+        if request.content_digest not in ("", response.content_digest):
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {response.version} is committed with content {response.content_digest}, "
+                f"not {request.content_digest}; push it as a higher version",
+            )
+
+    async def _commit(self, push: Push, content_digest: str) -> pb.CommitPushResponse:
+        try:
+            response = await commit(push, content_digest)
+        except WeightSyncError as error:
+            push.committing = None
+            if error.reason is not Reason.FETCHER_FAILED:
+                push.fail(error)
+            raise
+        except Exception as error:
+            logger.exception("commit of version %d", push.record.version)
+            push.fail(refusal(error, f"the commit of version {push.record.version}"))
+            raise push.error or error from error
+        push.succeed(response)
+        # The version is there: no error may tell otherwise any more.
+        with contextlib.suppress(OSError):
+            await failpoints.reach("commit.reply")
+        return response
+
+    def _refuse_stale(self) -> None:
+        for push in list(self._open.values()):
+            epochs = push.versions.epochs
+            if push.record.epoch != epochs.newest:
+                push.fail(epochs.stale(push.record.epoch))
+
+    def _on_end(self, push: Push) -> None:
+        push.committing = None
+        push.strip()
+        self._index.end(push)

@@ -1,0 +1,225 @@
+"""Shards that the server copies from a trainer's GPU by itself: nothing is lent for them.
+
+The trainer tells where its tensors lie. What arrives is believed as little as what a stream brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.gpu.ipc import HANDLE_BYTES
+from weightsync.shm.incoming_version import Lying
+from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_server.push.validation import refused
+from weightsync_server.workers.fetch.fetch_api import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.model.manifest import TensorEntry
+    from weightsync.shm.segments import Segment
+    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.sources.ipc_opened import Places
+
+__all__ = ["Collecting", "Collects"]
+
+logger = logging.getLogger(__name__)
+
+_DEVICE = re.compile(r"[0-9a-f]{32}")
+_HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
+
+
+class Collects(Protocol):
+    """Copies from GPUs; `weightsync_server.workers.fetch.gpu_pool.Collector` does."""
+
+    async def collect(self, segment: Segment, source: Source) -> None:
+        """See `weightsync_server.workers.fetch.fetch_api.Asking.collect`."""
+
+
+class Collecting:
+    """Copies the shards of one connection.
+
+    Args:
+        collector: Does the work.
+        owner: Who owns the shards meanwhile.
+        places: What engines may copy from themselves, of all connections.
+    """
+
+    def __init__(self, collector: Collects, owner: object, places: Places) -> None:
+        self._collector = collector
+        self._owner = owner
+        self._places = places
+        self._trainer = secrets.token_hex(8)
+        #: Devices from which a shard was copied.
+        self._reached: set[str] = set()
+        #: What was begun, by shard.
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def begin(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> str:
+        """Begin to copy a shard; return why its memory cannot be reached from here, else "".
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID, and nothing has changed; SHARD_BUSY; or why the push
+                has failed, or the first copy from a device.
+        """
+        filled = _filled(upload)
+        if len(filled) > MOST_PLACES:
+            return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
+        header, told = _header(upload, where), _told(self._trainer, upload, filled, where)
+        upload.own(self._owner)
+        segment = await push.ready(upload)
+        if not push.first_byte_at:
+            push.first_byte_at = asyncio.get_running_loop().time()
+        segment.view[: len(header)] = header
+        self._tell(push, upload, told)
+        task = asyncio.create_task(self._collected(push, upload, segment, told))
+        # Retrieved: the trainer may never ask.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        upload.collecting = self._tasks[upload.index] = task
+        return "" if told.device in self._reached else await self._reach(push, upload, told.device)
+
+    def lying(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> None:
+        """Take note of where a shard lies for which `begin` will be asked.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID, and nothing has changed.
+        """
+        filled = _filled(upload)
+        if len(filled) <= MOST_PLACES:
+            self._tell(push, upload, _told(self._trainer, upload, filled, where))
+
+    def _tell(self, push: Push, upload: ShardUpload, told: Source) -> None:
+        """Let engines know, if it was read from there before."""
+        lying = _lying(told)
+        if self._places.have(lying, _sizes(told)):
+            push.lies(upload, lying)
+
+    async def _collected(
+        self, push: Push, upload: ShardUpload, segment: Segment, told: Source
+    ) -> None:
+        lying, sizes = _lying(told), _sizes(told)
+        try:
+            await self._collector.collect(segment, told)
+        except WeightSyncError:
+            self._places.discard(lying, sizes)
+            raise
+        self._places.add(lying, sizes)
+        push.check_open()
+        push.lies(upload, lying)
+        upload.received = upload.entry.size
+        push.meters.add_received(upload.received)
+        await push.advance(upload, segment)
+
+    async def _reach(self, push: Push, upload: ShardUpload, device: str) -> str:
+        """Wait for the first one from a device: what it meets, the others would."""
+        try:
+            await self._ended(push, upload)
+        except WeightSyncError as error:
+            if error.reason is not Reason.NOT_SUPPORTED:
+                raise
+            upload.collecting = upload.owner = None
+            del self._tasks[upload.index]
+            logger.info("a trainer writes its tensors itself: %s", error.message)
+            return error.message
+        self._reached.add(device)
+        return ""
+
+    async def _ended(self, push: Push, upload: ShardUpload) -> None:
+        """Return once a shard was copied; raise why it was not, and first of all why the push."""
+        task = self._tasks[upload.index]
+        await asyncio.wait([task])
+        push.check_open()
+        task.result()
+
+    async def digests(self, push: Push, upload: ShardUpload) -> bytes:
+        """Return the joined digests of a shard once it was copied and digested.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID where `begin` was not asked for; why it failed.
+        """
+        if upload.index not in self._tasks:
+            raise refused(f"shard {upload.index} is not being copied; ask for that first")
+        await self._ended(push, upload)
+        digested = asyncio.create_task(upload.digested.wait())
+        waited = {digested} if upload.verification is None else {digested, upload.verification}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            digested.cancel()
+        push.check_open()
+        if upload.found is None and upload.verification is not None:
+            upload.verification.result()
+        return b"".join(upload.found or ())
+
+    async def end(self) -> None:
+        """Call off what is under way, and return once nothing is written any more."""
+        tasks = self._tasks.values()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _filled(upload: ShardUpload) -> list[TensorEntry]:
+    return [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
+
+
+def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
+    try:
+        header = bytes.fromhex(where["header"])
+    except (KeyError, TypeError, ValueError):
+        header = b""
+    if len(header) != upload.entry.data_start:
+        raise refused(
+            f"the header of shard {upload.index} has {len(header)} bytes, its layout tells "
+            f"{upload.entry.data_start}"
+        )
+    return header
+
+
+def _lying(source: Source) -> Lying:
+    return [(bytes.fromhex(source.handles[piece[0]]), piece[1]) for piece in source.pieces]
+
+
+def _sizes(source: Source) -> list[int]:
+    return [size for *_, size in source.pieces]
+
+
+def _told(
+    trainer: str, upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]
+) -> Source:
+    """Return where a shard lies: checked for its form, and believed no further."""
+    device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
+    formed = (
+        isinstance(device, str)
+        and _DEVICE.fullmatch(device)
+        and isinstance(handles, list)
+        and len(handles) <= len(filled)
+        and all(isinstance(handle, str) and _HANDLE.fullmatch(handle) for handle in handles)
+        and isinstance(places, list)
+        and len(places) == len(filled)
+        and all(_is_place(place, len(handles)) for place in places)
+    )
+    if not formed:
+        raise refused(
+            f"shard {upload.index} needs a device, handles of {HANDLE_BYTES} bytes, and for each "
+            f"of its {len(filled)} tensors that are not empty a number of a handle and an offset"
+        )
+    start = upload.entry.data_start
+    pieces = [
+        (place[0], place[1], start + tensor.begin, tensor.end - tensor.begin)
+        for place, tensor in zip(where["places"], filled, strict=True)
+    ]
+    return Source(trainer, where["device"], where["handles"], pieces)
+
+
+def _is_place(place: object, handles: int) -> bool:
+    # Not isinstance: true and false are no numbers here.
+    if not isinstance(place, list) or [type(value) for value in place] != [int, int]:
+        return False
+    return bool(0 <= place[0] < handles and 0 <= place[1] < 1 << 63)

@@ -1,0 +1,261 @@
+"""One PushWeights stream: the hot path from messages into segments."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.lifecycle import FATAL, Push
+from weightsync_server.push.messages import ChunkView
+from weightsync_server.push.resume import wake
+from weightsync_server.push.validation import check_size, refused
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync.shm.segments import Segment
+    from weightsync_server.push.messages import Message
+    from weightsync_server.push.service import Pushes
+    from weightsync_server.push.shard_state import ShardUpload
+
+__all__ = ["PushStream"]
+
+Data = bytes | memoryview
+
+#: How often a stream is looked at within its idle timeout.
+_LOOKS = 4
+_RETRY_AFTER_S = 1.0
+
+
+class PushStream:
+    """Serves one stream. It takes a message at a time, so gRPC's flow control bounds its memory.
+
+    Args:
+        pushes: Where pushes are begun and found.
+        requests: The messages.
+        deadline_s: Seconds left to the call, if it has a deadline.
+    """
+
+    def __init__(
+        self,
+        pushes: Pushes,
+        requests: AsyncIterator[Message],
+        deadline_s: float | None,
+    ) -> None:
+        self._pushes = pushes
+        self._next = requests.__aiter__().__anext__
+        self._deadline_s = deadline_s
+        self._push: Push | None = None
+        self._received = 0
+        self._counted = 0
+        #: Rises before and after every wait for a message: odd while the peer is waited for.
+        self._ticks = 0
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def run(self) -> pb.PushWeightsResponse:
+        """Return when the stream ended or its commit is done."""
+        try:
+            async with asyncio.timeout(None) as guard:
+                self._watch_over(guard, -1, 0)
+                commit = await self._open() or await self._pump()
+            if isinstance(commit, pb.CommitPushRequest):
+                commit = await self._commit(commit)
+            elif commit is None:
+                # What failed meanwhile is told here already, not at the commit only.
+                self._opened().check_open()
+            return self._response(commit)
+        except TimeoutError:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"no message came for {self._pushes.limits.stream_idle_timeout_s:g} s; open a new "
+                "stream, resume from the offsets that GetPush tells, and send heartbeats while the "
+                "next bytes are being made",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        except WeightSyncError as error:
+            if self._push is not None and error.reason in FATAL:
+                self._push.fail(error)
+                await self._push.closed()
+            raise
+        finally:
+            try:
+                await self._let_go()
+            finally:
+                self._end()
+
+    async def _open(self) -> pb.CommitPushResponse | None:
+        message = await self._receive()
+        if message is None:
+            raise refused("the stream holds no message; send begin or join first")
+        if isinstance(message, ChunkView):
+            raise refused("the first message of a stream must be begin or join")
+        check_size(message, self._pushes.limits)
+        if message.HasField("begin"):
+            push = await self._pushes.open(message.begin, self._deadline_s)
+        elif message.HasField("join"):
+            push = self._pushes.find(message.join.push_id)
+            if push.committed is None:
+                await wake(push, self._deadline_s)
+        else:
+            raise refused("the first message of a stream must be begin or join")
+        if push.committed is None:
+            push.join()
+        self._push = push
+        return push.again() if push.committed is not None else None
+
+    async def _receive(self) -> Message | None:
+        self._ticks += 1
+        try:
+            return await self._next()
+        except StopAsyncIteration:
+            return None
+        finally:
+            self._ticks += 1
+
+    async def _pump(self) -> pb.CommitPushRequest | None:
+        """Move messages until the commit or the end. A shard never lies in this process's heap."""
+        push = self._opened()
+        most = self._pushes.limits.max_chunk_bytes
+        shard = -1
+        chunk: ChunkView | pb.Chunk
+        data: Data
+        while True:
+            # Bytes of the last message must not be kept while the next one is awaited.
+            message = chunk = data = None  # type: ignore[assignment]
+            message = await self._receive()
+            if message is None:
+                return None
+            if isinstance(message, ChunkView):
+                chunk = message
+            elif message.HasField("chunk"):
+                chunk = message.chunk
+            elif message.HasField("commit"):
+                return message.commit
+            else:
+                await self._other(push, message)
+                continue
+            if chunk.shard != shard:
+                shard = -1
+                upload, segment = await self._switch(push, chunk.shard)
+                shard = chunk.shard
+                view = segment.view
+                size = upload.entry.size
+            begin = chunk.offset
+            data = chunk.data
+            end = begin + len(data)
+            if begin != upload.received or end > size or len(data) > most or push.error:
+                data = self._irregular(push, upload, begin, data)
+                begin, end = upload.received, upload.received + len(data)
+            view[begin:end] = data
+            upload.received = end
+            self._received += end - begin
+            failpoints.hit("receive.chunk")
+            if end >= upload.mark:
+                await push.advance(upload, segment)
+                self._count()
+                if end == size:
+                    shard = -1
+
+    async def _switch(self, push: Push, shard: int) -> tuple[ShardUpload, Segment]:
+        push.check_open()
+        upload = push.shards.get(shard)
+        if upload is None or upload.tensors is None:
+            raise refused(
+                f"bytes of shard {shard} before the last part of its layout; send it first"
+            )
+        if not upload.complete:
+            upload.own(self)
+        if not push.first_byte_at:
+            push.first_byte_at = asyncio.get_running_loop().time()
+        return upload, await push.ready(upload)
+
+    def _irregular(self, push: Push, upload: ShardUpload, begin: int, data: Data) -> Data:
+        """Return the new bytes of a chunk that does not simply go on."""
+        push.check_open()
+        if len(data) > self._pushes.limits.max_chunk_bytes:
+            raise refused(
+                f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
+            )
+        if begin > upload.received:
+            raise WeightSyncError(
+                Reason.OFFSET_MISMATCH,
+                f"a chunk of shard {upload.index} at byte {begin}, but {upload.received} bytes are "
+                "here; send on from there",
+                metadata={"shard": str(upload.index), "received_bytes": str(upload.received)},
+            )
+        if begin + len(data) > upload.entry.size:
+            raise refused(
+                f"bytes up to {begin + len(data)} of shard {upload.index}, whose layout tells "
+                f"{upload.entry.size}"
+            )
+        return data[upload.received - begin :]
+
+    async def _other(self, push: Push, message: pb.PushWeightsRequest) -> None:
+        push.check_open()
+        check_size(message, self._pushes.limits)
+        if message.HasField("layout"):
+            await failpoints.reach("receive.layout")
+            await push.layout.add(message.layout, self)
+        elif message.HasField("digests"):
+            upload = push.shards.get(message.digests.shard)
+            if upload is None or upload.tensors is None:
+                raise refused(
+                    "digests of a shard before the last part of its layout; send it first"
+                )
+            upload.give(message.digests.first, message.digests.digests)
+        elif message.HasField("heartbeat"):
+            # That it came is all there is to it.
+            return
+        elif message.WhichOneof("message") is None:
+            raise refused("an empty message; set one of layout, chunk, digests or commit")
+        else:
+            raise refused("begin and join may only be the first message of a stream")
+
+    async def _commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
+        push = self._opened()
+        if request.push_id not in ("", push.id):
+            raise refused("the commit names another push than this stream serves")
+        return await self._pushes.commit_push(push, request)
+
+    def _opened(self) -> Push:
+        if self._push is None:
+            raise refused("the first message of a stream must be begin or join")
+        return self._push
+
+    def _response(self, commit: pb.CommitPushResponse | None) -> pb.PushWeightsResponse:
+        push = self._opened()
+        return pb.PushWeightsResponse(
+            push_id=push.id,
+            version=push.record.version,
+            received_bytes=self._received,
+            commit=commit,
+        )
+
+    def _count(self) -> None:
+        self._pushes.meters.add_received(self._received - self._counted)
+        self._counted = self._received
+
+    async def _let_go(self) -> None:
+        """Return when nobody writes for this stream any more."""
+
+    def _watch_over(self, guard: asyncio.Timeout, ticks: int, silent: int) -> None:
+        # Nothing per message but a counter: a timer that asks now and then whether it moved. While
+        # the server makes the peer wait, the peer is not silent.
+        loop = asyncio.get_running_loop()
+        silent = silent + 1 if ticks == self._ticks and ticks % 2 else 0
+        if silent == _LOOKS:
+            guard.reschedule(loop.time())
+            return
+        pause = self._pushes.limits.stream_idle_timeout_s / _LOOKS
+        self._watch = loop.call_later(pause, self._watch_over, guard, self._ticks, silent)
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._received != self._counted:
+            self._count()
+        if self._push is not None and self._push.committed is None:
+            self._push.leave(self)

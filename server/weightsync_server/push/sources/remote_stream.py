@@ -1,0 +1,148 @@
+"""A PushWeights stream whose bytes another process writes into the segments.
+
+An ingest process has the stream and asks for each shard; here everything is decided and known. What
+it may write ends where it says so, or where the kernel says that it is gone: before that, nothing
+of the memory that it was given is used for anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import to_end
+from weightsync_server.push.sources.grpc_stream import PushStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from weightsync.shm.segments import Segment
+    from weightsync_server.push.messages import Message
+    from weightsync_server.push.service import Pushes
+    from weightsync_server.push.shard_state import ShardUpload
+
+__all__ = ["Claim", "Distant", "DistantStream", "Grant", "Wrote"]
+
+
+class Claim(NamedTuple):
+    """The next bytes belong to a shard: may they be written?"""
+
+    shard: int
+
+
+class Grant(NamedTuple):
+    """They may, from `received` to `size` and in order.
+
+    Attributes:
+        segment: The memory.
+        received: Offset of the first byte that is not here.
+        size: Of the shard.
+        mark: Number of received bytes at which to wait until it is told to go on.
+        most: Bytes of the largest chunk.
+    """
+
+    segment: Segment
+    received: int
+    size: int
+    mark: int
+    most: int
+
+
+class Wrote(NamedTuple):
+    """All bytes of a shard up to `end` are written; `due`: the mark is reached."""
+
+    shard: int
+    end: int
+    due: bool
+
+
+class Distant(ABC):
+    """The ingest process at the other end of a stream."""
+
+    @abstractmethod
+    def __aiter__(self) -> AsyncIterator[Message | Claim | Wrote]:
+        """Yield what comes, in order; what is no plain chunk comes whole."""
+
+    @abstractmethod
+    def grant(self, grant: Grant) -> None:
+        """Answer a claim."""
+
+    @abstractmethod
+    def go_on(self, mark: int) -> None:
+        """Answer what was due; the next mark is this."""
+
+    @abstractmethod
+    async def cease(self) -> None:
+        """Return when it writes no more, and never will for this stream."""
+
+
+class DistantStream(PushStream):
+    """Serves one stream of an ingest process.
+
+    Args:
+        pushes: Where pushes are begun and found.
+        distant: The ingest process.
+        deadline_s: Seconds left to the call, if it has a deadline.
+    """
+
+    def __init__(self, pushes: Pushes, distant: Distant, deadline_s: float | None) -> None:
+        # What is no message goes no further than _receive.
+        super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s)
+        self._distant = distant
+        self._granted: tuple[ShardUpload, Segment] | None = None
+
+    async def _receive(self) -> Message | None:
+        while True:
+            message: Message | Claim | Wrote | None = await super()._receive()
+            if isinstance(message, Claim):
+                await self._grant(message.shard)
+            elif isinstance(message, Wrote):
+                await self._wrote(message)
+            else:
+                return message
+
+    async def _grant(self, shard: int) -> None:
+        push = self._opened()
+        upload, segment = await self._switch(push, shard)
+        await failpoints.reach("ingest.claim")
+        push.check_open()
+        # From here on the push is not taken apart before this process has let go.
+        push.writers.add(self._distant)
+        self._granted = upload, segment
+        most = self._pushes.limits.max_chunk_bytes
+        self._distant.grant(Grant(segment, upload.received, upload.entry.size, upload.mark, most))
+
+    async def _wrote(self, wrote: Wrote) -> None:
+        push = self._opened()
+        push.check_open()
+        upload, segment = self._granted or (None, None)
+        if upload is None or segment is None or upload.index != wrote.shard:
+            raise _nonsense(wrote)
+        # What is complete is proved, or committed: nobody writes there any more.
+        if upload.complete or not upload.received <= wrote.end <= upload.entry.size:
+            raise _nonsense(wrote)
+        failpoints.hit("ingest.wrote")
+        self._received += wrote.end - upload.received
+        upload.received = wrote.end
+        if wrote.due:
+            await push.advance(upload, segment)
+            self._count()
+            self._distant.go_on(upload.mark)
+
+    async def _let_go(self) -> None:
+        try:
+            await to_end(asyncio.ensure_future(self._distant.cease()))
+        finally:
+            if self._push is not None:
+                self._push.writers.discard(self._distant)
+
+
+def _nonsense(wrote: Wrote) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.FAULT,
+        f"an ingest process told of bytes up to {wrote.end} of shard {wrote.shard}, which it was "
+        "not given; report this fault",
+    )

@@ -1,0 +1,321 @@
+"""Pushes by trainers on this host: they are lent the memory of a push and write their shards there.
+
+What lies there is believed as little as what a stream brings: the header is compared with the
+layout, and the fetchers' digests are the truth. Before that, the kernel has to tell that nobody can
+write there any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote
+
+from weightsync import clock, failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.same_host_server import LendingServer, Lent
+from weightsync.shm.segments import writers_are_seen
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.addresses import is_loopback
+from weightsync_server.auth.callers import caller
+from weightsync_server.ops.os_errors import refusal
+from weightsync_server.push.lifecycle import FATAL
+from weightsync_server.push.resume import wake
+from weightsync_server.push.sources.cuda_ipc import Collecting
+from weightsync_server.push.sources.ipc_opened import Places
+from weightsync_server.push.validation import refused
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Coroutine
+    from pathlib import Path
+    from typing import Any
+
+    from weightsync.shm.same_host_server import Peer
+    from weightsync.shm.segments import Segment
+    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.service import Pushes
+    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.sources.cuda_ipc import Collects
+
+__all__ = ["OFFER_S", "Lender", "is_here", "start_lending"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger("weightsync.audit")
+_log = logging.getLogger(__name__)
+
+#: Seconds for which an offer is good.
+OFFER_S = 30.0
+#: How often it is looked whether a writer is left, and seconds between two looks.
+_LOOKS, _LOOK_S = 20, 0.05
+
+
+def is_here(peer: str) -> bool:
+    """Return whether the peer of a call, as gRPC tells it, runs on this host."""
+    kind, _, rest = unquote(peer).partition(":")
+    return kind == "unix" or (kind in ("ipv4", "ipv6") and is_loopback(rest.rpartition(":")[0]))
+
+
+def start_lending(
+    stack: contextlib.AsyncExitStack,
+    pushes: Pushes,
+    socket: Path,
+    silence_s: float,
+    collector: Collects,
+) -> Lender | None:
+    """Lend from now on, until the stack ends; None: this kernel cannot tell who may still write.
+
+    Args:
+        stack: Ends it.
+        pushes: All pushes.
+        socket: Path at which trainers connect.
+        silence_s: Seconds without a request after which a connection is ended.
+        collector: Copies what lies on GPUs.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
+    """
+    if not writers_are_seen():
+        logger.warning("no memory is lent to trainers: this kernel grants no leases on it")
+        return None
+    lender = Lender(pushes, socket, collector)
+    stack.callback(LendingServer(socket, lender.desk, silence_s).close)
+    return lender
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    push_id: str
+    who: str
+    until: float
+
+
+class Lender:
+    """Makes offers and opens a desk for each trainer that comes with one.
+
+    Args:
+        pushes: All pushes.
+        socket: Path at which trainers connect.
+        collector: Copies what lies on GPUs.
+    """
+
+    def __init__(self, pushes: Pushes, socket: Path, collector: Collects) -> None:
+        self._pushes = pushes
+        self.collector = collector
+        self.places = Places()
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._offers: dict[str, _Offer] = {}
+
+    def offer(self, response: pb.BeginPushResponse, peer: str) -> None:
+        """Add an offer to the answer of a BeginPush that asked for one, if it gets one.
+
+        Args:
+            response: The answer.
+            peer: Who asked, as gRPC tells it.
+        """
+        push = self._pushes.find(response.push_id)
+        mine = push.caller == caller.get()
+        if not is_here(peer) or not mine or push.delta is not None or push.committed is not None:
+            return
+        now = clock.monotonic()
+        # One offer per push: who begins again has lost the last one.
+        self._offers = {
+            secret: offer
+            for secret, offer in self._offers.items()
+            if offer.until > now and offer.push_id != push.id
+        }
+        secret = secrets.token_urlsafe(32)
+        self._offers[secret] = _Offer(push.id, push.caller, now + OFFER_S)
+        response.same_host_offer.socket = str(self._socket)
+        response.same_host_offer.secret = secret
+
+    def desk(self, peer: Peer) -> LendingDesk:
+        """Return what answers a connection; for any thread."""
+        return LendingDesk(self, self._loop, peer)
+
+    def redeem(self, secret: str, peer: Peer) -> Push:
+        """Return the push that a secret opens; it opens nothing any more.
+
+        Raises:
+            WeightSyncError: PERMISSION_DENIED; or why the push has failed.
+        """
+        offer = self._offers.pop(secret, None)
+        if offer is None or offer.until < clock.monotonic():
+            raise WeightSyncError(
+                Reason.PERMISSION_DENIED,
+                "this secret opens no push: it was used, or is too old; call BeginPush again",
+            )
+        push = self._pushes.find(offer.push_id)
+        push.check_open()
+        self._note(push, offer.who, peer)
+        return push
+
+    def _note(self, push: Push, who: str, peer: Peer) -> None:
+        # No call, but a change of state: a line of the same form as those of calls.
+        now = dt.datetime.fromtimestamp(clock.wall(), dt.UTC)
+        line = {
+            "time": now.isoformat(timespec="milliseconds"),
+            "who": who,
+            "role": "push",
+            "method": "same_host",
+            "model": push.versions.name,
+            "version": push.record.version,
+            "push_id": push.id,
+            "outcome": "OK",
+            "peer": f"pid:{peer.pid} uid:{peer.uid}",
+        }
+        logger.info("%s", json.dumps(line))
+
+
+class LendingDesk:
+    """The `Desk` of one connection, worked by a thread of the socket.
+
+    Args:
+        lender: Knows the offers.
+        loop: The event loop, on which everything is done.
+        peer: The process at the other end.
+    """
+
+    def __init__(self, lender: Lender, loop: asyncio.AbstractEventLoop, peer: Peer) -> None:
+        self._lender = lender
+        self._loop = loop
+        self._peer = peer
+        self._push: Push | None = None
+        self._collecting = Collecting(lender.collector, self, lender.places)
+
+    def redeem(self, secret: str) -> None:
+        """Join the push that the secret is for."""
+        self._do(self._redeem(secret))
+
+    def lend(self, shard: int) -> Lent:
+        """Return the memory of a shard of which nothing is here."""
+        return self._do(self._lend(shard))
+
+    def written(self, shard: int, digests: bytes) -> None:
+        """Take a shard back, with the digests that the trainer computed."""
+        self._do(self._written(shard, digests))
+
+    def collect(self, shard: int, where: dict[str, Any]) -> str:
+        """Begin to copy a shard of which nothing is here from a GPU; tells why that cannot be."""
+        return self._do(self._collect(shard, where))
+
+    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        """Take note of where shards lie that `collect` will be asked for."""
+        self._do(self._lying(shards))
+
+    def collected(self, shard: int) -> bytes:
+        """Return the digests of a shard that was copied."""
+        return self._do(self._digests(shard))
+
+    def close(self) -> None:
+        """Leave the push."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._leave(), self._loop)
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(self._refusing(work), self._loop).result()
+
+    async def _refusing(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except Exception as error:
+            told = refusal(error, "lending memory to a trainer")
+            if told is not error:
+                _log.exception("lending memory to a trainer")
+            if self._push is not None and told.reason in FATAL:
+                self._push.fail(told)
+                await self._push.closed()
+            raise told from error
+
+    async def _redeem(self, secret: str) -> None:
+        push = self._lender.redeem(secret, self._peer)
+        await wake(push)
+        push.join()
+        self._push = push
+
+    async def _collect(self, shard: int, where: dict[str, Any]) -> str:
+        push, upload = self._upload(shard)
+        await failpoints.reach("receive.collect")
+        _check_nothing_here(upload)
+        return await self._collecting.begin(push, upload, where)
+
+    async def _lying(self, shards: dict[int, dict[str, Any]]) -> None:
+        for shard, where in shards.items():
+            self._collecting.lying(*self._upload(shard), where)
+            # What is told of many tensors keeps nobody else waiting.
+            await asyncio.sleep(0)
+
+    async def _digests(self, shard: int) -> bytes:
+        push, upload = self._upload(shard)
+        return await self._collecting.digests(push, upload)
+
+    async def _lend(self, shard: int) -> Lent:
+        push, upload = self._upload(shard)
+        await failpoints.reach("receive.lend")
+        _check_nothing_here(upload)
+        upload.own(self)
+        segment = await push.ready(upload)
+        if not push.first_byte_at:
+            push.first_byte_at = self._loop.time()
+        return Lent(segment.lend(), segment.huge)
+
+    async def _written(self, shard: int, digests: bytes) -> None:
+        push, upload = self._upload(shard)
+        segment = upload.segment
+        if upload.owner is not self or segment is None or not segment.lent:
+            raise refused(f"shard {shard} was not lent on this connection; ask for it first")
+        await failpoints.reach("receive.written")
+        if not await self._taken_back(segment):
+            raise WeightSyncError(
+                Reason.WRITER_LEFT,
+                f"shard {shard} was told as written, but a process still holds its memory open for "
+                "writing; close every descriptor and mapping first, and push the version again",
+                metadata={"shard": str(shard)},
+            )
+        push.check_open()
+        upload.give(0, digests)
+        upload.received = upload.entry.size
+        push.meters.add_received(upload.received)
+        await push.advance(upload, segment)
+
+    async def _taken_back(self, segment: Segment) -> bool:
+        # A process that the trainer forks has all its descriptors, until it runs another program.
+        for _ in range(_LOOKS):
+            if segment.taken_back():
+                return True
+            await asyncio.sleep(_LOOK_S)
+        return segment.taken_back()
+
+    def _upload(self, shard: int) -> tuple[Push, ShardUpload]:
+        push = self._push
+        if push is None:
+            raise refused("the first request must redeem a secret")
+        push.check_open()
+        upload = push.shards.get(shard)
+        if upload is None or upload.tensors is None:
+            raise refused(f"memory of shard {shard} before the last part of its layout; send it")
+        return push, upload
+
+    async def _leave(self) -> None:
+        push, self._push = self._push, None
+        # Nobody else may send a shard that is still being copied.
+        await self._collecting.end()
+        if push is not None and push.committed is None:
+            push.leave(self)
+
+
+def _check_nothing_here(upload: ShardUpload) -> None:
+    if upload.received:
+        raise WeightSyncError(
+            Reason.OFFSET_MISMATCH,
+            f"{upload.received} bytes of shard {upload.index} are here already; send the rest as "
+            "chunks",
+            metadata={"shard": str(upload.index), "received_bytes": str(upload.received)},
+        )

@@ -1,0 +1,135 @@
+"""A version that comes in shard by shard, for whoever reads what is there already.
+
+What is read so is proved like everything else: by digests that begin after it was read, or, where
+engines copied it from a trainer's GPU themselves, by digests of what they have.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync import clock
+from weightsync.shm.incoming_version import ArrivalWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weightsync.model.manifest import Layout
+    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.segments import Segment
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.residency.segments import SegmentKeeper
+
+__all__ = ["Arrivals", "Arriving"]
+
+
+class Arriving:
+    """Tells readers which shards of a version are complete and proved, and which lie on a GPU.
+
+    Args:
+        record: The version.
+        layout: Of it.
+        segments: Segment of each shard, in order; they stay its own until it has ended.
+        keeper: Publishes what readers look at.
+
+    Attributes:
+        record: The version.
+        ended_at: Since when nothing more comes: all is here, or its push has failed; None: more
+            may.
+    """
+
+    def __init__(
+        self,
+        record: VersionRecord,
+        layout: Layout,
+        segments: Sequence[Segment],
+        keeper: SegmentKeeper,
+    ) -> None:
+        self.record = record
+        self._layout = layout
+        self._ids = tuple(segment.id for segment in segments)
+        self._keeper = keeper
+        self._slot, self._life = record.place, record.place.lives
+        self._came: set[int] = set()
+        self._lies: dict[int, Lying] = {}
+        self.ended_at: float | None = None
+        self._writer: ArrivalWriter | None = None
+
+    @property
+    def stays(self) -> bool:
+        """Whether its bytes lie where they came, and nobody else's came there since."""
+        return self.record.slot is self._slot and self._slot.lives == self._life
+
+    def lies(self, shard: int, where: Lying) -> None:
+        """Take note that a trainer has a shard on a GPU, where readers may copy it themselves."""
+        self._lies[shard] = where
+        if self._writer is not None:
+            self._writer.lies(shard, where)
+
+    def came(self, shard: int) -> None:
+        """Take note that all bytes of a shard are here and proved; they do not change any more."""
+        self._came.add(shard)
+        if self._writer is not None:
+            self._writer.mark(shard)
+
+    def end(self) -> None:
+        """Take note that nothing more comes; further calls do nothing."""
+        if self.ended_at is None:
+            self.ended_at = clock.monotonic()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.end()
+            # Whoever reads it has mapped it, or comes too late.
+            self._keeper.let_go([writer.segment.id])
+            self._keeper.retire(writer.segment)
+
+    async def offer(self) -> str:
+        """Return the name on the segment socket of what engines look at; "": it has ended.
+
+        A second time it is the same.
+
+        Raises:
+            WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors).
+        """
+        if self._writer is not None:
+            return self._writer.segment.id
+        made: list[ArrivalWriter] = []
+        await self._keeper.write(partial(self._written, made))
+        (self._writer,) = made
+        if self.ended_at is not None:
+            self.end()
+            return ""
+        for shard, where in self._lies.items():
+            self._writer.lies(shard, where)
+        for shard in self._came:
+            self._writer.mark(shard)
+        self._keeper.expose([self._writer.segment.id, *self._ids])
+        return self._writer.segment.id
+
+    def _written(self, made: list[ArrivalWriter]) -> Segment:
+        made.append(ArrivalWriter(self._layout, self._ids))
+        return made[-1].segment
+
+
+class Arrivals:
+    """Announces the versions that come in.
+
+    Args:
+        keeper: Publishes what readers look at.
+
+    Attributes:
+        listener: Told of each; it may read, or not.
+    """
+
+    def __init__(self, keeper: SegmentKeeper) -> None:
+        self._keeper = keeper
+        self.listener: Callable[[Arriving], None] = lambda _: None
+
+    def announce(
+        self, record: VersionRecord, layout: Layout, segments: Sequence[Segment]
+    ) -> Arriving:
+        """Tell that the shards of a version will come into these segments; `end` must follow."""
+        arriving = Arriving(record, layout, segments, self._keeper)
+        self.listener(arriving)
+        return arriving

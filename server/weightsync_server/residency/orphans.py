@@ -1,0 +1,128 @@
+"""Versions that will not be committed: those that an engine relies on stay until it has another."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.deltas import PushedDelta
+    from weightsync_server.model import ModelVersions
+
+__all__ = ["Orphans"]
+
+logger = logging.getLogger(__name__)
+
+
+class Orphans:
+    """Drops versions whose push failed, none from under an engine that serves or prepares it.
+
+    Args:
+        versions: The registry.
+        spawn: Runs what nobody waits for.
+    """
+
+    def __init__(
+        self, versions: ModelVersions, spawn: Callable[[Coroutine[Any, Any, None]], None]
+    ) -> None:
+        self._versions = versions
+        self._spawn = spawn
+
+    def use(self, record: VersionRecord) -> str:
+        """Tell why a version that is not committed must stay; empty: it need not."""
+        if self._versions.find(record.version) is not record:
+            return ""
+        if record.version == self._versions.live:
+            return "live; apply another version or roll back first"
+        if record.slot is not None and record.slot.leases:
+            return "staged for an apply; retry when that has ended"
+        return ""
+
+    async def drop(self, record: VersionRecord, *, keep: bool = False) -> None:
+        """Label a version as failed; forget it, its slot and what was stored of it when unused.
+
+        Nothing may write to its segments or its files any more.
+        """
+        # First of all, so that no apply begins to use it while the store is asked.
+        record.durability = pb.DURABILITY_FAILED
+        record.missing = None
+        if self.use(record):
+            logger.warning(
+                "version %d failed to commit and is %s", record.version, self.use(record)
+            )
+            self._versions.tell(record)
+        if not keep:
+            await self._discard(record)
+        if self._versions.find(record.version) is record:
+            record.orphaned = True
+            self.settle(record)
+        else:
+            self._versions.pool.release(record)
+
+    def settle(self, record: VersionRecord) -> None:
+        """Forget a failed version if nobody uses it any more."""
+        if not record.orphaned or self.use(record):
+            return
+        record.orphaned = False
+        self._versions.forget(record)
+        self._versions.pool.release(record)
+        if record.served:
+            # What an engine served under a number is never another content.
+            self._spawn(self._versions.scrub(record))
+        elif record.pinned or record.rejected_reason:
+            self._spawn(self._versions.unmark(record.version))
+
+    async def revive(
+        self,
+        record: VersionRecord,
+        manifest: Manifest,
+        *,
+        epoch: int,
+        trainer_verified: bool,
+        delta: PushedDelta | None = None,
+    ) -> None:
+        """Commit a failed version that is still live, its shards having been stored anew.
+
+        Raises:
+            WeightSyncError: VERSION_CONFLICT, VERSION_NOT_ABOVE, or as `ModelVersions.commit`.
+        """
+        ours = self._versions
+        if ours.find(record.version) is not record or record.manifest is None:
+            raise ours.not_above(record.version)
+        if record.manifest.manifest_digest != manifest.manifest_digest:
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {record.version} is live with content {record.content_digest}; push the "
+                "same content in the same shards, or push it as a higher version",
+                metadata={"content_digest": record.content_digest},
+            )
+        # While it is being committed nobody may drop it, live or not.
+        record.orphaned = False
+        record.durability = pb.DURABILITY_RECEIVING
+        record.epoch = epoch
+        try:
+            await ours.commit(
+                record, record.manifest, trainer_verified=trainer_verified, delta=delta
+            )
+        except BaseException:
+            await self.drop(record)
+            raise
+
+    async def _discard(self, record: VersionRecord) -> None:
+        known = self._versions.find(record.version)
+        if not record.version or (known is not None and known.commit is not None):
+            # Nothing was stored of a checkpoint without a number, nor of a repeated push.
+            return
+        try:
+            await self._versions.store.discard(record.model, record.version)
+        except (WeightSyncError, OSError) as error:
+            # The store removes uncommitted leftovers when it is opened.
+            logger.warning("leftovers of version %d stay for now: %s", record.version, error)

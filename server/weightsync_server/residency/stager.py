@@ -1,0 +1,235 @@
+"""Versions into slots and onto the segment socket, for whoever wants to read them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.staged_version import StagedVersion
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.os_errors import refusing
+from weightsync_server.residency.digests import ShardDigests
+from weightsync_server.residency.leases import SlotLease
+from weightsync_server.residency.loading import compare
+
+if TYPE_CHECKING:
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.slot import Slot
+
+__all__ = ["Stager"]
+
+_RESTORE = "restore the store from a copy, or delete the version and push its content anew"
+
+
+def _not_ours(record: VersionRecord, what: str, remedy: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.DATA_CORRUPT,
+        f"version {record.version} of model {record.model}: {what}; {remedy}",
+        metadata={"version": str(record.version)},
+    )
+
+
+def _until(deadline: float) -> float:
+    return deadline - asyncio.get_running_loop().time()
+
+
+class Stager:
+    """Reads versions from the store into slots and gives leases on them.
+
+    Args:
+        versions: The registry.
+    """
+
+    def __init__(self, versions: ModelVersions) -> None:
+        self._versions = versions
+        self._loading: dict[int, asyncio.Task[None]] = {}
+        #: Of those that wait for a slot, when the last who asked for it gives up.
+        self._queued: dict[int, float] = {}
+        self._documents = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Stop reading."""
+        for task in self._loading.values():
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    async def stage(
+        self, record: VersionRecord, timeout_s: float, *, for_engine: bool, durable: bool
+    ) -> SlotLease:
+        """Return a lease on a version that lies in a slot."""
+        self._refuse_incomplete(record, durable=durable)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
+        record.awaited += 1
+        try:
+            # Who else uses it may find damage before our turn: then it is read once more.
+            while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
+                await self._loaded(record, timeout_s, deadline)
+            slot = record.slot
+            slot.leases += 1
+        finally:
+            record.awaited -= 1
+            self._versions.pool.wake()
+        try:
+            document = await self._document(record, slot)
+        except BaseException:
+            self._left(slot)
+            raise
+        if for_engine:
+            self._versions.keeper.expose([document, *(s.id for s in slot.segments.values())])
+        return SlotLease(record, document, slot.ordered(), slot, lambda: self._left(slot))
+
+    def hand_over(self, record: VersionRecord, known: VersionRecord, manifest: Manifest) -> None:
+        """Pass a slot on or free it; see `ModelVersions.hand_over`."""
+        same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
+        # Whoever reads it already waits for a slot of its own: with this one it would hold two.
+        if same and known.slot is None and known.version not in self._loading:
+            record.place.pass_to(known)
+            self._versions.staged(known, manifest)
+        else:
+            self._versions.pool.release(record)
+
+    async def verify(self, lease: SlotLease, digests: ShardDigests | None) -> None:
+        """Look at digests of the segments; see `ModelVersions.verify_staged`."""
+        with refusing("verifying a staged version"):
+            await failpoints.reach("stage.verify")
+        record = lease.record
+        self._refuse_failed(record)
+        manifest = await self._versions.manifest(record)
+        digests = digests or ShardDigests(lease, manifest, self._versions.fetchers)
+        try:
+            found = await digests.all()
+            compare(manifest, found, "in shared memory")
+        except WeightSyncError as error:
+            if error.reason not in _DAMAGE:
+                raise
+            self._damaged(record, lease.slot)
+            remedy = (
+                "it is read from the store again"
+                if self._versions.store.durable and record.commit is not None
+                else "push it again"
+            )
+            raise _not_ours(record, error.message, remedy) from error
+        self._refuse_failed(record)
+
+    def _refuse_failed(self, record: VersionRecord) -> None:
+        if record.orphaned and record.version != self._versions.live:
+            raise WeightSyncError(
+                Reason.PUSH_ABORTED,
+                f"the push of version {record.version} ended without a commit; push it again",
+                metadata={"version": str(record.version)},
+            )
+
+    def _refuse_incomplete(self, record: VersionRecord, *, durable: bool) -> None:
+        if record.durability == pb.DURABILITY_COMMITTED:
+            return
+        staged = record.slot is not None and record.residency == pb.RESIDENCY_STAGED
+        coming = record.durability == pb.DURABILITY_RECEIVING
+        # Somebody asked for the live one already.
+        if staged and (record.version == self._versions.live or (coming and not durable)):
+            return
+        missing = record.missing_text()
+        waived = ", or set require_durable to false" if staged and coming else ""
+        raise WeightSyncError(
+            Reason.PUSH_INCOMPLETE,
+            f"version {record.version} of model {record.model} is not committed"
+            f"{': missing ' + missing if missing else ''}; commit its push first{waived}",
+            metadata={"version": str(record.version)},
+        )
+
+    async def _loaded(self, record: VersionRecord, timeout_s: float, deadline: float) -> None:
+        version = record.version
+        task = self._loading.get(version)
+        if task is None:
+            # Owned by nobody who waits: a caller that gives up leaves a version that is staged.
+            self._queued[version] = deadline
+            task = self._loading[version] = asyncio.create_task(self._load(record))
+            task.add_done_callback(partial(self._ended, version))
+        elif version in self._queued:
+            self._queued[version] = max(self._queued[version], deadline)
+        done, _ = await asyncio.wait([task], timeout=max(0.0, _until(deadline)))
+        if done:
+            task.result()
+        elif version in self._queued:
+            # Whoever waits longer goes on waiting.
+            raise self._versions.pool.none_free(timeout_s)
+        else:
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"version {version} is still being read from the store; retry",
+                retry_after_s=1.0,
+            )
+
+    def _ended(self, version: int, task: asyncio.Task[None]) -> None:
+        self._loading.pop(version, None)
+        self._queued.pop(version, None)
+        if not task.cancelled():
+            # Retrieved: whoever waited may be gone.
+            task.exception()
+
+    async def _load(self, record: VersionRecord) -> None:
+        with refusing(f"reading version {record.version} from the store"):
+            await failpoints.reach("stage.load")
+        ours = self._versions
+        try:
+            ours.builder.check(record)
+        except WeightSyncError as error:
+            raise _not_ours(record, error.message, _RESTORE) from error
+        slot = await ours.pool.take(record, 0, lambda: _until(self._queued[record.version]))
+        del self._queued[record.version]
+        record.residency = pb.RESIDENCY_STAGING
+        ours.changed(record)
+        try:
+            manifest = await ours.manifest(record)
+            await ours.builder.build(slot, record, manifest)
+        except BaseException as error:
+            record.residency = pb.RESIDENCY_ABSENT
+            slot.spoil()
+            ours.pool.release(record)
+            ours.changed(record)
+            if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
+                raise _not_ours(record, error.message, _RESTORE) from error
+            raise
+        ours.staged(record, manifest)
+
+    def _damaged(self, record: VersionRecord, slot: Slot) -> None:
+        if record.slot is not slot:
+            return
+        if record.commit is None:
+            # Its push may be at work in the slot, and frees it when it fails to commit.
+            record.durability = pb.DURABILITY_FAILED
+            record.residency = pb.RESIDENCY_STAGING
+            self._versions.changed(record)
+            return
+        record.manifest = None
+        record.residency = pb.RESIDENCY_ABSENT
+        if not self._versions.store.durable:
+            # Its only copy is gone: no apply may choose it.
+            record.durability = pb.DURABILITY_FAILED
+        slot.spoil()
+        self._versions.pool.release(record)
+        self._versions.changed(record)
+
+    async def _document(self, record: VersionRecord, slot: Slot) -> str:
+        async with self._documents:
+            if slot.document is None:
+                manifest = await self._versions.manifest(record)
+                ids = tuple(segment.id for segment in slot.ordered())
+                staged = StagedVersion(manifest, ids)
+                slot.document = await self._versions.keeper.write(staged.to_segment)
+            return slot.document.id
+
+    def _left(self, slot: Slot) -> None:
+        slot.leases -= 1
+        if slot.record is not None:
+            self._versions.orphans.settle(slot.record)
+        self._versions.pool.wake()
+
+
+#: What a fetcher says about bytes that are not what they were.
+_DAMAGE = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID, Reason.LAYOUT_INVALID})

@@ -1,0 +1,118 @@
+"""Bytes of a version back out, shard by shard, from the slot they lie in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.digest import DIGEST_BYTES
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.rpc.requests import chosen, tensor_spec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.leases import SlotLease
+
+__all__ = ["pull"]
+
+_CHUNK = 1 << 20
+_MAX_CHUNK = 2 << 20
+#: Tensors per layout part and digests per message: well below 1 MiB even with the longest names.
+_PART = 800
+_LOAD_S = 600.0
+
+
+async def pull(
+    versions: ModelVersions, request: pb.PullWeightsRequest, deadline_s: float | None = None
+) -> AsyncIterator[pb.PullWeightsResponse]:
+    """Yield the version, then layout, bytes and digests of each shard.
+
+    The version stays in its slot until the last message is taken or the call ends.
+
+    Args:
+        versions: The registry.
+        request: The call.
+        deadline_s: Seconds left to it, if it has a deadline.
+
+    Raises:
+        WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version lies in
+            no slot and none is free.
+    """
+    record = chosen(versions, request.version)
+    size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
+    # A little less than the caller waits, so that it is told why.
+    longest = _LOAD_S if deadline_s is None else min(_LOAD_S, deadline_s * 0.95)
+    if record.commit is not None:
+        # Whoever waits for bytes is told that there is no place for them, not kept waiting.
+        versions.pool.check_room(record)
+    lease = await versions.stage(record.version, longest, for_engine=False)
+    try:
+        manifest = record.manifest
+        if manifest is None:
+            msg = "a staged version has a manifest"
+            raise AssertionError(msg)
+        shards = _wanted(request, manifest)
+        yield pb.PullWeightsResponse(version=record.to_info())
+        for shard in shards:
+            for part in _layout_parts(manifest, shard):
+                yield pb.PullWeightsResponse(layout=part)
+            for message in _chunks(lease, manifest, shard, request.offset, size):
+                yield message
+            for digests in _digests(manifest, shard):
+                yield pb.PullWeightsResponse(digests=digests)
+    finally:
+        lease.release()
+
+
+def _wanted(request: pb.PullWeightsRequest, manifest: Manifest) -> Sequence[int]:
+    count = len(manifest.layout.shards)
+    if not request.HasField("shard"):
+        if request.offset:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, "offset needs shard: name the shard to resume"
+            )
+        return range(count)
+    if request.shard >= count:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"shard {request.shard} does not exist; there are {count}"
+        )
+    return (request.shard,)
+
+
+def _layout_parts(manifest: Manifest, shard: int) -> Iterator[pb.LayoutPart]:
+    entry = manifest.layout.shards[shard]
+    tensors = manifest.layout.by_shard[shard]
+    for first in range(0, max(len(tensors), 1), _PART):
+        yield pb.LayoutPart(
+            shard=shard,
+            shard_name=entry.name,
+            size_bytes=entry.size,
+            header_bytes=entry.header_size,
+            tensors=[tensor_spec(tensor) for tensor in tensors[first : first + _PART]],
+            last=first + _PART >= len(tensors),
+        )
+
+
+def _chunks(
+    lease: SlotLease, manifest: Manifest, shard: int, offset: int, size: int
+) -> Iterator[pb.PullWeightsResponse]:
+    view = lease.segments[shard].view
+    end = manifest.layout.shards[shard].size
+    for start in range(offset, end, size):
+        message = pb.PullWeightsResponse()
+        message.chunk.shard, message.chunk.offset = shard, start
+        message.chunk.data = bytes(view[start : min(start + size, end)])
+        yield message
+
+
+def _digests(manifest: Manifest, shard: int) -> Iterator[pb.ShardDigests]:
+    first_of_shard = sum(len(group) for group in manifest.layout.by_shard[:shard])
+    count = len(manifest.layout.by_shard[shard])
+    per_message = (1 << 20) // DIGEST_BYTES // 2
+    for first in range(0, count, per_message):
+        start = first_of_shard + first
+        digests = manifest.digests[start : start + min(per_message, count - first)]
+        yield pb.ShardDigests(shard=shard, first=first, digests=b"".join(digests))

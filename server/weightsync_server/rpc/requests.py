@@ -1,0 +1,54 @@
+"""What requests name and how replies show it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync.model.manifest import Manifest, TensorEntry
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+
+__all__ = ["chosen", "tensor_page", "tensor_spec"]
+
+
+def chosen(versions: ModelVersions, version: int) -> VersionRecord:
+    """Return the version that a request names; 0 stands for the live one.
+
+    Raises:
+        WeightSyncError: VERSION_UNKNOWN.
+    """
+    if not version and not versions.live:
+        raise WeightSyncError(
+            Reason.VERSION_UNKNOWN,
+            f"model {versions.name} has no live version yet; name a version, or apply one first",
+        )
+    return versions.get(version or versions.live)
+
+
+def tensor_spec(tensor: TensorEntry) -> pb.TensorSpec:
+    """Return one tensor as layouts tell it."""
+    return pb.TensorSpec(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        begin=tensor.begin,
+        end=tensor.end,
+    )
+
+
+def tensor_page(manifest: Manifest, first: int, size: int) -> Sequence[pb.TensorInfo]:
+    """Return `size` tensors from position `first`, sorted by name; it looks at no others."""
+    tensors, digests = manifest.layout.tensors, manifest.digests
+    return [
+        pb.TensorInfo(
+            spec=tensor_spec(tensors[at]), shard=tensors[at].shard, digest=digests[at].hex()
+        )
+        # Sorted off the event loop when the manifest was made: its digests need the order.
+        for at in manifest.layout.by_name[first : first + size]
+    ]

@@ -1,0 +1,185 @@
+"""One method per RPC of `weightsync.v1.WeightSync`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.v1 import weightsync_pb2_grpc
+from weightsync_server.rpc.pull_stream import pull
+from weightsync_server.rpc.requests import chosen, tensor_page
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from weightsync_server.engine import Applier
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.push import Lender, Message, Pushes
+
+__all__ = ["WeightSyncServicer"]
+
+_MAX_VERSIONS = 1000
+_MAX_TENSORS = 5000
+
+
+class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
+    """Hands calls to the parts of the server that know.
+
+    Args:
+        versions: Versions of the one model.
+        pushes: Uploads.
+        applier: Applies.
+        status: Makes the answer of GetStatus.
+        lender: Makes the offers of the same-host hand-off; None: none are made.
+        endpoints: Tells by the peer of a call where it may open streams besides.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        pushes: Pushes,
+        applier: Applier,
+        status: Callable[[], pb.GetStatusResponse],
+        lender: Lender | None = None,
+        endpoints: Callable[[str], list[str]] = lambda _: [],
+    ) -> None:
+        self._versions = versions
+        self._pushes = pushes
+        self._applier = applier
+        self._status = status
+        self._lender = lender
+        self._endpoints = endpoints
+
+    async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
+        """Make the caller the writer."""
+        versions = self._model(request.model)
+        if len(request.holder.encode()) > 256:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, "holder has more than 256 bytes; shorten it"
+            )
+        return pb.AcquireEpochResponse(epoch=await versions.acquire_epoch(request.holder))
+
+    async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
+        """Open an upload."""
+        self._model(request.model)
+        response = await self._pushes.begin(request, context.time_remaining())
+        if self._lender is not None and request.HasField("same_host"):
+            self._lender.offer(response, context.peer())
+        response.data_endpoints.extend(self._endpoints(context.peer()))
+        return response
+
+    async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:
+        """Receive layout, bytes and digests."""
+        return await self._pushes.stream(request_iterator, context.time_remaining())
+
+    async def CommitPush(self, request: pb.CommitPushRequest, context: Any) -> Any:
+        """End an upload."""
+        return await self._pushes.commit(request)
+
+    async def AbortPush(self, request: pb.AbortPushRequest, context: Any) -> Any:
+        """Drop an upload."""
+        return await self._pushes.abort(request)
+
+    async def GetPush(self, request: pb.GetPushRequest, context: Any) -> Any:
+        """Tell how far an upload has come."""
+        return self._pushes.get(request)
+
+    async def ApplyVersion(self, request: pb.ApplyVersionRequest, context: Any) -> Any:
+        """Make a version live."""
+        self._model(request.model)
+        return await self._applier.apply(request)
+
+    async def Rollback(self, request: pb.RollbackRequest, context: Any) -> Any:
+        """Go back."""
+        self._model(request.model)
+        return await self._applier.rollback(request)
+
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> Any:
+        """List versions, newest first; the page token is the last version of the page before."""
+        below = _token(request.page_token)
+        size = min(request.page_size or _MAX_VERSIONS, _MAX_VERSIONS)
+        records = [
+            record
+            for record in self._model(request.model).list()
+            if below is None or record.version < below
+        ]
+        page = records[:size]
+        more = str(page[-1].version) if len(records) > size else ""
+        return pb.ListVersionsResponse(
+            versions=[record.to_info() for record in page], next_page_token=more
+        )
+
+    async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> Any:
+        """Tell about one version; the page token is the position of the next tensor."""
+        versions = self._model(request.model)
+        record = chosen(versions, request.version)
+        answer = pb.GetVersionResponse(version=record.to_info())
+        if request.page_size:
+            manifest = await versions.manifest(record)
+            first = _token(request.page_token) or 0
+            size = min(request.page_size, _MAX_TENSORS)
+            answer.tensors.extend(tensor_page(manifest, first, size))
+            if first + size < len(manifest.digests):
+                answer.next_page_token = str(first + size)
+        return answer
+
+    async def WatchVersions(
+        self, request: pb.WatchVersionsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        """Send the present state, then changes."""
+        async for change in self._model(request.model).watch():
+            yield pb.WatchVersionsResponse(
+                version=change.info,
+                revision=change.revision,
+                deleted=change.deleted,
+                initial=change.initial,
+            )
+
+    async def PinVersion(self, request: pb.PinVersionRequest, context: Any) -> Any:
+        """Pin or unpin."""
+        versions = self._model(request.model)
+        await versions.pin(request.version, request.pinned)
+        return pb.PinVersionResponse(version=versions.get(request.version).to_info())
+
+    async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Any) -> Any:
+        """Delete."""
+        await self._model(request.model).delete(request.version, force=request.force)
+        return pb.DeleteVersionResponse()
+
+    async def PullWeights(
+        self, request: pb.PullWeightsRequest, context: Any
+    ) -> AsyncIterator[pb.PullWeightsResponse]:
+        """Send bytes back out."""
+        versions, left = self._model(request.model), context.time_remaining()
+        async for message in pull(versions, request, left):
+            yield message
+
+    async def VerifyVersion(self, request: pb.VerifyVersionRequest, context: Any) -> Any:
+        """Prove what every rank serves."""
+        self._model(request.model)
+        return await self._applier.verify(request)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> Any:
+        """Tell the state of everything."""
+        if request.model:
+            self._model(request.model)
+        return self._status()
+
+    def _model(self, name: str) -> ModelVersions:
+        if name != self._versions.name:
+            raise WeightSyncError(
+                Reason.MODEL_UNKNOWN,
+                f"model {name!r} is not configured; this server has {self._versions.name!r}",
+            )
+        return self._versions
+
+
+def _token(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, "page_token is none of ours; use next_page_token of a reply"
+        )
+    return int(text)

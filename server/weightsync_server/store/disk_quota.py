@@ -1,0 +1,163 @@
+"""The room that versions may take in the store: promised in numbers before the first byte comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.os_errors import write_fault
+from weightsync_server.ops.tasks import in_thread
+
+if TYPE_CHECKING:
+    from weightsync_server.store.protocol import Store
+
+__all__ = ["DiskBudget", "DiskShare"]
+
+#: Room is freed in less, but for a disk that hangs; more would only put the refusal off.
+_WAIT_S = 10.0
+
+
+class DiskBudget:
+    """Counts what open pushes were promised; with the floor it never exceeds what is free.
+
+    Args:
+        store: Where versions are kept; asked how much is free.
+        floor_bytes: Free space that no push may use: journal and records live from it.
+        wait_s: Longest wait for room that is being freed, in seconds.
+    """
+
+    def __init__(self, store: Store, floor_bytes: int = 0, *, wait_s: float = _WAIT_S) -> None:
+        self.promised = 0
+        self.wait_s = wait_s
+        self._store = store
+        self._floor = floor_bytes
+        self._lock = asyncio.Lock()
+        self._freeing: set[asyncio.Future[Any]] = set()
+
+    def share(self) -> DiskShare:
+        """Return the share of one push, empty yet."""
+        return DiskShare(self, self._lock, asyncio.get_running_loop().create_future())
+
+    def frees(self, work: asyncio.Future[Any]) -> None:
+        """Take note of work that gives room back before it ends: who lacks room waits for it."""
+        self._freeing.add(work)
+        work.add_done_callback(self._freeing.discard)
+
+    @property
+    def freeing(self) -> set[asyncio.Future[Any]]:
+        """The work under way that gives room back."""
+        return {work for work in self._freeing if not work.done()}
+
+    async def reserve(self, size: int) -> None:
+        """Promise `size` bytes more. What is being written counts twice for a moment.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED with the numbers; nothing is promised.
+        """
+        try:
+            free = await in_thread(self._store.free_bytes)
+        except OSError as error:
+            raise write_fault(error, "asking for the free space of the store") from error
+        left = max(0, free - self.promised - self._floor)
+        if size > left:
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"{size} bytes of the store are needed, {left} can be had: {free} are free, "
+                f"{self.promised} promised to open pushes and {self._floor} kept free; free space "
+                "in the store, delete versions, or lower disk_floor_bytes",
+                metadata={
+                    "needed_bytes": str(size),
+                    "free_bytes": str(free),
+                    "promised_bytes": str(self.promised),
+                    "floor_bytes": str(self._floor),
+                },
+            )
+        self.promised += size
+
+    def release(self, size: int) -> None:
+        """Take back a promise of `size` bytes: they are written, or never will be."""
+        self.promised -= size
+
+
+class DiskShare:
+    """What one push was promised, less what it has written; `close` gives the rest back."""
+
+    def __init__(
+        self, budget: DiskBudget, lock: asyncio.Lock, ended: asyncio.Future[WeightSyncError]
+    ) -> None:
+        self._budget = budget
+        self._lock = lock
+        self._total = 0
+        self._written = 0
+        self._closed = False
+        self._ended = ended
+
+    def beside(self) -> DiskShare:
+        """Return one more share of the same push, empty yet; the push fails for both."""
+        return DiskShare(self._budget, self._lock, self._ended)
+
+    async def promise(self, total: int) -> None:
+        """Make sure that `total` bytes, all of the push so far, have room.
+
+        Where they have none it waits a while for room that is being freed, if any is.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; what was promised before still is. Or why the push
+                has failed meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._budget.wait_s
+        while True:
+            # Before the store is asked: what is freed while it answers may not be in its answer.
+            freeing = self._budget.freeing
+            try:
+                await self._promise(total)
+            except WeightSyncError as error:
+                left = deadline - loop.time()
+                if error.reason is not Reason.DISK_EXHAUSTED or not freeing or left <= 0:
+                    raise
+            else:
+                break
+            # Without the lock: whom we wait for may be about to ask for room itself.
+            either = {*freeing, self._ended}
+            await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            raise self._ended.result()
+
+    async def _promise(self, total: int) -> None:
+        async with self._lock:
+            more = total - self._total
+            if more <= 0 or self._ended.done():
+                return
+            await self._budget.reserve(more)
+            if self._closed:
+                # The push ended meanwhile.
+                self._budget.release(more)
+            else:
+                self._total = total
+
+    def covers(self, total: int) -> bool:
+        """Return whether so much was promised already."""
+        return total <= self._total
+
+    def wrote(self, size: int) -> None:
+        """Take note that `size` promised bytes now are on the disk."""
+        if not self._closed:
+            # A shard whose proof failed is written again.
+            size = min(size, self._total - self._written)
+            self._written += size
+            self._budget.release(size)
+
+    def end(self, error: WeightSyncError, closing: asyncio.Future[Any]) -> None:
+        """Take note that the push failed: it waits for no room, and frees its own in `closing`."""
+        if not self._ended.done():
+            # Or it would wait for its own end.
+            self._ended.set_result(error)
+        self._budget.frees(closing)
+
+    def close(self) -> None:
+        """Give back what was promised and not written."""
+        if not self._closed:
+            self._closed = True
+            self._budget.release(self._total - self._written)

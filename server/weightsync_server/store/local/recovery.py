@@ -1,0 +1,186 @@
+"""What a local store does when it is opened: leave only whole versions."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from weightsync import clock, failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import MAX_VERSION
+from weightsync_server.ops import durable_files
+from weightsync_server.store.documents import TEMPORARY, read_document, write_document
+from weightsync_server.store.local.open_pushes import is_foreign, read_push
+from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
+from weightsync_server.store.protocol import CommitRecord, check_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["MARKER", "recover"]
+
+logger = logging.getLogger(__name__)
+
+#: Without it nothing in a directory is ever removed: it may be somebody's own.
+MARKER = "weightsync-store.json"
+
+#: Seconds without a write after which another server's open push is nobody's: that server, or its
+#: state, is gone. One that lives drops an idle push much sooner.
+_ABANDONED_S = 86_400.0
+
+_VERSION = re.compile(r"v([1-9][0-9]{0,15})")
+
+
+def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]]:
+    """Make or check the store at `root`; leftovers are removed.
+
+    Args:
+        root: The directory.
+        server: Identity of the server. Another one's open pushes stay while they are touched.
+
+    Returns:
+        Its whole versions, and a sentence for each that has a record and is not whole.
+
+    Raises:
+        OSError: The directory cannot be used. Nothing is put aside for that: it may pass.
+        WeightSyncError: REQUEST_INVALID when it is not a store of ours and not empty.
+    """
+    _claim(root)
+    records: list[CommitRecord] = []
+    lost: list[str] = []
+    for model in sorted(root.iterdir()):
+        if not _is_plain_directory(model) or not _is_model(model.name):
+            continue
+        found = []
+        for entry in model.iterdir():
+            if _is_plain_directory(entry):
+                try:
+                    found += _recover_version(entry, server)
+                except _LostError as error:
+                    lost.append(str(error))
+            elif entry.name.endswith(TEMPORARY):
+                durable_files.unlink(entry)
+        records += _based(model, sorted(found, key=lambda record: record.version), lost)
+    return records, lost
+
+
+def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[CommitRecord]:
+    """Return the versions that can be read; a delta without its base is put aside."""
+    good: dict[int, CommitRecord] = {}
+    # A base was there before what is based on it, and so has the lower number.
+    for record in records:
+        base = good.get(record.base_version)
+        if record.base_version and (
+            base is None
+            or (base.content_digest, base.layout_digest)
+            != (record.base_content_digest, record.layout_digest)
+        ):
+            why = f"its base, version {record.base_version}, is not there or another one"
+            lost.append(str(_put_aside(model / f"v{record.version}", why)))
+        else:
+            good[record.version] = record
+    return list(good.values())
+
+
+def _claim(root: Path) -> None:
+    if not root.exists():
+        root.mkdir(mode=0o750, parents=True, exist_ok=True)
+        durable_files.flush_directory(root.parent)
+    try:
+        known = read_document(root / MARKER).get("format")
+    except FileNotFoundError:
+        _refuse_foreign(root)
+        write_document(root / MARKER, {"format": 1})
+        known = 1
+    except ValueError:
+        known = None
+    if known != 1:
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"{root / MARKER} has format {known!r}: it is damaged, or of a newer release of this "
+            "server; use that release",
+        )
+
+
+def _refuse_foreign(root: Path) -> None:
+    for entry in root.iterdir():
+        if entry.name.startswith(MARKER):  # left by a crash while it was written
+            durable_files.unlink(entry)
+        elif entry.name != "lost+found":
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{root} is no WeightSync store and not empty (it holds {entry.name!r}); name an "
+                "empty or new directory",
+            )
+
+
+def _is_plain_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_model(name: str) -> bool:
+    try:
+        check_model(name)
+    except WeightSyncError:
+        return False
+    return True
+
+
+class _LostError(Exception):
+    """A version that was committed is not whole."""
+
+
+def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
+    match = _VERSION.fullmatch(directory.name)
+    if match is None or int(match[1]) > MAX_VERSION:
+        return []
+    failpoints.hit("store.recover")
+    try:
+        commit = read_document(directory / COMMIT)
+    except FileNotFoundError:
+        push = read_push(directory)
+        if push is None or (is_foreign(push, server) and _untouched_s(directory) > _ABANDONED_S):
+            logger.info("removing %s: it was never committed", directory)
+            shutil.rmtree(directory)
+        return []
+    except ValueError as error:
+        raise _put_aside(directory, f"the commit record: {error}") from error
+    try:
+        named = lengths(commit)
+        record = _whole(directory, commit, int(match[1]), named)
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise _put_aside(directory, str(error)) from error
+    remove_unnamed(directory, named, partial=True)
+    return [record]
+
+
+def _untouched_s(directory: Path) -> float:
+    """Return how long ago anything of a push was written, in seconds."""
+    return clock.wall() - max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+
+
+def _whole(
+    directory: Path, commit: dict[str, Any], version: int, named: dict[str, int]
+) -> CommitRecord:
+    record = CommitRecord.from_json(commit["record"])
+    if (record.model, record.version) != (directory.parent.name, version):
+        raise ValueError(f"the commit record is of version {record.version} of {record.model}")
+    for name, length in named.items():
+        found = (directory / name).lstat().st_size
+        if found != length:
+            raise ValueError(f"{name} has {found} bytes and should have {length}")
+    return record
+
+
+def _put_aside(directory: Path, why: str) -> _LostError:
+    aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
+    try:
+        durable_files.rename(directory, aside)
+    except OSError as error:
+        logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
+    else:
+        logger.error("version %s is damaged (%s): moved to %s", directory, why, aside)
+    return _LostError(f"{directory.parent.name}/{directory.name} is damaged ({why})")

@@ -1,0 +1,3 @@
+"""Processes that the server starts, and what they do."""
+
+from __future__ import annotations

@@ -1,0 +1,175 @@
+"""The fetcher pool: keeps N fetcher processes alive and gives them work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.os_errors import write_fault
+from weightsync_server.workers.fetch.fetch_api import Asking
+from weightsync_server.workers.fetch.task_queue import Task, TaskQueue
+from weightsync_server.workers.runtime.child_process import Program, Unsent
+from weightsync_server.workers.runtime.process_pool import Crew
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from weightsync.shm.segments import Segment
+    from weightsync_server.workers.runtime.child_process import ChildProcess
+
+__all__ = ["FetcherPool"]
+
+#: Fetchers that a task may cost before it is given up.
+_MAX_ATTEMPTS = 3
+_PROGRAM = Program("fetcher", "weightsync_server.workers.fetch.fetch_main")
+
+
+class FetcherPool(Crew, Asking):
+    """Keeps `count` processes that digest, write, read and change shards.
+
+    A task either has its whole effect or raises; once its method has returned or raised, also by
+    cancellation, no fetcher touches the segment or the file for it any more. A fetcher that dies
+    is replaced and its task tried again. Every method belongs to the event loop's thread.
+
+    Args:
+        count: Processes; each digests one shard and reads or writes one file at a time.
+        ready_timeout_s: Deadline of a process's start and of its signs of life, in seconds.
+        on_restart: Called whenever a process has been lost.
+        task_timeout_s: Seconds that any task may take,
+        min_bytes_per_s: and per second of more, the bytes that it must move.
+        heartbeat_s: Seconds between two signs of life.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        ready_timeout_s: float = 30.0,
+        on_restart: Callable[[], None] = lambda: None,
+        task_timeout_s: float = 60.0,
+        min_bytes_per_s: float = 10e6,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        if count < 1:
+            raise WeightSyncError(Reason.REQUEST_INVALID, f"{count} fetchers; use at least 1")
+        super().__init__(_PROGRAM, count, ready_timeout_s=ready_timeout_s, heartbeat_s=heartbeat_s)
+        self._on_restart = on_restart
+        self._task_timeout_s = task_timeout_s
+        self._min_bytes_per_s = min_bytes_per_s
+        # Apart, so that a slow disk never holds up a digest.
+        self._digests = TaskQueue()
+        self._files = TaskQueue()
+        self._unfinished: dict[ChildProcess, list[tuple[TaskQueue, Task]]] = {}
+
+    async def _stop(self) -> None:
+        await super()._stop()
+        # Tasks that are not done.
+        self._fail_all(_shutting_down)
+
+    def warm(self) -> None:
+        """Have every process get ready for deltas, so that the first one is not slow."""
+        for member in self._members.values():
+            member.warm()
+
+    @property
+    def _sharing(self) -> int:
+        return 1 if self._digests.backlog else len(self._members)
+
+    def _compute(
+        self, op: str, segment: Segment, size: int, **facts: Any
+    ) -> Coroutine[Any, Any, bytes]:
+        return self._work(self._digests, op, segment, size, **facts)
+
+    async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        return await self._work(self._files, op, segment, size, **facts)
+
+    def _work(
+        self, queue: TaskQueue, op: str, segment: Segment, size: int, **facts: Any
+    ) -> Coroutine[Any, Any, bytes]:
+        # Queued before anybody awaits it: who asks next sees it.
+        if not self._running:
+            raise _shutting_down()
+        if not 0 <= size <= segment.capacity:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"{size} bytes in a segment of {segment.capacity}"
+            )
+        timeout_s = self._task_timeout_s + size / self._min_bytes_per_s
+        task = Task(op, segment, size, timeout_s, **facts)
+        queue.put_nowait(task)
+        return task.outcome()
+
+    def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
+        return [self._lane(process, queue) for queue in (self._digests, self._files)]
+
+    async def _left(self, process: ChildProcess) -> None:
+        """Try again what the process had not finished."""
+        for queue, task in self._unfinished.pop(process, []):
+            await self._try_again(queue, task)
+
+    def _lost(self) -> None:
+        self._on_restart()
+
+    def _hopeless(self, error: WeightSyncError) -> None:
+        refused = error.message
+        self._fail_all(lambda: WeightSyncError(Reason.FETCHER_FAILED, refused))
+
+    async def _lane(self, process: ChildProcess, queue: TaskQueue) -> None:
+        while True:
+            task = await queue.get()
+            if task.result.done():
+                continue
+            task.running = True
+            try:
+                with task.lend_fds() as fds:
+                    answer = await process.call(task.document, fds, task.timeout_s, task.cancelled)
+            except OSError as error:
+                task.fail(write_fault(error, "handing a segment to a fetcher"))
+            except Unsent:
+                # No attempt, and nothing to clear away.
+                task.running = False
+                queue.put_nowait(task)
+                raise
+            except BaseException:
+                self._unfinished.setdefault(process, []).append((queue, task))
+                raise
+            else:
+                task.answer(*answer)
+
+    async def _try_again(self, queue: TaskQueue, task: Task) -> None:
+        temporary = task.document.get("temporary")
+        if temporary is not None:
+            await asyncio.to_thread(_remove, temporary)
+        task.attempts += 1
+        task.running = False
+        if task.cancelled.is_set():
+            task.result.cancel()
+        elif not self._running:
+            task.fail(_shutting_down())
+        elif task.attempts >= _MAX_ATTEMPTS or not task.again:
+            what = f"{task.document['op']} of {task.document['size']} bytes"
+            task.fail(
+                WeightSyncError(
+                    Reason.FETCHER_FAILED,
+                    f"{what} cost {task.attempts} fetcher processes; see the server's log",
+                )
+            )
+        else:
+            queue.put_nowait(task)
+
+    def _fail_all(self, error: Callable[[], BaseException]) -> None:
+        self._digests.fail_all(error)
+        self._files.fail_all(error)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(path).unlink()
+
+
+def _shutting_down() -> WeightSyncError:
+    return WeightSyncError(
+        Reason.SHUTTING_DOWN, "the fetchers are not running; retry when the server is back"
+    )

@@ -1,0 +1,188 @@
+"""What a collector does with a segment: fill it from the memory of a trainer's GPU.
+
+Its mappings are registered with CUDA once and stay so while the segments are reused: for memory
+that a trainer writes to itself that cannot be, because a mapping is a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.gpu.ipc import DeviceError, device_of
+from weightsync_server.workers.fetch.shard_tasks import BrokenError, look
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from weightsync.gpu.ipc import Device, Stream
+
+__all__ = ["Opened", "Order", "Piece", "Registered", "collect", "read_order"]
+
+#: Bytes between two looks at whether the server still wants the result.
+_STEP = 64 << 20
+
+#: Number of the handle, offset in what it opens, offset in the segment, size; in bytes.
+Piece = tuple[int, int, int, int]
+
+
+class Order(NamedTuple):
+    """What is to be copied.
+
+    Attributes:
+        trainer: Names whose memory it is.
+        uuid: Of the device.
+        handles: Open the allocations.
+        pieces: What goes where.
+    """
+
+    trainer: str
+    uuid: bytes
+    handles: Sequence[bytes]
+    pieces: Sequence[Piece]
+
+
+def read_order(fd: int) -> Order:
+    """Return what `Asking.collect` has noted in a file."""
+    told = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    handles = [bytes.fromhex(handle) for handle in told["handles"]]
+    return Order(told["trainer"], bytes.fromhex(told["device"]), handles, told["pieces"])
+
+
+class Registered:
+    """Mappings that a device may write to, until they are unmapped. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._devices: dict[int, Device] = {}
+
+    def add(self, device: Device, view: memoryview) -> None:
+        """Register a whole mapping, once.
+
+        Raises:
+            DeviceError: CUDA refused.
+        """
+        if id(view.obj) not in self._devices:
+            device.register(view)
+            self._devices[id(view.obj)] = device
+
+    def drop(self, view: memoryview) -> None:
+        """Let go of a mapping that is about to be unmapped."""
+        device = self._devices.pop(id(view.obj), None)
+        if device is not None:
+            with contextlib.suppress(DeviceError):
+                device.unregister(view)
+
+
+class Opened:
+    """Allocations of other processes, open while anything of the same trainer is copied.
+
+    To close one waits for every copy under way on its device, so that closing each shard's kept the
+    bus idle for a tenth of a push. Once all copies for a trainer have ended none of its allocations
+    is open, and it may free them. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loans: dict[str, _Loan] = {}
+
+    @contextlib.contextmanager
+    def of(self, trainer: str) -> Iterator[_Loan]:
+        """Lend what opens allocations of a trainer, for one copy."""
+        with self._lock:
+            loan = self._loans.setdefault(trainer, _Loan())
+            loan.users += 1
+        try:
+            yield loan
+        finally:
+            with self._lock:
+                loan.users -= 1
+                last = not loan.users
+                if last:
+                    del self._loans[trainer]
+            if last:
+                loan.close()
+
+
+class _Loan:
+    def __init__(self) -> None:
+        self.users = 0
+        self._lock = threading.Lock()
+        self._open = contextlib.ExitStack()
+        self._places: dict[tuple[Device, bytes], tuple[int, int]] = {}
+
+    def open(self, device: Device, handle: bytes) -> tuple[int, int]:
+        """Return address and size of what a handle opens.
+
+        Raises:
+            DeviceError: It opens nothing here.
+        """
+        with self._lock:
+            place = self._places.get((device, handle))
+            if place is None:
+                place = self._open.enter_context(device.opened(handle))
+                self._places[device, handle] = place
+            return place
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def collect(
+    view: memoryview, order: Order, registered: Registered, opened: Opened, stop: threading.Event
+) -> None:
+    """Fill parts of a segment from allocations of another process on a GPU.
+
+    Args:
+        view: The whole mapping of the segment.
+        order: What goes where.
+        registered: Keeps the mapping known to the device.
+        opened: Keeps what was opened for other copies of the same trainer.
+        stop: Set when the server no longer wants it.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED where the memory cannot be reached from here; REQUEST_INVALID
+            for a piece that lies outside of it.
+        BrokenError: The device failed.
+        Cancelled: The server no longer wants it.
+    """
+    with opened.of(order.trainer) as loan:
+        try:
+            device = device_of(order.uuid)
+            registered.add(device, view)
+            places = [loan.open(device, handle) for handle in order.handles]
+        except DeviceError as error:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"
+            ) from error
+        _check(order.pieces, [size for _, size in places], view.nbytes)
+        try:
+            with device.stream() as stream:
+                for number, offset, at, size in order.pieces:
+                    _copy(stream, view[at : at + size], places[number][0] + offset, stop)
+        except DeviceError as error:
+            raise BrokenError(
+                Reason.FETCHER_FAILED, f"copying from the trainer's GPU failed: {error}; push again"
+            ) from error
+
+
+def _check(pieces: Sequence[Piece], sizes: Sequence[int], room: int) -> None:
+    for number, offset, at, size in pieces:
+        if offset + size > sizes[number] or at + size > room:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{size} bytes from {offset} on are not within the {sizes[number]} bytes that the "
+                "trainer told of; push again",
+            )
+
+
+def _copy(stream: Stream, view: memoryview, source: int, stop: threading.Event) -> None:
+    for at in range(0, len(view), _STEP):
+        look(stop)
+        piece = view[at : at + _STEP]
+        stream.copy(piece, source + at)
+        if len(view) > _STEP:
+            stream.wait()

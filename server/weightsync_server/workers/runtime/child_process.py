@@ -1,0 +1,301 @@
+"""One child as the server sees it: started, asked, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import in_thread
+from weightsync_server.workers.runtime import frames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor
+
+__all__ = ["ChildProcess", "Gone", "Program", "Unsent"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a child gets to end after SIGTERM, and the kernel after SIGKILL.
+_TERM_S = 2.0
+_KILL_S = 5.0
+
+_Answer = tuple[dict[str, Any], bytes]
+
+
+class Gone(Exception):  # noqa: N818 - the caller retries
+    """The process died or was killed because it answered too late; the task may be retried."""
+
+
+class Unsent(Gone):
+    """The process was gone before it was asked: it has seen nothing of the task."""
+
+
+class Program(NamedTuple):
+    """What runs in a child.
+
+    Attributes:
+        name: What it is called, such as "fetcher".
+        module: Its module, which is run with the number of its descriptor.
+    """
+
+    name: str
+    module: str
+
+
+def _spawn(program: Program, fd: int, spawned: list[subprocess.Popen[bytes]]) -> None:
+    command = [sys.executable, "-m", program.module, str(fd)]
+    spawned.append(
+        subprocess.Popen(
+            command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    )
+
+
+async def _spawned(
+    program: Program, executor: Executor
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise _failed(program, f"could not be started: {error}") from error
+    ours.setblocking(False)
+    spawned: list[subprocess.Popen[bytes]] = []
+    try:
+        await in_thread(_spawn, program, theirs.fileno(), spawned, executor=executor)
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: there is no thread to start it in.
+        ours.close()
+        raise _failed(program, f"could not be started: {error}") from error
+    except BaseException:
+        ours.close()
+        for process in spawned:
+            await in_thread(_reap, process, executor=executor)
+        raise
+    finally:
+        theirs.close()
+    return spawned[0], ours
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """End the process: TERM, then KILL. Blocks for seconds, so it runs in a thread."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_TERM_S)
+        return
+    process.kill()
+    try:
+        process.wait(_KILL_S)
+    except subprocess.TimeoutExpired:
+        # It hangs in the kernel (a dead network disk); subprocess reaps it when it can.
+        logger.exception("process %d does not die of SIGKILL", process.pid)
+
+
+class ChildProcess:
+    """A running child. Every method belongs to the event loop's thread.
+
+    Attributes:
+        dead: Set once the process answers no more.
+        told: What it said when it was ready.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        on_notice: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.dead = asyncio.Event()
+        self.told: dict[str, Any] = {}
+        self._on_notice = on_notice
+        self._name = program.name
+        self._process = process
+        self._sock = sock
+        self._writer: asyncio.StreamWriter | None = None
+        self._ids = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[_Answer]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @classmethod
+    async def start(
+        cls,
+        program: Program,
+        executor: Executor,
+        ready_timeout_s: float,
+        facts: Mapping[str, Any],
+        on_notice: Callable[[dict[str, Any]], None],
+    ) -> ChildProcess:
+        """Return a child that is ready; a failed start leaves nothing behind.
+
+        Args:
+            program: What to run.
+            executor: Threads that outlive the process: the kernel kills it with the thread that
+                started it (PR_SET_PDEATHSIG).
+            ready_timeout_s: Deadline of the handshake in seconds.
+            facts: What it needs to know to begin.
+            on_notice: Called with what it says without being asked; raises ValueError when that
+                is nonsense, and the child is killed.
+
+        Raises:
+            WeightSyncError: FETCHER_FAILED, or what the child told that it lacks.
+        """
+        process, sock = await _spawned(program, executor)
+        self = cls(program, process, sock, on_notice)
+        try:
+            async with asyncio.timeout(ready_timeout_s):
+                await self._greet(facts)
+        except BaseException as error:
+            await self.close(executor)
+            if isinstance(error, (OSError, EOFError, ValueError, KeyError)):
+                what = f"was not ready within {ready_timeout_s:g} s: {error!r}"
+                raise _failed(program, what) from error
+            raise
+        return self
+
+    async def call(
+        self,
+        document: dict[str, Any],
+        fds: Sequence[int],
+        timeout_s: float,
+        cancelled: asyncio.Event | None = None,
+    ) -> _Answer:
+        """Ask and wait for the answer; a child that misses the deadline is killed.
+
+        Args:
+            document: The task; an `id` is added.
+            fds: Descriptors to send along; the caller closes its own.
+            timeout_s: Deadline in seconds.
+            cancelled: Once set, the child is asked to stop; its answer is still waited for, so
+                that afterwards it touches neither segment nor file.
+
+        Raises:
+            Gone: There will be no answer. Unsent, where it was not even asked.
+        """
+        task = next(self._ids)
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._pending[task] = answer
+        watch = asyncio.create_task(cancelled.wait()) if cancelled is not None else None
+        try:
+            self._send({**document, "id": task, "fds": len(fds)}, fds)
+            async with asyncio.timeout(timeout_s):
+                if watch is not None:
+                    either: list[asyncio.Future[Any]] = [answer, watch]
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if not answer.done():
+                        self._cancel(task)
+                return await answer
+        except TimeoutError as error:
+            logger.warning(
+                "%s %d missed a deadline of %.1f s: killed", self._name, self.pid, timeout_s
+            )
+            self.kill()
+            raise Gone from error
+        finally:
+            del self._pending[task]
+            if watch is not None:
+                watch.cancel()
+
+    def _cancel(self, task: int) -> None:
+        try:
+            self._send({"op": "cancel", "task": task})
+        except Unsent as error:
+            # This message; the task itself it has seen.
+            raise Gone from error
+
+    async def watch(self) -> None:
+        """Wait until the process answers no more.
+
+        Raises:
+            Gone: It does not.
+        """
+        await self.dead.wait()
+        raise Gone
+
+    def kill(self) -> None:
+        """End it at once; who waits for it gets `Gone`."""
+        self._process.kill()
+        self._end()
+
+    async def close(self, executor: Executor) -> None:
+        """End it, TERM then KILL, and wait until the kernel has forgotten it."""
+        self._end()
+        try:
+            await in_thread(_reap, self._process, executor=executor)
+        finally:
+            if self._reading is not None:
+                self._reading.cancel()
+            await frames.hang_up(self._writer, self._sock)
+
+    async def _greet(self, facts: Mapping[str, Any]) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)
+        hello, _ = await frames.read(reader)
+        if hello["protocol"] != frames.PROTOCOL:
+            msg = f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}"
+            raise ValueError(msg)
+        self._send({"op": "start", "parent": os.getpid(), **facts})
+        self.told, _ = await frames.read(reader)
+        if "error" in self.told:
+            raise WeightSyncError(Reason(self.told["reason"]), self.told["error"])
+        self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}-{self.pid}")
+
+    def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        # Past the transport, which cannot send descriptors and never writes by itself. At most
+        # one small message per lane is under way, so a full socket means a stuck child.
+        if self.dead.is_set() or self._sock.fileno() < 0:
+            raise Unsent
+        data = frames.encode(document)
+        try:
+            sent = socket.send_fds(self._sock, [data], list(fds))
+        except (BlockingIOError, ConnectionError):
+            sent = 0
+        if sent != len(data):
+            self.kill()
+            raise Gone if sent else Unsent
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                document, blob = await frames.read(reader)
+                if "id" not in document:
+                    self._on_notice(document)
+                    continue
+                future = self._pending.get(document["id"])
+                if future is not None and not future.done():
+                    future.set_result((document, blob))
+        except (OSError, EOFError):
+            if not self.dead.is_set():
+                logger.warning("%s %d is gone", self._name, self.pid)
+        except (ValueError, KeyError):
+            logger.exception("%s %d sent what cannot be understood: killed", self._name, self.pid)
+            self._process.kill()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.dead.set()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(Gone())
+                future.exception()  # retrieved here: its waiter may have been cancelled
+
+
+def _failed(program: Program, what: str) -> WeightSyncError:
+    article = "an" if program.name[0] in "aeiou" else "a"
+    return WeightSyncError(
+        Reason.FETCHER_FAILED,
+        f"{article} {program.name} process {what}; see the server's log, then retry",
+    )

@@ -1,0 +1,230 @@
+"""A crew: so many children of one program, each in a place of its own, replaced when lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import to_end
+from weightsync_server.workers.runtime.child_process import ChildProcess, Gone
+from weightsync_server.workers.runtime.heartbeat import Tending
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping, Sequence
+
+    from weightsync_server.workers.runtime.child_process import Program
+
+__all__ = ["Crew"]
+
+logger = logging.getLogger(__name__)
+
+#: Starts in a row that may fail before it is told that there is no hope; tries go on.
+_MAX_FAILED_STARTS = 3
+_MAX_BACKOFF_S = 5.0
+#: A life that is shorter says no more for the next one than a failed start does.
+_SHORT_LIFE_S = 1.0
+
+
+class Crew:
+    """Keeps `count` children running; a silent one is killed, a lost one is replaced.
+
+    What a child does for the server is said by who derives from this. Every method belongs to the
+    event loop's thread.
+
+    Args:
+        program: What each runs.
+        count: How many.
+        ready_timeout_s: Deadline of a start and of a sign of life, in seconds.
+        heartbeat_s: Seconds between two signs of life.
+    """
+
+    def __init__(
+        self, program: Program, count: int, *, ready_timeout_s: float, heartbeat_s: float
+    ) -> None:
+        self._program = program
+        self._count = count
+        self._ready_timeout_s = ready_timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._members: dict[ChildProcess, Tending] = {}
+        self._places: list[asyncio.Task[None]] = []
+        self._executor: ThreadPoolExecutor | None = None
+
+    # Of who derives from this.
+
+    def _facts(self, place: int) -> Mapping[str, Any]:  # noqa: ARG002 - for who derives
+        """Return what the child of a place needs to know to begin."""
+        return {}
+
+    def _lanes(
+        self,
+        process: ChildProcess,  # noqa: ARG002 - for who derives
+    ) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return what goes on while a child lives; each ends only with it."""
+        return ()
+
+    def _heard(self, notice: dict[str, Any]) -> None:
+        """A child tells something without being asked.
+
+        Raises:
+            ValueError: Nobody expects that; the child is killed.
+        """
+        msg = f"a notice that nobody expects: {notice}"
+        raise ValueError(msg)
+
+    async def _left(self, process: ChildProcess) -> None:
+        """A child is gone for certain: the kernel has forgotten it."""
+
+    def _lost(self) -> None:
+        """A child has gone and another is about to be started."""
+
+    def _hopeless(self, error: WeightSyncError) -> None:
+        """No child lives and none can be started."""
+
+    # For everybody.
+
+    @property
+    def alive(self) -> int:
+        """Processes that are ready."""
+        return len(self._members)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the processes that are ready."""
+        return [member.pid for member in self._members]
+
+    async def start(self) -> None:
+        """Return when every process is ready.
+
+        Raises:
+            WeightSyncError: FETCHER_FAILED, or what a child lacks; none is left running.
+        """
+        if not self._count:
+            return
+        self._executor = ThreadPoolExecutor(
+            self._count, thread_name_prefix=f"{self._program.name}-spawn"
+        )
+        starting = [asyncio.create_task(self._begin(place)) for place in range(self._count)]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for start in starting:
+                start.cancel()
+            for outcome in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(outcome, ChildProcess):
+                    await outcome.close(self._executor)
+            await self.stop()
+            raise
+        for place, start in enumerate(starting):
+            process = start.result()
+            self._members[process] = self._tending(process)
+            keeping = self._keep(process, place)
+            self._places.append(asyncio.create_task(keeping, name=f"{self._program.name}-place"))
+
+    async def stop(self) -> None:
+        """End every process, TERM then KILL."""
+        await to_end(asyncio.create_task(self._stop()))
+
+    def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
+        """Have every process unmap a segment that will not be used again.
+
+        It is asked for at once; the result comes when all have done so and need not be awaited.
+        """
+        return asyncio.gather(*(member.forget(segment_id) for member in self._members.values()))
+
+    # Inside.
+
+    @property
+    def _running(self) -> bool:
+        return bool(self._places)
+
+    @property
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            raise WeightSyncError(
+                Reason.SHUTTING_DOWN,
+                f"no {self._program.name} is running; retry when the server is back",
+            )
+        return self._executor
+
+    async def _begin(self, place: int) -> ChildProcess:
+        return await ChildProcess.start(
+            self._program, self._threads, self._ready_timeout_s, self._facts(place), self._heard
+        )
+
+    def _tending(self, process: ChildProcess) -> Tending:
+        return Tending(process, self._heartbeat_s, self._ready_timeout_s)
+
+    async def _keep(self, first: ChildProcess, place: int) -> None:
+        """Keep one place filled, for ever."""
+        process, short = first, 0
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            await self._serve(process)
+            short = short + 1 if loop.time() - begun < _SHORT_LIFE_S else 0
+            self._lost()
+            await _wait(short - 1)
+            process = await self._refill(place)
+            self._members[process] = self._tending(process)
+
+    async def _refill(self, place: int) -> ChildProcess:
+        failed = 0
+        while (process := await self._begin_again(place, failed)) is None:
+            failed += 1
+        return process
+
+    async def _begin_again(self, place: int, failed: int) -> ChildProcess | None:
+        await _wait(failed)
+        try:
+            return await self._begin(place)
+        except WeightSyncError as error:
+            name = self._program.name
+            logger.error("no %s in place of a lost one: %s", name, error)  # noqa: TRY400
+            if failed + 1 >= _MAX_FAILED_STARTS and not self.alive:
+                self._hopeless(error)
+            return None
+
+    async def _serve(self, process: ChildProcess) -> None:
+        """Work with a process until it is gone."""
+        lanes = [
+            asyncio.create_task(lane)
+            for lane in (*self._lanes(process), self._members[process].run(), process.watch())
+        ]
+        try:
+            # One of them ends only when the process is gone or by a fault of ours.
+            await asyncio.wait(lanes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            for outcome in await asyncio.gather(*lanes, return_exceptions=True):
+                if not isinstance(outcome, (Gone, asyncio.CancelledError)):
+                    logger.error("fault beside a %s", self._program.name, exc_info=outcome)
+            await to_end(asyncio.create_task(self._bury(process)))
+
+    async def _bury(self, process: ChildProcess) -> None:
+        member = self._members.pop(process)
+        # Only a process that is gone for certain touches neither segment nor file any more.
+        await process.close(self._threads)
+        member.end()
+        await self._left(process)
+
+    async def _stop(self) -> None:
+        places, self._places = self._places, []
+        for place in places:
+            place.cancel()
+        await asyncio.gather(*places, return_exceptions=True)
+        # A place that was cancelled before its first step has closed nothing.
+        for process in list(self._members):
+            await self._bury(process)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+            self._executor = None
+
+
+async def _wait(failures: int) -> None:
+    """Wait the longer, the more failures there were in a row; after none, not at all."""
+    if failures > 0:
+        await asyncio.sleep(min(0.1 * 2**failures, _MAX_BACKOFF_S))

@@ -1,0 +1,95 @@
+"""The witness: what reaches the work without a caller is refused and counted as a violation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.auth import CALLER, RULES, Caller, Role
+from weightsync_server.auth.audit import Audit
+from weightsync_server.auth.principals import Principal
+from weightsync_server.ops.metrics import Metrics
+
+PATH = "/weightsync.v1.WeightSync/DeleteVersion"
+
+
+class _Servicer:
+    def __init__(self) -> None:
+        self.deleted: list[int] = []
+
+    async def DeleteVersion(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
+        self.deleted.append(request.version)
+        return pb.DeleteVersionResponse()
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802 - an RPC
+        return pb.GetStatusResponse()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("default")
+
+
+@pytest.fixture
+def servicer(metrics: Metrics) -> _Servicer:
+    servicer = _Servicer()
+    Audit("default", metrics).witness(servicer)
+    return servicer
+
+
+@pytest.fixture(autouse=True)
+def nobody() -> Iterator[None]:
+    token = CALLER.set(None)
+    yield
+    CALLER.reset(token)
+
+
+def _caller(role: Role, path: str) -> Caller:
+    return Caller(Principal("x", frozenset({role})), path, RULES[path], "unix:")
+
+
+async def test_without_a_caller_nothing_changes(servicer: _Servicer, metrics: Metrics) -> None:
+    with pytest.raises(WeightSyncError) as caught:
+        await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+    assert caught.value.reason is Reason.PERMISSION_DENIED
+    assert servicer.deleted == []
+    assert metrics.violations()["authority"] == 1
+    await servicer.GetStatus(None, None)
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [_caller(Role.PUSH, PATH), _caller(Role.ADMIN, PATH.replace("Delete", "Pin"))],
+    ids=["role", "method"],
+)
+async def test_a_caller_admitted_to_something_else_changes_nothing(
+    servicer: _Servicer, metrics: Metrics, caller: Caller
+) -> None:
+    CALLER.set(caller)
+    with pytest.raises(WeightSyncError):
+        await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+    assert servicer.deleted == []
+    assert metrics.violations()["authority"] == 1
+
+
+async def test_with_one_it_does_its_work(servicer: _Servicer, metrics: Metrics) -> None:
+    CALLER.set(_caller(Role.ADMIN, PATH))
+    await servicer.DeleteVersion(pb.DeleteVersionRequest(version=3), None)
+    assert servicer.deleted == [3]
+    assert metrics.violations()["authority"] == 0
+
+
+def test_names_cannot_forge_a_line(metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    caller = _caller(Role.ADMIN, PATH)
+    request = pb.AbortPushRequest(push_id='x"}\n{"who": "admin"\u2028\u202e\x00')
+    Audit("default", metrics).write(caller, request, None, "OK")
+    (record,) = caplog.records
+    assert record.name == "weightsync.audit"
+    text = record.getMessage()
+    assert text.isascii()
+    assert text.isprintable()

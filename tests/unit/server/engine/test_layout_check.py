@@ -1,0 +1,138 @@
+"""Tensors that the engine does not take are refused when their layout comes, before their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import Engine, Plant, checkpoint, plant, shards, tensors, until
+from tests.unit.server.world import begin, make_shard
+from weightsync.engine import EngineState
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.unit.server.world import Shard
+
+_UNCHECKED, _PASSED = pb.LAYOUT_CHECK_UNCHECKED, pb.LAYOUT_CHECK_PASSED
+
+
+def _with(change: dict[str, Any]) -> Shard:
+    kinds = checkpoint(2) | change
+    return make_shard(0, [(name, *kind) for name, kind in kinds.items()])
+
+
+async def _layout_refused(it: Plant, shard: Shard, *names: str) -> WeightSyncError:
+    """Send a layout and no byte; return the refusal."""
+    opened = await it.here.pushes.begin(begin(shard_count=1), 5)
+    with pytest.raises(WeightSyncError) as caught:
+        await it.here.join(opened.push_id, shard.layout())
+    assert caught.value.reason is Reason.ENGINE_REFUSED, caught.value.message
+    assert json.loads(caught.value.metadata["tensors"]) == list(names)
+    progress = it.here.pushes.get(pb.GetPushRequest(push_id=opened.push_id))
+    assert progress.durability == pb.DURABILITY_FAILED
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"d": ("U8", (1,), b"x")}, "d"),
+        ({"b": ("BF16", (4, 8), bytes(64))}, "b"),
+        ({"b": ("F16", (8, 4), bytes(64))}, "b"),
+    ],
+)
+async def test_it_is_refused_by_name_without_a_byte_or_a_pause(
+    it: Plant, change: dict[str, Any], name: str
+) -> None:
+    before = list(it.engine.events)
+    error = await _layout_refused(it, _with(change), name)
+    assert name in error.message
+    assert it.engine.events == before
+    assert it.keeper.serving
+    # The slot is free again.
+    await it.push(2)
+    assert (await it.apply(2)).version == 2
+
+
+async def test_a_refusal_is_remembered(it: Plant) -> None:
+    wrong = _with({"d": ("U8", (1,), b"x")})
+    first = await _layout_refused(it, wrong, "d")
+    again = await _layout_refused(it, wrong, "d")
+    assert again.message == first.message
+    assert it.engine.calls.count("check") == 1
+
+
+async def test_what_is_known_is_not_asked_again(it: Plant) -> None:
+    await it.push(2)
+    assert "check" not in it.engine.calls
+    assert it.here.versions.get(2).to_info().layout_check == _PASSED
+
+
+async def test_an_open_push_tells_whether_its_layout_was_checked(it: Plant) -> None:
+    for ask, label in ((it.here.versions.accepted.ask, _PASSED), (None, _UNCHECKED)):
+        it.here.versions.accepted.ask = ask
+        opened = await it.here.pushes.begin(begin(shard_count=1), 5)
+        await it.here.join(opened.push_id, shards(2)[0].layout())
+        (push,) = it.here.pushes.status("m")
+        assert push.layout_check == label
+        await it.here.pushes.abort(pb.AbortPushRequest(push_id=opened.push_id))
+
+
+async def test_without_an_engine_it_is_accepted_and_labelled_until_it_was_prepared(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(tmp_path / "segments.sock")
+    engine._condition, engine._reason = EngineState.DEAD, "it is not there yet"
+    async with plant(tmp_path, engine) as it:
+        await it.until(pb.ENGINE_STATE_AWAY)
+        await it.push(2)
+        await it.here.push([_with({"d": ("U8", (1,), b"x")})], 3)
+        versions = it.here.versions
+        assert [versions.get(v).to_info().layout_check for v in (2, 3)] == [_UNCHECKED] * 2
+        engine.restart(tensors(1))
+        await it.ready()
+        # It has the layout of the engine's checkpoint.
+        assert [versions.get(v).to_info().layout_check for v in (2, 3)] == [_PASSED, _UNCHECKED]
+
+
+async def test_an_engine_that_comes_is_asked_anew(it: Plant) -> None:
+    wrong = _with({"d": ("U8", (1,), b"x")})
+    await _layout_refused(it, wrong, "d")
+    it.engine.restart(tensors(1))
+    await until(lambda: it.keeper.status().engine_id == it.engine._engine_id)
+    await it.ready()
+    await _layout_refused(it, wrong, "d")
+    assert it.engine.calls.count("check") == 2
+
+
+@pytest.mark.parametrize("fault", [WeightSyncError(Reason.ENGINE_AWAY, "gone"), None])
+async def test_an_engine_that_cannot_tell_stops_no_push(
+    it: Plant, fault: WeightSyncError | None
+) -> None:
+    def fail() -> None:
+        raise fault or WeightSyncError(Reason.ENGINE_ASLEEP, "it sleeps")
+
+    it.engine.before["check"] = fail
+    await it.here.push([_with({"d": ("U8", (1,), b"x")})], 2)
+    assert it.here.versions.get(2).layout_check == _UNCHECKED
+    assert it.keeper.status().state == pb.ENGINE_STATE_SERVING
+
+
+async def test_no_byte_is_taken_while_the_engine_is_asked(it: Plant) -> None:
+    go = asyncio.Event()
+    it.engine.before["check"] = go.wait
+    shard = _with({"d": ("U8", (1,), b"x")})
+    opened = await it.here.pushes.begin(begin(shard_count=1), 5)
+    sending = asyncio.create_task(it.here.join(opened.push_id, shard.all()))
+    await asyncio.sleep(0.05)
+    (push,) = it.here.pushes.status("m")
+    assert (push.declared_bytes, push.received_bytes) == (len(shard.data), 0)
+    go.set()
+    with pytest.raises(WeightSyncError, match="d is extra"):
+        await sending

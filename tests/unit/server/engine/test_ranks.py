@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import until
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segment_socket import SegmentClient, SegmentServer
+from weightsync.shm.status_page import PageWriter
+from weightsync_server.engine.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+NAMES = ("0/0/0", "0/0/1")
+
+
+class Workers:
+    """An engine of which only the workers are asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.replies: list[dict[str, Any]] = [{"ok": True}, {"ok": True}]
+        self.gate: asyncio.Event | None = None
+        self.error: Exception | None = None
+
+    async def call_workers(self, method: str, args: dict[str, Any]) -> list[dict[str, Any]]:
+        self.calls.append((method, args))
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return [{"rank": NAMES[i % 2]} | reply for i, reply in enumerate(self.replies)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SegmentServer]:
+    made = SegmentServer(tmp_path / "s")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def ranks(workers: Workers, server: SegmentServer) -> Iterator[Ranks]:
+    made = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def _pages(workers: Workers, server: SegmentServer) -> list[PageWriter]:
+    prefix = workers.calls[-1][1]["page"]
+    with SegmentClient(server.path) as client:
+        return [PageWriter(fd) for fd, _ in client.map([f"{prefix}/{name}" for name in NAMES])]
+
+
+async def _asked(workers: Workers) -> str:
+    await until(lambda: bool(workers.calls))
+    ticket: str = workers.calls[-1][1].get("ticket", "")
+    return ticket
+
+
+async def test_each_rank_reports_on_its_own_page(
+    ranks: Ranks, workers: Workers, server: SegmentServer
+) -> None:
+    task = asyncio.ensure_future(ranks.prepare("id", "document", compare_live=True, timeout_s=10))
+    ticket = await _asked(workers)
+    method, args = workers.calls[0]
+    assert (method, args["apply_id"], args["document"]) == ("weightsync_prepare", "id", "document")
+    pages = await asyncio.to_thread(_pages, workers, server)
+    pages[0].write({"ticket": ticket, "phase": "running"})
+    pages[1].write({"ticket": ticket, "phase": "ready", "bytes": 7, "proved": True})
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    pages[0].write({"ticket": "of before", "phase": "ready"})
+    await asyncio.sleep(0.05)
+    assert not task.done(), "a report of another call is no answer"
+    pages[0].write({"ticket": ticket, "phase": "failed", "error": "no", "mismatched": ["a"]})
+    first, second = await task
+    assert (first.rank, first.phase, first.error) == ("0/0/0", "failed", "no")
+    assert first.mismatched == ("a",)
+    assert (second.rank, second.bytes, second.proved) == ("0/0/1", 7, True)
+    for page in pages:
+        page.close()
+
+
+async def test_shards_are_told_when_no_rank_reads_them_any_more(
+    ranks: Ranks, workers: Workers, server: SegmentServer
+) -> None:
+    told: list[int] = []
+    task = asyncio.ensure_future(
+        ranks.prepare("id", "d", compare_live=False, timeout_s=10, on_read=told.append)
+    )
+    ticket = await _asked(workers)
+    first, second = await asyncio.to_thread(_pages, workers, server)
+    running = {"ticket": ticket, "phase": "running"}
+
+    async def most() -> int:
+        told.clear()
+        await asyncio.sleep(0.05)
+        return max(told)
+
+    assert await most() == 0
+    first.write({**running, "read": 5})
+    assert await most() == 0
+    second.write({"ticket": "of before", "phase": "ready"})
+    assert await most() == 0, "it told of another call"
+    second.write({**running, "read": 3})
+    assert await most() == 3
+    first.write({"ticket": ticket, "phase": "ready"})
+    assert await most() == 3
+    second.write(running)
+    assert await most() == 0, "it may read everything"
+    second.write({**running, "read": 4})
+    assert await most() == 4
+    second.write({"ticket": ticket, "phase": "needs_capture", "read": 4})
+    assert [report.phase for report in await task] == ["ready", "needs_capture"]
+    assert told[-1] == 0
+    for page in (first, second):
+        page.close()
+
+
+async def test_ranks_that_never_report(ranks: Ranks, workers: Workers) -> None:
+    with pytest.raises(WeightSyncError, match="did not finish") as caught:
+        await ranks.verify("id", 0.05)
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+    assert not ranks.hung, "the call itself has returned"
+
+
+@pytest.mark.parametrize("method", ["prepare", "verify", "capture"])
+@pytest.mark.parametrize(
+    ("refused", "reason", "text"),
+    [
+        (True, Reason.ENGINE_REFUSED, "rank 0/0/1 refused: no"),
+        (False, Reason.ENGINE_AWAY, "rank 0/0/1 failed: no; try again"),
+    ],
+)
+async def test_a_rank_that_refuses_the_call_or_fails(
+    ranks: Ranks,
+    workers: Workers,
+    method: str,
+    refused: bool,
+    reason: Reason,
+    text: str,
+) -> None:
+    workers.replies = [{"ok": True}, {"ok": False, "error": "no", "refused": refused}]
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "prepare": lambda: ranks.prepare("id", "d", compare_live=False, timeout_s=5),
+        "verify": lambda: ranks.verify("id", 5),
+        "capture": lambda: ranks.capture("d", 5),
+    }
+    with pytest.raises(WeightSyncError, match=text) as caught:
+        await calls[method]()
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("error", "names", "count", "sentence"),
+    [
+        ("push all of them", ["q"], 1, "push all of them (q)"),
+        ("push all of them", ["q", "k", "v"], 3, "push all of them (q, k, v)"),
+        ("push all of them", list("abcdefghij"), 300, "push all of them (a, b, c and 297 more)"),
+        ("the loader refused tensor q: no", ["q"], 1, "the loader refused tensor q: no"),
+        ("tensor q is odd", ["q", "k"], 2, "tensor q is odd (q, k)"),
+        ("restart vLLM", [], 0, "restart vLLM"),
+    ],
+)
+async def test_a_refusal_is_by_name(
+    ranks: Ranks, workers: Workers, error: str, names: list[str], count: int, sentence: str
+) -> None:
+    reply = {"ok": False, "error": error, "refused": True, "names": names, "names_total": count}
+    workers.replies = [{"ok": True}, reply]
+    with pytest.raises(WeightSyncError) as caught:
+        await ranks.capture("d", 5)
+    assert caught.value.message == f"rank 0/0/1 refused: {sentence}"
+    assert json.loads(caught.value.metadata.get("tensors", "[]")) == names
+
+
+async def test_long_names_leave_a_refusal_short(ranks: Ranks, workers: Workers) -> None:
+    names = [str(index) + "\N{SNOWMAN}" * 200 for index in range(10)]
+    workers.replies = [{"ok": False, "error": "no", "refused": True, "names": names}] * 2
+    with pytest.raises(WeightSyncError) as caught:
+        await ranks.capture("d", 5)
+    assert len(caught.value.message) < 300
+    assert json.loads(caught.value.metadata["tensors"]) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("reply", "digest", "error"),
+    [
+        ({"ok": True, "apply_id": "id", "content_digest": "d"}, "d", ""),
+        (
+            {"ok": True, "apply_id": "other", "content_digest": "d"},
+            "",
+            "apply 'other'",
+        ),
+        ({"ok": True, "content_digest": "d"}, "", "answered for apply None"),
+        ({"ok": False, "apply_id": "id", "content_digest": "d"}, "", "refused without a reason"),
+        ({"ok": False, "apply_id": "id", "error": "out of memory"}, "", "out of memory"),
+        ({"ok": True, "apply_id": "id", "error": "odd", "content_digest": "d"}, "", "odd"),
+        ({"ok": True, "apply_id": "id"}, "", ""),
+        ({}, "", "answered for apply None"),
+        (
+            {"ok": True, "rank": "0/0/7", "apply_id": "id", "content_digest": "d"},
+            "",
+            "answered as rank '0/0/7'",
+        ),
+    ],
+)
+async def test_only_an_answer_to_this_very_commit_counts(
+    ranks: Ranks, workers: Workers, reply: dict[str, Any], digest: str, error: str
+) -> None:
+    workers.replies = [reply, reply]
+    first, second = await ranks.commit("id", 7, 5)
+    assert (first.rank, second.rank) == NAMES
+    assert first.content_digest == digest
+    assert error in first.error
+    assert bool(error) == bool(first.error)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_too_few_and_too_many_answers(ranks: Ranks, workers: Workers, count: int) -> None:
+    workers.replies = [{"ok": True, "apply_id": "id", "content_digest": "d"}] * count
+    with pytest.raises(WeightSyncError, match=f"{count} ranks answered") as caught:
+        await ranks.commit("id", 7, 5)
+    assert caught.value.reason is Reason.FAULT
+
+
+@pytest.mark.parametrize("method", ["prepare", "verify", "capture"])
+async def test_ranks_that_do_not_answer_before_anything_is_written(
+    ranks: Ranks, workers: Workers, method: str
+) -> None:
+    workers.gate = asyncio.Event()
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "prepare": lambda: ranks.prepare("id", "d", compare_live=False, timeout_s=0.05),
+        "verify": lambda: ranks.verify("id", 0.05),
+        "capture": lambda: ranks.capture("d", 0.05),
+    }
+    with pytest.raises(WeightSyncError, match="look at its log, and call again when") as caught:
+        await calls[method]()
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+    assert f"did not answer weightsync_{method} within 0.05 s" in caught.value.message
+    workers.gate.set()
+    await until(lambda: not ranks.hung)
+
+
+async def test_a_call_that_hangs_is_left_alone_and_nothing_is_sent_behind_it(
+    ranks: Ranks, workers: Workers
+) -> None:
+    workers.gate = asyncio.Event()
+    with pytest.raises(WeightSyncError) as caught:
+        await ranks.commit("id", 7, 0.05)
+    assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+    assert ranks.hung
+    for _ in range(3):
+        with pytest.raises(WeightSyncError, match="has not returned") as caught:
+            await ranks.states(5)
+        assert caught.value.reason is Reason.ENGINE_FENCED
+    assert len(workers.calls) == 1
+    # The late answer goes to nobody; the next call gets its own.
+    workers.replies = [{"ok": True, "apply_id": "late"}] * 2
+    workers.gate.set()
+    await until(lambda: not ranks.hung)
+    workers.gate, workers.replies = None, [{"ok": True, "content_digest": "d", "dirty": False}] * 2
+    assert [state.content_digest for state in await ranks.states(5)] == ["d", "d"]
+
+
+async def test_a_late_error_is_nobodys(ranks: Ranks, workers: Workers) -> None:
+    workers.gate = asyncio.Event()
+    with pytest.raises(WeightSyncError):
+        await ranks.states(0.02)
+    workers.error = WeightSyncError(Reason.ENGINE_AWAY, "gone")
+    workers.gate.set()
+    await until(lambda: not ranks.hung)
+
+
+async def test_a_caller_that_is_cancelled_leaves_the_call_alone(
+    ranks: Ranks, workers: Workers
+) -> None:
+    workers.gate = asyncio.Event()
+    task = asyncio.ensure_future(ranks.states(60))
+    await _asked(workers)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ranks.hung, "its replies are still to come"
+    workers.error = WeightSyncError(Reason.ENGINE_AWAY, "gone")
+    workers.gate.set()
+    await until(lambda: not ranks.hung)
+
+
+async def test_a_rank_that_tells_nothing_is_dirty(ranks: Ranks, workers: Workers) -> None:
+    workers.replies = [{"ok": False}, {"ok": True, "content_digest": "d", "dirty": False}]
+    first, second = await ranks.states(5)
+    assert (first.content_digest, first.dirty) == ("", True)
+    assert (second.content_digest, second.dirty) == ("d", False)
+
+
+async def test_release_names_what_is_kept(ranks: Ranks, workers: Workers) -> None:
+    await ranks.release(["a"], 5)
+    workers.replies = [{"ok": True, "mapped": []}] * 2
+    await ranks.unmap([], {"s1"}, 5)
+    assert [args for _, args in workers.calls] == [
+        {"keep": ["a"]},
+        {"keep": [], "segments": ["s1"]},
+    ]
+
+
+async def test_a_rank_that_did_not_release_is_told(ranks: Ranks, workers: Workers) -> None:
+    workers.replies = [{"ok": True}, {"ok": False, "error": "no"}]
+    with pytest.raises(WeightSyncError, match="rank 0/0/1 failed: no") as caught:
+        await ranks.release([], 5)
+    assert caught.value.reason is Reason.ENGINE_AWAY
+
+
+@pytest.mark.parametrize(
+    ("second", "mapped"),
+    [
+        ({"ok": True, "mapped": []}, frozenset("a")),
+        ({"ok": True, "mapped": ["b"], "busy": ""}, frozenset("ab")),
+        ({"ok": True, "mapped": [], "busy": "an apply"}, None),
+        ({"ok": False, "mapped": [], "error": "no"}, None),
+        ({"ok": True, "mapped": [], "rank": "0/0/7"}, None),
+        ({"ok": True}, None),
+    ],
+)
+async def test_nothing_is_unmapped_before_every_rank_tells_so(
+    ranks: Ranks, workers: Workers, second: dict[str, Any], mapped: frozenset[str] | None
+) -> None:
+    workers.replies = [{"ok": True, "mapped": ["a"], "busy": ""}, second]
+    assert await ranks.unmap(["id"], {"c"}, 5) == mapped
+
+
+async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    ranks = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
+    assert len(server._published) == 2
+    ranks.close()
+    assert not server._published
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

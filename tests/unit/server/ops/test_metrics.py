@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weightsync import __version__
+from weightsync_server.deltas import DeltaCounts
+from weightsync_server.ops import metrics as module
+from weightsync_server.ops.metrics import (
+    INVARIANTS,
+    PAUSE_BUCKETS,
+    PHASES,
+    Metrics,
+    MetricsEndpoint,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("m")
+
+
+@pytest.fixture
+async def endpoint(metrics: Metrics) -> AsyncIterator[MetricsEndpoint]:
+    made = MetricsEndpoint(metrics.registry, "127.0.0.1", 0)
+    yield made
+    made.close()
+    await asyncio.sleep(0)
+
+
+async def _ask(port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+    for outcome in ("committed", "already", "failed", "aborted"):
+        assert samples["weightsync_pushes_total", "m", outcome] == 0
+    for outcome in ("applied", "already_live", "planned", "refused", "restored", "fenced"):
+        assert samples["weightsync_applies_total", "m", outcome] == 0
+    for outcome in ("passed", "failed", "cancelled"):
+        assert samples["weightsync_live_checks_total", "m", outcome] == 0
+    for invariant in INVARIANTS:
+        assert samples["weightsync_invariant_violations_total", invariant] == 0
+    for phase in PHASES:
+        assert samples[f"weightsync_{phase}_duration_seconds_count", "m"] == 0
+    for name in (
+        "weightsync_received_bytes_total",
+        "weightsync_applied_bytes_total",
+        "weightsync_fetcher_restarts_total",
+        "weightsync_rank_version_skew",
+        "weightsync_fenced",
+        "weightsync_engine_up",
+        "weightsync_last_apply_timestamp_seconds",
+        "weightsync_live_check_timestamp_seconds",
+    ):
+        assert samples[name, "m"] == 0
+    assert samples["weightsync_build_info", __version__] == 1
+
+
+def test_there_are_the_phases_and_buckets_of_the_issue(metrics: Metrics) -> None:
+    wanted = {"receive", "digest", "persist", "prepare", "pause", "commit", "verify", "resume"}
+    assert wanted <= set(PHASES)
+    assert PAUSE_BUCKETS == (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+    assert len(INVARIANTS) == len(set(INVARIANTS)) == 12
+
+
+def test_what_happens_is_counted(metrics: Metrics) -> None:
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"model": "m"} | labels)
+
+    metrics.count_push("committed")
+    metrics.count_apply("restored")
+    metrics.add_received(5)
+    metrics.add_written(7)
+    metrics.count_fetcher_restart()
+    metrics.observe_phase("pause", 0.003)
+    metrics.violate("bounded")
+    assert value("weightsync_pushes_total", outcome="committed") == 1
+    assert value("weightsync_applies_total", outcome="restored") == 1
+    assert value("weightsync_last_apply_timestamp_seconds") == 0
+    assert value("weightsync_received_bytes_total") == 5
+    assert value("weightsync_applied_bytes_total") == 7
+    assert value("weightsync_fetcher_restarts_total") == 1
+    assert value("weightsync_pause_duration_seconds_bucket", le="0.0025") == 0
+    assert value("weightsync_pause_duration_seconds_bucket", le="0.005") == 1
+    assert metrics.violations() == dict.fromkeys(INVARIANTS, 0) | {"bounded": 1}
+    metrics.count_apply("applied")
+    stamp = value("weightsync_last_apply_timestamp_seconds")
+    assert stamp is not None
+    assert abs(stamp - time.time()) < 5
+
+
+def test_deltas_are_counted(metrics: Metrics) -> None:
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(
+            f"weightsync_delta_{name}", {"model": "m"} | labels
+        )
+
+    for coding in ("unchanged", "gap16", "gap8", "bitmap", "dense"):
+        assert value("tensors_total", coding=coding) == 0
+    for reason in ("first", "no_room", "new_run", "base_mismatch", "layout_changed", "copied"):
+        assert value("fallbacks_total", reason=reason) == 0
+    for name in ("bytes_total", "dense_bytes_total", "folds_total", "changed_fraction"):
+        assert value(name) == 0
+    metrics.count_delta(DeltaCounts(10, 1000, 0.01, {"unchanged": 3, "gap8": 2}))
+    metrics.count_delta(DeltaCounts(20, 1000, 0.02, {"gap8": 5}))
+    metrics.count_fallback("too_dense")
+    metrics.count_fallback("whatever a stranger says")
+    metrics.deltas.count_fold()
+    assert (value("bytes_total"), value("dense_bytes_total")) == (30, 2000)
+    assert value("changed_fraction") == 0.02
+    assert value("tensors_total", coding="gap8") == 7
+    assert value("tensors_total", coding="unchanged") == 3
+    assert value("fallbacks_total", reason="too_dense") == 1
+    assert value("fallbacks_total", reason="other") == 1
+    assert value("folds_total") == 1
+
+
+def test_ranks_that_are_gone_disappear(metrics: Metrics) -> None:
+    metrics.set_served({"0/0/0": 3, "0/0/1": 5})
+    get = metrics.registry.get_sample_value
+    assert get("weightsync_rank_version_skew", {"model": "m"}) == 2
+    metrics.set_served({"0/0/1": 5})
+    assert get("weightsync_served_version", {"model": "m", "rank": "0/0/0"}) is None
+    assert get("weightsync_served_version", {"model": "m", "rank": "0/0/1"}) == 5
+    metrics.set_served({})
+    assert get("weightsync_rank_version_skew", {"model": "m"}) == 0
+
+
+def test_the_age_of_the_served_version(metrics: Metrics) -> None:
+    committed = [0]
+    metrics.track_served_age(lambda: committed[0])
+    get = metrics.registry.get_sample_value
+    assert get("weightsync_served_age_seconds", {"model": "m"}) == 0
+    committed[0] = time.time_ns() - 60 * 10**9
+    age = get("weightsync_served_age_seconds", {"model": "m"})
+    assert age is not None
+    assert 59 < age < 70
+    committed[0] = time.time_ns() + 60 * 10**9
+    assert get("weightsync_served_age_seconds", {"model": "m"}) == 0, "a clock that was set back"
+
+
+async def test_a_scrape(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    metrics.track("weightsync_slots", "Slots.", lambda: 3)
+    head, _, body = (await _ask(endpoint.port)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain")
+    assert f"Content-Length: {len(body)}".encode() in head
+    families = {family.name for family in text_string_to_metric_families(body.decode())}
+    assert {"weightsync_pushes", "weightsync_slots", "weightsync_build_info"} <= families
+
+
+async def test_openmetrics_for_those_who_ask(endpoint: MetricsEndpoint) -> None:
+    answer = await _ask(
+        endpoint.port,
+        b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text; version=1.0.0\r\n\r\n",
+    )
+    assert b"application/openmetrics-text" in answer
+    assert answer.endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /other HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"200"),
+        (b"\r\n\r\n", b"405"),
+        (b"\xff\xfe\0 \0\r\n\r\n", b"405"),
+    ],
+)
+async def test_other_requests(endpoint: MetricsEndpoint, request_: bytes, status: bytes) -> None:
+    answer = await _ask(endpoint.port, request_)
+    assert answer.split(b" ")[1] == status
+    if b"HEAD" in request_:
+        assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_an_endless_request_is_dropped(endpoint: MetricsEndpoint) -> None:
+    with contextlib.suppress(ConnectionError):
+        assert await _ask(endpoint.port, b"GET /" + b"a" * 100_000) == b""
+    assert b"200 OK" in await _ask(endpoint.port)
+
+
+@pytest.mark.parametrize("drip", [False, True])
+async def test_a_half_sent_request_is_dropped_while_others_are_served(
+    endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch, drip: bool
+) -> None:
+    monkeypatch.setattr(module, "_REQUEST_S", 1.0)
+    slow = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(100)]
+    for _, writer in slow:
+        writer.write(b"GET /met")
+    start = time.monotonic()
+    assert b"200 OK" in await _ask(endpoint.port)
+    assert time.monotonic() - start < 0.9
+
+    async def feed(writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"r")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    dripping = [asyncio.ensure_future(feed(writer)) for _, writer in slow] if drip else []
+    for reader, writer in slow:
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+        writer.close()
+    for task in dripping:
+        task.cancel()
+    assert time.monotonic() - start < 8
+
+
+async def test_a_port_that_is_taken_is_told(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    with pytest.raises(OSError):
+        MetricsEndpoint(metrics.registry, "127.0.0.1", endpoint.port)
+
+
+async def test_close_frees_the_port(metrics: Metrics) -> None:
+    first = MetricsEndpoint(metrics.registry, "127.0.0.1", 0)
+    await asyncio.sleep(0)
+    first.close()
+    await asyncio.sleep(0.05)
+    second = MetricsEndpoint(metrics.registry, "127.0.0.1", first.port)
+    assert b"200 OK" in await _ask(second.port)
+    second.close()
+    await asyncio.sleep(0.05)

@@ -1,0 +1,183 @@
+"""The bridge's contract over a real socket: who drives, how errors travel, what is waited for.
+
+The stand-in for vLLM's AsyncLLM is that of test_adapter.py; the server's client is the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm
+from weightsync import failpoints
+from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder
+from weightsync.engine.v1 import engine_pb2_grpc
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.adapter import VllmEngine
+from weightsync.vllm.bridge.engine_servicer import EngineServicer
+from weightsync_server.engine.drivers import bridge
+from weightsync_server.engine.drivers.bridge import BridgeEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+
+@asynccontextmanager
+async def _bridge(llm: Llm, folder: str) -> AsyncIterator[VllmEngine]:
+    """Serve a bridge at `folder`/s; each one is another start of an engine."""
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    server = grpc.aio.server()
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(EngineServicer(engine, ""), server)
+    server.add_insecure_port(f"unix:{folder}/s")
+    await server.start()
+    try:
+        yield engine
+    finally:
+        await server.stop(None)
+        await engine.close()
+
+
+@pytest.fixture
+async def folder() -> AsyncIterator[str]:
+    with tempfile.TemporaryDirectory(prefix="wb") as folder:
+        yield folder
+
+
+@pytest.fixture
+async def first(folder: str) -> AsyncIterator[BridgeEngine]:
+    made = BridgeEngine(f"unix:{folder}/s")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def second(folder: str) -> AsyncIterator[BridgeEngine]:
+    made = BridgeEngine(f"unix:{folder}/s")
+    yield made
+    await made.close()
+
+
+async def _refused(call: Any) -> WeightSyncError:
+    with pytest.raises(WeightSyncError) as caught:
+        await call
+    return caught.value
+
+
+async def _answered(call: Callable[[], Awaitable[object]]) -> WeightSyncError:
+    """Return the refusal once the channel has left the connection to the engine that ended."""
+    async with asyncio.timeout(10):
+        error = await _refused(call())
+        while "does not answer" in error.message:
+            error = await _refused(call())
+    return error
+
+
+async def test_the_server_that_said_hello_last_drives(
+    folder: str, first: BridgeEngine, second: BridgeEngine
+) -> None:
+    llm = Llm()
+    async with _bridge(llm, folder) as engine:
+        await first.hello()
+        await first.resume("", 7, DIGEST)
+        lease = await first.pause(PauseSpec(), 30)
+        await second.hello()
+        llm.log.clear()
+        for call in (
+            first.pause(PauseSpec(), 30),
+            first.renew(lease.lease_id, 30),
+            first.resume(lease.lease_id, 7, DIGEST),
+            first.switch(SwitchOrder("new", "old", 8, DIGEST, DIGEST, 1.0)),
+            first.fence("of the first"),
+            first.call_workers("weightsync_commit", {}),
+            first.offer_checkpoint("", "offer"),
+            first.health(),
+        ):
+            error = await _refused(call)
+            assert error.reason is Reason.ENGINE_REFUSED
+            assert "another weightsync-server" in error.message
+        assert llm.log == []
+        assert engine.condition()[0] is EngineState.PAUSED
+        await second.fence("of the second")
+        await second.resume("", 7, DIGEST)
+        assert (await second.health()).state is EngineState.SERVING
+
+
+async def test_a_new_start_of_an_engine_wants_a_hello_first(
+    folder: str, first: BridgeEngine
+) -> None:
+    async with _bridge(Llm(), folder):
+        before = await first.hello()
+    async with _bridge(Llm(), folder) as engine:
+        error = await _answered(lambda: first.call_workers("weightsync_state", {}))
+        assert error.reason is Reason.ENGINE_AWAY
+        assert "say hello" in error.message
+        assert (await first.health()).engine_id != before.engine_id
+        assert (await first.hello()).engine_id != before.engine_id
+        await first.resume("", 7, DIGEST)
+        assert engine.condition()[0] is EngineState.SERVING
+
+
+async def test_a_fault_of_the_bridge_is_told_without_its_text(
+    folder: str, first: BridgeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failpoints, "_plan", failpoints._Plan("bridge.call=error(ENOSPC)"))
+    async with _bridge(Llm(), folder):
+        await first.hello()
+        error = await _refused(first.call_workers("weightsync_state", {}))
+        assert error.reason is Reason.FAULT
+        assert "No space" not in error.message
+
+
+async def test_a_pause_or_resume_that_gets_no_answer_is_given_up(
+    folder: str, first: BridgeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "_GRACE_S", 0.3)
+    first._resume_s = 0.5
+    plan = "bridge.paused=1*sleep(5);bridge.resumed=1*sleep(5)"
+    monkeypatch.setattr(failpoints, "_plan", failpoints._Plan(plan))
+    async with _bridge(Llm(), folder):
+        await first.hello()
+        error = await _refused(first.resume("", 7, DIGEST))
+        assert error.reason is Reason.ENGINE_AWAY
+        # It was done all the same, and that is what is told.
+        assert (await first.health()).state is EngineState.SERVING
+        error = await _refused(first.pause(PauseSpec(), 0.2))
+        assert error.reason is Reason.ENGINE_AWAY
+        async with asyncio.timeout(5):
+            while (await first.health()).state is not EngineState.SERVING:  # noqa: ASYNC110 - polled
+                await asyncio.sleep(0.02)
+
+
+def test_a_socket_that_nobody_serves_is_told(tmp_path: Path) -> None:
+    async def ask() -> WeightSyncError:
+        engine = BridgeEngine(f"unix:{tmp_path}/none")
+        try:
+            return await _refused(engine.health())
+        finally:
+            await engine.close()
+
+    error = asyncio.run(ask())
+    assert error.reason is Reason.ENGINE_AWAY
+    assert "VLLM_PLUGINS=weightsync" in error.message
+
+
+async def test_a_switch_goes_over_the_bridge_and_back(folder: str, first: BridgeEngine) -> None:
+    llm = Llm()
+    async with _bridge(llm, folder) as engine:
+        assert BETWEEN_STEPS in (await first.hello()).capabilities
+        await first.resume("", 7, DIGEST)
+        llm.log.clear()
+        llm.digests = ["cd" * 16] * 2
+        order = SwitchOrder("new", "old", 8, "cd" * 16, DIGEST, 1.5)
+        outcome = await first.switch(order)
+        assert (outcome.serves, outcome.label_set) == ("cd" * 16, True)
+        assert [reply["rank"] for reply in outcome.replies] == ["0/0/0", "0/0/1"]
+        assert llm.log == ["weightsync_switch", "label 8"]
+        assert engine.condition()[0] is EngineState.SERVING

@@ -1,0 +1,246 @@
+"""What a model reads besides its parameters, and how much of that an update in place reaches."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from weightsync.vllm.plan.forward_tensors import forward_tensors
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.load_watch import check_complete, made_by_loading, watch_loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Slotted:
+    __slots__ = ("empty", "packed")
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self.packed = packed
+
+
+class _Kernel:
+    """A helper object that answers for its attributes itself, and must not be asked."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self.packed = packed
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    @property
+    def costly(self) -> torch.Tensor:
+        raise AssertionError
+
+    def run(self) -> torch.Tensor:
+        return self.packed
+
+
+class _Layer(torch.nn.Module):
+    """A linear layer with what vLLM's layers have beside their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(4, 6), requires_grad=False)
+        self.rotary: torch.Tensor
+        self.register_buffer("rotary", torch.arange(8.0), persistent=False)
+        self.scale = torch.ones(())
+        self.cache = torch.empty(0)
+        self.kernel: Any = None
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Layer()
+        # An object that leads back to the modules, as vLLM's configuration does.
+        self.config: Any = SimpleNamespace(context={"layer": self.layer}, root=self)
+
+
+def _loaders(process: Callable[[_Layer], object]) -> Any:
+    """Return what stands for vLLM's module: it builds, fills and processes a model."""
+
+    class BaseModelLoader:
+        def load_model(self, *, seed: int = 1) -> _Model:
+            model: _Model = loaders.initialize_model()
+            generator = torch.Generator().manual_seed(seed)
+            model.layer.weight.copy_(torch.randn(4, 6, generator=generator))
+            process(model.layer)
+            return model
+
+    loaders = SimpleNamespace(initialize_model=_Model, BaseModelLoader=BaseModelLoader)
+    watch_loading(loaders)
+    watch_loading(loaders)
+    return loaders
+
+
+def _loaded(process: Callable[[_Layer], object]) -> _Model:
+    model: _Model = _loaders(process).BaseModelLoader().load_model()
+    return model
+
+
+def _refused(model: _Model) -> list[str]:
+    with pytest.raises(PlanRefusedError) as caught:
+        check_complete(model, [model.layer.weight.detach()])
+    return caught.value.names
+
+
+def _absorb(layer: _Layer) -> None:
+    layer.kernel = layer.weight[:, :2].T.contiguous()
+
+
+def _fill_a_buffer(layer: _Layer) -> None:
+    layer.rotary.copy_(layer.weight.reshape(-1)[:8])
+
+
+def _close_over(layer: _Layer) -> None:
+    packed = layer.weight.clone()
+    layer.kernel = lambda x: x @ packed
+
+
+_COPIES: dict[str, tuple[Callable[[_Layer], object], str]] = {
+    "a bare attribute": (_absorb, "layer.kernel"),
+    "a new parameter": (
+        lambda layer: setattr(
+            layer, "W_UV", torch.nn.Parameter(layer.weight.T.contiguous(), False)
+        ),
+        "layer.W_UV",
+    ),
+    "a buffer that is filled": (_fill_a_buffer, "layer.rotary"),
+    "a scale": (lambda layer: layer.scale.fill_(float(layer.weight.max())), "layer.scale"),
+    "in a closure": (_close_over, "layer.kernel.<packed>"),
+    "in a helper object": (
+        lambda layer: setattr(layer, "kernel", _Kernel(layer.weight.clone())),
+        "layer.kernel.packed",
+    ),
+    "in slots": (
+        lambda layer: setattr(layer, "kernel", _Slotted(layer.weight.clone())),
+        "layer.kernel.packed",
+    ),
+    "bound to a method": (
+        lambda layer: setattr(layer, "kernel", _Kernel(layer.weight.clone()).run),
+        "layer.kernel.__self__.packed",
+    ),
+    "in a default": (
+        lambda layer: setattr(layer, "kernel", _with_default(layer.weight.clone())),
+        "layer.kernel.__defaults__.[0]",
+    ),
+    "in a partial": (
+        lambda layer: setattr(layer, "kernel", functools.partial(max, layer.weight.clone())),
+        "layer.kernel.args[0]",
+    ),
+    "deep in containers": (
+        lambda layer: setattr(layer, "kernel", {"a": [(layer.weight.clone(),)]}),
+        "layer.kernel['a'][0][0]",
+    ),
+    "in a module that nobody lists": (
+        lambda layer: setattr(layer, "kernel", [_linear(layer.weight.clone())]),
+        "layer.kernel[0].weight",
+    ),
+    "larger than what is covered": (
+        lambda layer: setattr(layer, "kernel", torch.cat([layer.weight, layer.weight])),
+        "layer.kernel",
+    ),
+}
+
+
+def _with_default(packed: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def multiply(x: torch.Tensor, weight: torch.Tensor = packed) -> torch.Tensor:
+        return x @ weight
+
+    return multiply
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    linear = torch.nn.Linear(6, 4, bias=False)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+@pytest.mark.parametrize("case", _COPIES)
+def test_what_loading_makes_of_the_weights_is_refused_by_name(case: str) -> None:
+    process, path = _COPIES[case]
+    assert _refused(_loaded(process)) == [path.replace(".[", "[")]
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        lambda layer: None,
+        # The same value as before, written again.
+        lambda layer: layer.scale.fill_(1.0),
+        lambda layer: setattr(layer, "kernel", layer.weight[:, 2:].T),
+        lambda layer: setattr(layer, "kernel", _Kernel(layer.weight)),
+        lambda layer: setattr(layer, "kernel", _Kernel(layer.rotary)),
+        lambda layer: layer.register_parameter(
+            "view", torch.nn.Parameter(layer.weight.view(2, 12), requires_grad=False)
+        ),
+        # As vLLM replaces a parameter by one that its kernel prefers: the plan finds the new one.
+        lambda layer: setattr(
+            layer, "weight", torch.nn.Parameter(layer.weight.clone(), requires_grad=False)
+        ),
+    ],
+    ids=["plain", "default", "view", "kernel", "alias", "parameter", "replaced"],
+)
+def test_views_and_what_does_not_depend_on_weights_are_no_obstacle(
+    process: Callable[[_Layer], object],
+) -> None:
+    model = _loaded(process)
+    check_complete(model, [model.layer.weight.detach()])
+    made = made_by_loading(model)
+    assert made is not None
+    assert "layer.rotary" not in made
+    assert "layer.scale" not in made
+
+
+def test_what_forward_passes_make_later_is_no_obstacle() -> None:
+    model = _loaded(lambda layer: None)
+    model.layer.cache = torch.randn(3, 3)
+    model.layer.kernel = torch.randn(7)
+    check_complete(model, [model.layer.weight.detach()])
+
+
+def test_a_parameter_that_the_plan_does_not_write_is_refused() -> None:
+    model = _loaded(lambda layer: None)
+    with pytest.raises(PlanRefusedError, match=r"layer\.weight"):
+        check_complete(model, [])
+
+
+def test_where_nobody_watched_the_loading_everything_must_be_covered() -> None:
+    model = _Model()
+    assert made_by_loading(model) is None
+    with pytest.raises(PlanRefusedError, match="VLLM_PLUGINS=weightsync") as caught:
+        check_complete(model, [model.layer.weight.detach()])
+    assert caught.value.names == ["layer.rotary", "layer.scale"]
+    check_complete(model, [model.layer.weight, model.layer.rotary, model.layer.scale])
+
+
+def test_a_look_that_fails_does_not_keep_vllm_from_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weightsync.vllm.plan.load_watch.tensor_digest_of", lambda _: 1 // 0)
+    assert made_by_loading(_loaded(lambda layer: None)) is None
+
+
+def test_records_do_not_outlive_their_models() -> None:
+    from weightsync.vllm.plan import load_watch
+
+    before = len(load_watch._made)
+    model = _loaded(lambda layer: None)
+    assert len(load_watch._made) == before + 1
+    model.config = None
+    del model
+    assert len(load_watch._made) == before
+    assert not load_watch._before
+
+
+def test_paths_are_the_names_that_torch_gives() -> None:
+    model = _loaded(lambda layer: None)
+    paths = [path for path, _ in forward_tensors(model)]
+    assert paths[:2] == ["layer.weight", "layer.rotary"]
+    assert sorted(paths) == ["layer.cache", "layer.rotary", "layer.scale", "layer.weight"]

@@ -1,0 +1,156 @@
+"""The environment of the parts inside vLLM, and the files that are offered."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segment_socket import SegmentServer
+from weightsync.vllm.bridge.checkpoint import checkpoint_files, offer_files
+from weightsync.vllm.endpoint import Bridge, _bind
+from weightsync.vllm.env import EngineSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_defaults_and_overrides() -> None:
+    settings = EngineSettings.load({})
+    assert settings.engine_socket == "/run/weightsync/engine.sock"
+    assert settings.segment_socket == "/run/weightsync/segments.sock"
+    assert settings.cpu_plain_weights is False
+    settings = EngineSettings.load(
+        {"WEIGHTSYNC_ENGINE_SOCKET": "unix:/a/e.sock", "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1"}
+    )
+    assert (settings.segment_socket, settings.cpu_plain_weights) == ("/a/segments.sock", True)
+    settings = EngineSettings.load({"WEIGHTSYNC_SEGMENT_SOCKET": "/b/s.sock"})
+    assert settings.segment_socket == "/b/s.sock"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WEIGHTSYNC_ENGINE_SOCKET": "localhost:1"}, {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "yes"}],
+)
+def test_nonsense_is_named(environment: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"unix:/absolute/path|WEIGHTSYNC_CPU_PLAIN_WEIGHTS"):
+        EngineSettings.load(environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("0", 0), ("1000", 1000), ("16GiB", 16 << 30), ("1.5 MB", 1_500_000), ("12.5%", 125),
+        ("3 B", 3), ("100%", 1000), ("2kB", 2000),
+    ],
+)  # fmt: skip
+def test_room_is_bytes_or_a_share(text: str, amount: int) -> None:
+    room = EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": text}).device_room
+    assert room is not None
+    assert room.of(1000) == amount
+
+
+def test_without_a_room_it_is_worked_out() -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": " "}).device_room is None
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "101%", "1 GiBs", "1e9", "%"])
+def test_a_room_that_means_nothing_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_DEVICE_ROOM.*16GiB"):
+        EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": text})
+
+
+def _config(model: Path | str, load_format: str = "auto") -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model), revision=None),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+    )
+
+
+def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors", "extra.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [path.name for path in checkpoint_files(_config(tmp_path))]
+    assert names == ["model-1.safetensors", "model-2.safetensors"]
+    server = SegmentServer(tmp_path / "s.sock")
+    offer = server.expect_offer("o")
+    assert offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "o") == names
+    for name, size, fd in offer.result(5):
+        with os.fdopen(fd, "rb") as file:
+            assert file.read() == name.encode()
+            assert size == len(name)
+    with pytest.raises(WeightSyncError) as caught:
+        offer_files(_config(tmp_path), str(tmp_path / "s.sock"), "unexpected")
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+    server.close()
+
+
+def test_mistral_format_is_chosen_as_vllm_does(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "model.safetensors"):
+        (tmp_path / name).touch()
+    (path,) = checkpoint_files(_config(tmp_path))
+    assert path.name == "consolidated.safetensors"
+    (path,) = checkpoint_files(_config(tmp_path, "safetensors"))
+    assert path.name == "model.safetensors"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_no_safetensors_no_adoption(tmp_path: Path, load_format: str) -> None:
+    if load_format == "dummy":
+        (tmp_path / "model.safetensors").touch()
+    with pytest.raises(WeightSyncError) as caught:
+        checkpoint_files(_config(tmp_path, load_format))
+    assert caught.value.reason is Reason.ENGINE_UNSUPPORTED
+
+
+class Watched:
+    """A gRPC server, and the mode of its socket as soon as it listens."""
+
+    def __init__(self, path: Path) -> None:
+        self.server = grpc.aio.server()
+        self._path = path
+        self.first_mode = 0o777
+
+    def add_insecure_port(self, address: str) -> int:
+        port = self.server.add_insecure_port(address)
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(self._path))
+        self.first_mode = stat.S_IMODE(self._path.stat().st_mode)
+        return port
+
+
+async def test_the_bridge_is_closed_to_others_from_its_first_moment(tmp_path: Path) -> None:
+    path = tmp_path / "e.sock"
+    watched = Watched(path)
+    old = os.umask(0)
+    try:
+        _bind(cast("Any", watched), str(path))
+        assert os.umask(0) == 0
+    finally:
+        os.umask(old)
+    assert watched.first_mode & 0o007 == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    with pytest.raises(WeightSyncError, match=r"another process listens.*ENGINE_SOCKET"):
+        _bind(grpc.aio.server(), str(path))
+    await watched.server.stop(None)
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all/e.sock", "/tmp/" + "x" * 120])
+def test_impossible_socket_paths_are_named(path: str) -> None:
+    with pytest.raises(WeightSyncError, match="WEIGHTSYNC_ENGINE_SOCKET"):
+        _bind(cast("Any", None), path)
+
+
+async def test_several_api_servers_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="--api-server-count 1"):
+        await Bridge().init_state(object(), None, SimpleNamespace(api_server_count=2))
+    await Bridge().init_state(None, None, SimpleNamespace())

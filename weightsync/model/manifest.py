@@ -1,0 +1,198 @@
+"""What a version is: its layout and the digests of its tensors, and how both are written down.
+
+A layout that exists has been checked (`weightsync.model.layout`), so code that holds one trusts it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+
+from weightsync.model.digest import content_head, lines_digest
+
+__all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
+
+#: The largest version and epoch: the largest integer that every JSON reader keeps exactly.
+MAX_VERSION = (1 << 53) - 1
+
+_FORMAT = 2
+#: Tensors that are sorted, written or read by one call: it holds the GIL for about a millisecond.
+_SLICE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor and where its bytes lie.
+
+    Attributes:
+        name: Name in the checkpoint.
+        dtype: safetensors dtype name, such as `BF16`.
+        shape: Dimensions in elements; `()` for a 0-dim tensor.
+        shard: Index of its shard.
+        begin: First byte in the shard's data section.
+        end: One past the last byte in the shard's data section.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One safetensors file of a version.
+
+    Attributes:
+        name: File name for people; never used as a path.
+        size: Bytes of the whole file: 8 + header_size + data.
+        header_size: Bytes of the JSON header, without its 8-byte length.
+    """
+
+    name: str
+    size: int
+    header_size: int
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the data section in the file, in bytes."""
+        return 8 + self.header_size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors and shards of a version; tensors are ordered by shard, begin, end and name."""
+
+    shards: tuple[ShardEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of names, dtypes, shapes, places and headers' sizes; 32 hexadecimal digits."""
+        tensors = (
+            f"{json.dumps(t.name)} {t.dtype} {','.join(map(str, t.shape))} "
+            f"{t.shard} {t.begin} {t.end}"
+            for t in map(self.tensors.__getitem__, self.by_name)
+        )
+        # The same tensors may lie behind headers that are written in other ways.
+        shards = (f"{at} {s.size} {s.header_size}" for at, s in enumerate(self.shards))
+        return lines_digest(chain(tensors, shards))
+
+    @cached_property
+    def signature(self) -> str:
+        """Digest of names, dtypes and shapes alone: what a load plan depends on."""
+        return lines_digest(self.content_heads)
+
+    @property
+    def size(self) -> int:
+        """Sum of the shard sizes in bytes."""
+        return sum(shard.size for shard in self.shards)
+
+    @cached_property
+    def largest_first(self) -> tuple[int, ...]:
+        """Indices of the shards by size: the order in which ranks read and the server digests.
+
+        A large one that came last would keep everybody waiting for the one who digests it.
+        """
+        return tuple(sorted(range(len(self.shards)), key=lambda at: -self.shards[at].size))
+
+    @cached_property
+    def by_name(self) -> tuple[int, ...]:
+        """Indices of the tensors in the order of their names' UTF-8, which is that of `str`."""
+        names = [tensor.name for tensor in self.tensors]
+        runs = (
+            sorted(range(at, min(at + _SLICE, len(names))), key=names.__getitem__)
+            for at in range(0, len(names), _SLICE)
+        )
+        return tuple(heapq.merge(*runs, key=names.__getitem__))
+
+    @cached_property
+    def content_heads(self) -> tuple[str, ...]:
+        """What stands before the digests in the lines of a content digest, in their order."""
+        ordered = map(self.tensors.__getitem__, self.by_name)
+        return tuple(content_head(t.name, t.dtype, t.shape) for t in ordered)
+
+    @cached_property
+    def by_shard(self) -> tuple[tuple[TensorEntry, ...], ...]:
+        """Tensors of each shard, in the order of their bytes."""
+        groups: list[list[TensorEntry]] = [[] for _ in self.shards]
+        for tensor in self.tensors:
+            groups[tensor.shard].append(tensor)
+        return tuple(tuple(group) for group in groups)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One encoding of a version: a layout and the digest of every tensor, in the same order."""
+
+    layout: Layout
+    digests: tuple[bytes, ...]
+
+    @cached_property
+    def content_digest(self) -> str:
+        """Identity of the version, whatever its encoding; 32 hexadecimal digits."""
+        if len(self.digests) != len(self.layout.tensors):
+            msg = f"{len(self.digests)} digests of {len(self.layout.tensors)} tensors"
+            raise ValueError(msg)
+        ordered = map(self.digests.__getitem__, self.layout.by_name)
+        pairs = zip(self.layout.content_heads, ordered, strict=True)
+        return lines_digest(f"{head} {digest.hex()}" for head, digest in pairs)
+
+    @cached_property
+    def manifest_digest(self) -> str:
+        """Digest of this encoding: layout, shards and contents; 32 hexadecimal digits."""
+        shards = (f"{json.dumps(s.name)} {s.size} {s.header_size}" for s in self.layout.shards)
+        return lines_digest([self.layout.digest, self.content_digest, *shards])
+
+    def to_json(self) -> bytes:
+        """Return the stored form, read back by `from_json`: a line of facts, then lines of tensors.
+
+        Lines are short, so that no call keeps the GIL from an event loop for long.
+        """
+        shards = [[s.name, s.size, s.header_size] for s in self.layout.shards]
+        tensors = zip(self.layout.tensors, self.digests, strict=True)
+        rows = (
+            [t.name, t.dtype, t.shape, t.shard, t.begin, t.end, digest.hex()]
+            for t, digest in tensors
+        )
+        lines = [_encode({"format": _FORMAT, "shards": shards, "tensors": len(self.digests)})]
+        while part := list(islice(rows, _SLICE)):
+            lines.append(_encode(part))
+        return b"\n".join(lines)
+
+    @classmethod
+    def from_json(cls, data: bytes | memoryview) -> Manifest:
+        """Read what `to_json` wrote. For the server's own files and memory, not for strangers.
+
+        Raises:
+            ValueError: The bytes are no such document.
+        """
+        lines = bytes(data).split(b"\n")
+        tensors: list[TensorEntry] = []
+        digests: list[bytes] = []
+        try:
+            facts = json.loads(lines[0])
+            if facts["format"] != _FORMAT:
+                msg = f"unknown manifest format {facts['format']!r}"
+                raise ValueError(msg)
+            shards = tuple(ShardEntry(*entry) for entry in facts["shards"])
+            for line in islice(lines, 1, None):
+                for name, dtype, shape, shard, begin, end, digest in json.loads(line):
+                    tensors.append(TensorEntry(name, dtype, tuple(shape), shard, begin, end))
+                    digests.append(bytes.fromhex(digest))
+            if len(tensors) != facts["tensors"]:
+                msg = f"{len(tensors)} of {facts['tensors']!r} tensors in a manifest"
+                raise ValueError(msg)
+        except (KeyError, TypeError, IndexError) as error:
+            msg = f"not a manifest: {error!r}"
+            raise ValueError(msg) from error
+        return cls(Layout(shards, tuple(tensors)), tuple(digests))
+
+
+def _encode(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

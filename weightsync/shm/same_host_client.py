@@ -1,0 +1,229 @@
+"""A trainer's end of the lending socket, whose requests `same_host_server` describes.
+
+No child that is forked meanwhile, as a data loader is, keeps a descriptor or a mapping of it: it
+would stay a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.huge_pages import Mapping
+from weightsync.shm.same_host_server import Lent
+from weightsync.wire.fd_passing import receive, receive_fds, send
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Borrower", "Placed", "map_lent"]
+
+#: Seconds of a trainer's patience; making a shard durable is not waited for.
+_ANSWER_S = 60.0
+
+
+class Placed(NamedTuple):
+    """Where a shard lies on a GPU.
+
+    Attributes:
+        device: UUID of the GPU.
+        header: What comes before the first tensor.
+        handles: Open allocations.
+        places: Of each tensor that is not empty: the number of its handle, its offset in bytes.
+    """
+
+    device: bytes
+    header: bytes
+    handles: Sequence[bytes]
+    places: Sequence[tuple[int, int]]
+
+
+class Borrower:
+    """A trainer's connection to a lending socket; its methods may be called by several threads.
+
+    Args:
+        path: Socket file.
+        secret: From BeginPush.
+
+    Raises:
+        OSError: Nobody listens there, or not for us.
+        WeightSyncError: The secret is not good any more.
+    """
+
+    def __init__(self, path: str | Path, secret: str) -> None:
+        self._lock = threading.Lock()
+        self._borrowed: set[int] = set()
+        with _no_fork:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            _open.add(self)
+        try:
+            self._socket.settimeout(_ANSWER_S)
+            self._socket.connect(str(path))
+            self._knows = self._ask({"op": "redeem", "secret": secret}).get("knows") or ()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def borrow(self, shard: int) -> Lent:
+        """Return the memory of a shard; end it with `give_back`.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            huge = bool(self._ask({"op": "lend", "shard": shard}).get("huge"))
+            try:
+                # Waited for here, so that no fork waits for a server.
+                self._socket.recv(1, socket.MSG_PEEK)
+                with _no_fork:
+                    (fd,) = receive_fds(self._socket, 1)
+                    self._borrowed.add(fd)
+            except EOFError:
+                raise _ended() from None
+            return Lent(fd, huge)
+
+    def give_back(self, lent: Lent) -> None:
+        """Close what `borrow` returned."""
+        with _no_fork:
+            self._borrowed.discard(lent.fd)
+            os.close(lent.fd)
+
+    def written(self, shard: int, digests: Sequence[bytes]) -> None:
+        """Tell that a whole shard lies in its memory, which this process let go of.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
+
+    def lying(self, shards: dict[int, Placed]) -> None:
+        """Tell where shards lie that `collect` will be called for, where the server wants to know.
+
+        Args:
+            shards: By their index; a few thousand tensors in all, for one message.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        if shards and "lying" in self._knows:
+            with self._lock:
+                told = {index: _told(where) for index, where in shards.items()}
+                self._ask({"op": "lying", "shards": told})
+
+    def collect(self, shard: int, where: Placed) -> str:
+        """Have the server copy a shard from a GPU; return why it declines, else "".
+
+        The tensors must stay as they are until `collected` returns, and their memory must not be
+        freed before it has for all shards, or until the connection has ended.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        told = {"header": where.header.hex(), **_told(where)}
+        with self._lock:
+            return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
+
+    def collected(self, shard: int) -> bytes:
+        """Return the joined digests that the server computed of a shard, once it was copied.
+
+        Raises:
+            OSError: The connection has ended.
+            WeightSyncError: The server refused; the connection has ended.
+        """
+        with self._lock:
+            return bytes.fromhex(str(self._ask({"op": "collected", "shard": shard})["digests"]))
+
+    def alive(self) -> None:
+        """Give a sign of life.
+
+        Raises:
+            OSError: The connection has ended.
+        """
+        with self._lock:
+            self._ask({"op": "alive"})
+
+    def close(self) -> None:
+        """End the connection, also under a thread that waits for an answer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: close what only its parent should have."""
+        for fd in [*self._borrowed, self._socket.detach()]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._borrowed.clear()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            send(self._socket, request)
+            answer = receive(self._socket)
+        except EOFError:
+            raise _ended() from None
+        if "error" in answer:
+            raise WeightSyncError(_reason(answer.get("reason")), str(answer["error"]))
+        return answer
+
+
+def _told(where: Placed) -> dict[str, Any]:
+    return {
+        "device": where.device.hex(),
+        "handles": [handle.hex() for handle in where.handles],
+        "places": where.places,
+    }
+
+
+def map_lent(lent: Lent, size: int) -> Mapping:
+    """Return the first `size` bytes of lent memory, mapped; no child that is forked has them.
+
+    Raises:
+        OSError: They cannot be mapped.
+    """
+    with _no_fork:
+        mapping = Mapping(lent.fd, size)
+        try:
+            mapping.keep_from_children()
+        except BaseException:
+            mapping.close()
+            raise
+        return mapping
+
+
+#: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.
+_open: weakref.WeakSet[Borrower] = weakref.WeakSet()
+#: Held, for moments only, from where something is there until it is known what a child must not
+#: keep of it, and by who forks; who forks while holding it does not wait for itself.
+_no_fork = threading.RLock()
+
+
+def _begin_child() -> None:
+    try:
+        for borrower in list(_open):
+            borrower.leave_to_parent()
+    finally:
+        _no_fork.release()
+
+
+os.register_at_fork(
+    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_begin_child
+)
+
+
+def _ended() -> ConnectionError:
+    return ConnectionError("the server has ended the connection")
+
+
+def _reason(name: object) -> Reason:
+    return Reason.__members__.get(str(name), Reason.NOT_SUPPORTED)

@@ -1,0 +1,65 @@
+"""A staged version as other processes read it: its manifest and the segment of each shard.
+
+The document lies in a segment of its own, because RPC arguments to workers are ids only.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from weightsync.model.manifest import Manifest
+from weightsync.shm.segments import Segment
+
+__all__ = ["StagedVersion"]
+
+_HEAD = struct.Struct("<8sII")
+_MAGIC = b"WSSTAGE2"
+_COPIED = 1 << 20
+
+
+@dataclass(frozen=True)
+class StagedVersion:
+    """Where the bytes of a version lie in shared memory.
+
+    Attributes:
+        manifest: What the bytes must be.
+        segments: Segment id of each shard, in the order of the manifest's shards.
+    """
+
+    manifest: Manifest
+    segments: tuple[str, ...]
+
+    def to_segment(self) -> Segment:
+        """Write the document into a new segment, which the caller owns."""
+        ids = ",".join(self.segments).encode()
+        body = self.manifest.to_json()
+        segment = Segment.create(_HEAD.size + len(ids) + len(body))
+        end = _HEAD.size + len(ids)
+        segment.view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(ids), len(body))
+        segment.view[_HEAD.size : end] = ids
+        for at in range(0, len(body), _COPIED):
+            # New pages are slow to fill, and copying holds the GIL.
+            piece = body[at : at + _COPIED]
+            segment.view[end + at : end + at + len(piece)] = piece
+        return segment
+
+    @classmethod
+    def from_view(cls, view: memoryview) -> StagedVersion:
+        """Read what `to_segment` wrote.
+
+        Raises:
+            ValueError: The memory holds no such document.
+        """
+        magic, ids_size, body_size = _HEAD.unpack_from(view)
+        end = _HEAD.size + ids_size
+        if magic != _MAGIC or end + body_size > len(view):
+            msg = "not a staged version"
+            raise ValueError(msg)
+        ids = bytes(view[_HEAD.size : end]).decode()
+        manifest = Manifest.from_json(view[end : end + body_size])
+        segments = tuple(ids.split(","))
+        if len(segments) != len(manifest.layout.shards):
+            msg = f"{len(segments)} segments for {len(manifest.layout.shards)} shards"
+            raise ValueError(msg)
+        return cls(manifest, segments)

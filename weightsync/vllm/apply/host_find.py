@@ -1,0 +1,181 @@
+"""Which elements of the live parameters a version changes, found in shared memory before the pause.
+
+The live version and the next one are compared slice by slice, through the load plan: what comes out
+are places in this rank's own parameters, fused and sharded as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from weightsync.delta.find import differing
+from weightsync.vllm.plan.int_views import StoppedError, array_of, cast, pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.plan.load_plan import Slice, Strides
+
+__all__ = ["Change", "Differences", "find_differences"]
+
+#: Elements that are compared at a time: both sides and the result stay in the cache.
+_BLOCK = 1 << 18
+#: A slice is copied whole when more than one in so many of its elements changed: with a position of
+#: four bytes beside each, writing them one by one then moves as much memory, in worse order.
+_DENSE = 3
+#: A patch moves less than one in so many of the bytes of a copy, in positions, values and slices
+#: that are copied whole; else it is not worth the memory that it takes until the commit.
+_WORTH = 2
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Change:
+    """Elements of one parameter.
+
+    Attributes:
+        param: Its name.
+        positions: Where they lie in the parameter's memory, each once; int32 or int64.
+        values: What they become: the integers of their bytes.
+    """
+
+    param: str
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return self.values.nbytes
+
+
+@dataclass
+class Differences:
+    """What changes between two versions on this rank, by the index of the slice.
+
+    Attributes:
+        changes: The elements of slices of which little changed.
+        dense: Slices of which much changed.
+    """
+
+    changes: dict[int, Change] = field(default_factory=dict)
+    dense: set[int] = field(default_factory=set)
+
+
+class _TooMuchError(Exception):
+    """A copy of everything is less work."""
+
+
+class _Allowance:
+    """Bytes that a patch may still move. Several threads take from it."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            self._left -= size
+            if self._left < 0:
+                raise _TooMuchError
+
+
+def find_differences(
+    slices: Sequence[Slice],
+    old: Sequence[torch.Tensor | None],
+    new: Sequence[torch.Tensor],
+    places: Sequence[torch.Tensor],
+    crew: Crew,
+    stop: Callable[[], bool],
+) -> Differences | None:
+    """Return what changes; None: so much that a copy of everything is less work.
+
+    Args:
+        slices: The copies of the load plan.
+        old: The source of each slice in the live version; None: it is known to be the same.
+        new: The source of each slice in the next version.
+        places: The live view of each slice.
+        crew: Does the work.
+        stop: Asked before every block; True raises `StoppedError`.
+    """
+    found = Differences()
+    allowance = _Allowance(sum(place.nbytes for place in places) // _WORTH)
+
+    def compare(index: int) -> None:
+        before, place = old[index], places[index]
+        if before is None:
+            return
+        elements = _changed(before, new[index], place.dtype, stop)
+        if elements is None:
+            allowance.take(place.nbytes)
+            found.dense.add(index)
+        elif elements[0].size:
+            positions = _positions(elements[0], slices[index].target)
+            allowance.take(positions.nbytes + elements[1].nbytes)
+            found.changes[index] = Change(
+                slices[index].param, torch.from_numpy(positions), torch.from_numpy(elements[1])
+            )
+
+    try:
+        crew.each(compare, [source.nbytes for source in new])
+    except _TooMuchError:
+        return None
+    return found
+
+
+_Elements = tuple["NDArray[Any]", "NDArray[Any]"]
+
+
+def _changed(
+    old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype, stop: Callable[[], bool]
+) -> _Elements | None:
+    """Return row-major positions and integers in `dtype`; None: more than `_DENSE` allows."""
+    positions: list[NDArray[Any]] = [np.empty(0, np.int64)]
+    values: list[NDArray[Any]] = []
+    seen = count = 0
+    for before, after in zip(pieces(old, _BLOCK), pieces(new, _BLOCK), strict=True):
+        if stop():
+            raise StoppedError
+        at, what = _compared(before, after, dtype)
+        positions.append(at.astype(np.int64) + seen)
+        values.append(what)
+        seen, count = seen + after.numel(), count + at.size
+        if count * _DENSE > seen:
+            return None
+    return np.concatenate(positions), np.concatenate(values) if values else positions[0]
+
+
+def _compared(old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> _Elements:
+    # Columns of a tensor are gathered first.
+    before, after = (np.ascontiguousarray(array_of(part)).reshape(-1) for part in (old, new))
+    at, values = differing(before, after)
+    if new.dtype == dtype or not at.size:
+        return at, values
+    # Where the copy rounds, many a change is lost.
+    was, now = (
+        array_of(cast(torch.from_numpy(words).view(new.dtype), dtype))
+        for words in (before[at], values)
+    )
+    kept = was != now
+    return at[kept], now[kept]
+
+
+def _positions(at: NDArray[Any], target: Strides) -> NDArray[Any]:
+    """Return where row-major elements of a slice lie in its parameter's memory."""
+    if target.contiguous:
+        positions, last = at + target.offset, target.offset + target.numel
+    else:
+        index = np.unravel_index(at, target.shape)
+        positions = np.full(at.shape, target.offset)
+        for part, stride in zip(index, target.stride, strict=True):
+            positions += part * stride
+        last = int(positions.max())
+    return positions.astype(np.int32) if last <= _INT32_MAX else positions

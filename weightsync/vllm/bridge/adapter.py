@@ -1,0 +1,445 @@
+"""The one Engine over vLLM's AsyncLLM, used by the bridge and the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync import failpoints
+from weightsync.engine import (
+    EngineHealth,
+    EngineInfo,
+    EngineState,
+    Lease,
+    PauseSpec,
+    SwitchOrder,
+    SwitchOutcome,
+)
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.checkpoint import offer_files
+from weightsync.vllm.bridge.generation import Motion
+from weightsync.vllm.bridge.llm_calls import VllmCalls, told
+from weightsync.vllm.bridge.pause_lease import PauseLease
+from weightsync.vllm.bridge.rank_replies import Pairing, agreed
+from weightsync.vllm.bridge.sleep_guard import SleepGuard
+from weightsync.vllm.bridge.step_switch import SWITCH, Switching
+from weightsync.vllm.bridge.support import check_pause, config_refusals
+from weightsync.vllm.worker.worker_methods import METHODS, rank_names
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+__all__ = ["VllmEngine"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: How long a lease that ran out waits for an engine core that may be inside a worker call.
+_ASK_S = 1.0
+#: How often workers are asked whether they have done what they do in the background.
+_SETTLE_S = 0.05
+#: Worker methods that read or write live parameters, which sleep mode takes away.
+_TOUCH_WEIGHTS = frozenset(
+    f"weightsync_{word}"
+    for word in ("ahead", "capture", "check", "prepare", "commit", "switch", "verify")
+)
+_COMMIT = "weightsync_commit"
+
+
+class VllmEngine:
+    """Pauses, resumes and calls one vLLM engine. Everything runs on the loop of its AsyncLLM.
+
+    It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
+    never served. A pause is a lease: when it runs out, the engine resumes only if every rank tells
+    the same proved version, and is fenced otherwise. It is fenced as well when vLLM takes longer
+    than a lease to stop or to start, until that call has returned.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        vllm_version: Release of vLLM.
+        kind: `bridge` or `embedded`.
+    """
+
+    def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
+        self._vllm = VllmCalls(llm)
+        self._sleep = SleepGuard(
+            llm, self._settle, self._stands, self._stop_behind, self._stop_unless_serving
+        )
+        self._state = EngineState.UNRECONCILED
+        self._reason = "no weightsync-server has proved the weights of this engine yet"
+        self._lease = PauseLease(self._on_expiry)
+        self._changes = asyncio.Lock()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._broken = ""
+        self._motion = Motion(self._vllm, self._stop_waiting)
+        #: Digest that every rank reported after the last commit; None: no commit since the resume.
+        self._committed: str | None = None
+        self._commits = 0
+        self._served = ""
+        self._versions: dict[str, int] = {}
+        config = self._vllm.config
+        ranks = rank_names(config.parallel_config)
+        self._pairing = Pairing(ranks)
+        self._switching = Switching(self._rpc, self._motion, len(ranks))
+        self._info = EngineInfo(
+            engine_id=secrets.token_hex(8),
+            vllm_version=vllm_version,
+            ranks=ranks,
+            capabilities=self._vllm.capabilities,
+            refusals=config_refusals(config),
+            state=self._state,
+            reason=self._reason,
+            model=str(config.model_config.model),
+            kind=kind,
+        )
+
+    async def start(self) -> None:
+        """Pause the engine before anything can ask it for tokens."""
+        await self._motion.first_stop()
+
+    async def close(self) -> None:
+        """Stop the lease timer; vLLM itself is left as it is."""
+        self._drop_lease()
+        self._motion.close()
+        for task in list(self._tasks):
+            task.cancel()
+
+    def condition(self) -> tuple[EngineState, str]:
+        """Return the present state and its reason without asking anybody."""
+        if self._vllm.dead:
+            return EngineState.DEAD, "the vLLM engine process has died; restart vLLM"
+        return self._state, self._reason
+
+    async def hello(self) -> EngineInfo:
+        """Tell what the engine is."""
+        state, reason = self.condition()
+        return dataclasses.replace(self._info, state=state, reason=reason)
+
+    async def health(self) -> EngineHealth:
+        """Tell how the engine is; answers at once whatever the engine core and the workers do."""
+        state, reason = self.condition()
+        return EngineHealth(
+            state, reason, self._info.engine_id, self._vllm.requests, self._sleep.asleep
+        )
+
+    async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        """Return when generation stands still, under a lease of `lease_s` seconds.
+
+        A fenced or unreconciled engine stays what it is; the lease then only keeps others away.
+
+        Raises:
+            WeightSyncError: APPLY_BUSY while another lease holds, ENGINE_ASLEEP, ENGINE_AWAY,
+                REQUEST_INVALID. ENGINE_FENCED: vLLM did not stop within `lease_s`.
+        """
+        check_pause(spec, lease_s)
+        return await self._whole(self._pause(spec, lease_s))
+
+    async def renew(self, lease_id: str, lease_s: float) -> None:
+        """Prolong a lease to `lease_s` seconds from now.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED when the lease is not the present one.
+        """
+        self._check_lease(lease_id)
+        self._lease.renew(lease_s)
+
+    async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        """Start generation on a version that every rank has proved; returns if a label was set.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
+                ENGINE_FENCED: vLLM did not start in the time of a lease.
+        """
+        return await self._whole(self._resume(lease_id, version, content_digest))
+
+    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+        """Let every rank change the version between two steps, without a pause.
+
+        Raises:
+            WeightSyncError: APPLY_BUSY, ENGINE_ASLEEP, ENGINE_REFUSED: it does not serve the base;
+                nothing was written. ENGINE_AWAY: vLLM could not carry it out.
+        """
+        return await self._whole(self._switch(order))
+
+    async def fence(self, reason: str) -> None:
+        """Keep the engine paused and refuse requests until `resume`."""
+        await self._whole(self._fence(reason))
+
+    async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run one of our worker methods on every rank; one reply per rank, in order.
+
+        The caller may stop waiting; the call itself always runs to its end.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
+                ENGINE_AWAY when vLLM could not carry the call out.
+        """
+        known = METHODS - {SWITCH}
+        if method not in known:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
+            )
+        return await self._whole(self._rpc(method, args))
+
+    async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
+        """Send read-only descriptors of the engine's checkpoint files over the segment socket."""
+        config = self._vllm.config
+        return await asyncio.to_thread(offer_files, config, segment_socket, offer_id)
+
+    # What runs to its end whether or not the caller waits.
+
+    async def _whole(self, work: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._track(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # Nobody will look at its outcome any more.
+            task.add_done_callback(_log_failure)
+            raise
+
+    def _track(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
+        async with self._changes:
+            self._check_ready()
+            self._check_free()
+            self._motion.patience_s = lease_s
+            self._sleep.hold()
+            try:
+                mode = await self._motion.stop(spec)
+            except BaseException:
+                self._sleep.release()
+                raise
+            self._committed = None
+            if self._state is EngineState.SERVING:
+                self._state, self._reason = EngineState.PAUSED, ""
+            return Lease(self._lease.take(lease_s), mode)
+
+    async def _settle(self) -> None:
+        busy = True
+        while busy:
+            replies = await self._rpc("weightsync_state", {"settle": True})
+            busy = any(reply.get("busy") for reply in replies)
+            await asyncio.sleep(_SETTLE_S if busy else 0)
+
+    def _stands(self) -> bool:
+        return self._state is not EngineState.SERVING
+
+    async def _stop_behind(self) -> None:
+        async with self._changes:
+            if not self._stands():
+                return
+            # Not by `Motion`: how long vLLM takes to wake up is no matter of its patience.
+            pausing = asyncio.ensure_future(self._vllm.pause("keep", clear_cache=False))
+            # It is sent while nobody can start the engine; its answer comes behind the wake-up's.
+            await asyncio.sleep(0)
+        # Should it fail, it is asked for again when the engine is awake.
+        with contextlib.suppress(Exception):
+            await pausing
+
+    async def _stop_unless_serving(self) -> None:
+        # Else a resume could come before the answer to the pause, which then counts as the last.
+        async with self._changes:
+            if self._stands():
+                await self._motion.halt()
+
+    async def _resume(self, lease_id: str, version: int, content_digest: str) -> bool:
+        async with self._changes:
+            self._check_ready()
+            free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
+            if lease_id or not free:
+                self._check_lease(lease_id)
+            # Without a lease sleep mode could come before the first step.
+            self._sleep.hold()
+            try:
+                return await self._start(version, content_digest, free=free)
+            finally:
+                if not self._lease.id:
+                    self._sleep.release()
+
+    async def _start(self, version: int, content_digest: str, *, free: bool) -> bool:
+        known = self._served if self._committed is None and not free else self._committed
+        if not known or known != content_digest:
+            known = await self._proved()
+        if not known or known != content_digest:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"the ranks hold {known or 'no proved version'}, not "
+                f"{content_digest or 'nothing'}; commit a version on every rank first",
+            )
+        labelled = await self._motion.start(version)
+        self._serve(content_digest)
+        self._versions[content_digest] = version
+        return labelled
+
+    async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
+        async with self._changes:
+            self._check_ready()
+            self._check_free()
+            serving = self._state is EngineState.SERVING
+            self._switching.check(order, self._served if serving else "")
+            self._sleep.hold()
+        # Without the lock: what stops vLLM must not wait for a rank that hangs.
+        try:
+            base = self._versions.get(order.base_digest, 0)
+            outcome = await self._switching.run(order, base)
+        finally:
+            if not self._lease.id:
+                self._sleep.release()
+        if outcome.serves == order.content_digest:
+            self._versions[outcome.serves] = order.version
+        if self._state is EngineState.SERVING:
+            self._served, self._committed = outcome.serves, None
+            if not outcome.serves:
+                await self._fence("the ranks did not tell one version after a switch")
+        return outcome
+
+    def _check_free(self) -> None:
+        if self._lease.id or self._switching.running:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
+            )
+
+    async def _fence(self, reason: str) -> None:
+        await failpoints.reach("bridge.fence")
+        reason = reason or "fenced by the server"
+        # At once: a pause or resume under way may take its time, requests are refused from now on.
+        self._set_fenced(reason)
+        async with self._changes:
+            self._drop_lease()
+            self._set_fenced(reason)
+            if self._motion.generating:
+                await self._motion.halt()
+
+    def _set_fenced(self, reason: str) -> None:
+        self._state, self._reason = EngineState.FENCED, reason
+        logger.error("weightsync: engine fenced: %s", reason)
+
+    def _stop_waiting(self, reason: str) -> None:
+        self._drop_lease()
+        self._set_fenced(reason)
+
+    async def _rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._check_alive()
+        if self._broken:
+            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
+        if method in _TOUCH_WEIGHTS:
+            self._sleep.check_awake()
+        if method == _COMMIT and self._motion.generating:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
+            )
+        if method in (_COMMIT, SWITCH):
+            self._committed = ""
+            self._commits += 1
+        named = self._pairing.name(args)
+        try:
+            replies = self._pairing.own(await self._vllm.rpc(method, named), named)
+        except Exception as error:
+            # Our methods never raise, so vLLM itself failed, and its reply queues may now hold
+            # replies of this call.
+            self._broken = f"a worker call failed inside vLLM ({told(error)}); restart vLLM"
+            await self._give_up(self._broken)
+            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
+        if method == _COMMIT:
+            self._committed = agreed(replies, len(self._info.ranks))
+            if self._committed and (version := int(args.get("version", 0))):
+                # Should the server not live to resume, its label is known.
+                self._versions[self._committed] = version
+        return replies
+
+    async def _give_up(self, reason: str) -> None:
+        self._drop_lease()
+        self._set_fenced(reason)
+        if self._motion.generating:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._vllm.pause("keep", clear_cache=False), _ASK_S)
+
+    async def _proved(self) -> str:
+        replies = await self._rpc("weightsync_state", {})
+        return agreed(replies, len(self._info.ranks))
+
+    # Leases.
+
+    def _serve(self, content_digest: str) -> None:
+        self._drop_lease()
+        self._served = content_digest
+        self._committed = None
+        self._state, self._reason = EngineState.SERVING, ""
+
+    def _check_lease(self, lease_id: str) -> None:
+        if not self._lease.holds(lease_id):
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
+            )
+
+    def _drop_lease(self) -> None:
+        self._lease.drop()
+        self._sleep.release()
+
+    def _on_expiry(self, lease_id: str) -> None:
+        self._track(asyncio.ensure_future(self._expire(lease_id)))
+
+    async def _expire(self, lease_id: str) -> None:
+        """End a lease that nobody renewed: resume on one proved version, or fence."""
+        if self._lease.id != lease_id:
+            return
+        logger.warning("weightsync: lease %s ran out", lease_id)
+        try:
+            await self._end(lease_id)
+        except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
+            # Nobody is there to try again, so that it must not stay paused without a reason.
+            if self._lease.id == lease_id:
+                self._drop_lease()
+                self._set_fenced(f"the lease ran out and vLLM could not go on ({told(error)})")
+
+    async def _end(self, lease_id: str) -> None:
+        await failpoints.reach("bridge.expire")
+        if self._state is not EngineState.PAUSED:
+            self._drop_lease()
+            return
+        begun = self._commits
+        question = asyncio.ensure_future(self._proved())
+        done, _ = await asyncio.wait({question}, timeout=_ASK_S)
+        if not done and self._lease.id == lease_id:
+            self._set_fenced("the lease ran out while a worker call had not returned")
+        digest = await question
+        async with self._changes:
+            # What was written after the question is not in its answer.
+            while self._commits != begun:
+                begun = self._commits
+                digest = await self._proved()
+            if self._lease.id != lease_id:
+                return
+            # Where nothing was written, a rank that tells another version is not believed.
+            if not digest or (self._committed is None and digest != self._served):
+                self._drop_lease()
+                self._set_fenced("the lease ran out and the ranks do not hold one proved version")
+                return
+            await self._motion.start(self._versions.get(digest, 0))
+            self._serve(digest)
+
+    # Failures of vLLM itself.
+
+    def _check_alive(self) -> None:
+        state, reason = self.condition()
+        if state is EngineState.DEAD:
+            raise WeightSyncError(Reason.ENGINE_AWAY, reason)
+
+    def _check_ready(self) -> None:
+        self._check_alive()
+        self._motion.check_settled()
+
+
+def _log_failure(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("weightsync: %s", told(task.exception() or Exception()))

@@ -1,0 +1,227 @@
+"""EngineService of `engine.proto` over a `VllmEngine`; thin."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync import failpoints
+from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec, SwitchOrder
+from weightsync.engine.v1 import engine_pb2 as pb
+from weightsync.engine.v1 import engine_pb2_grpc
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.rpc_status import release_with_call, to_status
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from weightsync.vllm.bridge.adapter import VllmEngine
+
+__all__ = ["MAX_ARGS_BYTES", "EngineServicer"]
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+#: Longest JSON argument of a worker call in bytes; more does not fit vLLM's queues well.
+MAX_ARGS_BYTES = 64 << 10
+
+_STATES = {
+    EngineState.UNRECONCILED: pb.BRIDGE_STATE_UNRECONCILED,
+    EngineState.SERVING: pb.BRIDGE_STATE_SERVING,
+    EngineState.PAUSED: pb.BRIDGE_STATE_PAUSED,
+    EngineState.FENCED: pb.BRIDGE_STATE_FENCED,
+    EngineState.DEAD: pb.BRIDGE_STATE_DEAD,
+}
+
+
+def _told(
+    method: Callable[[Any, Any, Any], Awaitable[_Answer]],
+) -> Callable[[Any, Any, Any], Awaitable[_Answer]]:
+    """Let every error of a call reach the server as a status with a reason."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Any) -> _Answer:
+        try:
+            return await method(self, request, context)
+        except WeightSyncError as error:
+            # Not the error itself: its traceback holds this frame.
+            status = to_status(error)
+        except Exception as error:
+            logger.exception("weightsync: %s failed", method.__name__)
+            text = f"the bridge failed ({type(error).__name__}); vLLM's log tells why"
+            status = to_status(WeightSyncError(Reason.FAULT, text))
+        try:
+            await context.abort_with_status(status)
+        except Exception as aborted:
+            release_with_call(aborted)
+            raise
+        msg = "gRPC went on with a call that was refused"
+        raise AssertionError(msg)
+
+    return call
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """Answers the server's calls. Every error is a WeightSyncError with its reason as a detail.
+
+    The server that said hello last drives the engine; calls of any other change nothing.
+
+    Args:
+        engine: The engine of this process.
+        segment_socket: Where the server's segment socket is unless a request says otherwise.
+    """
+
+    def __init__(self, engine: VllmEngine, segment_socket: str) -> None:
+        self._engine = engine
+        self._segment_socket = segment_socket
+        self._driver = ""
+
+    @_told
+    async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
+        """Compare versions and tell what the engine is."""
+        if request.protocol != PROTOCOL_VERSION:
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED,
+                f"the server speaks engine protocol {request.protocol}, the bridge "
+                f"{PROTOCOL_VERSION}; install the same weightsync release on both sides",
+            )
+        await failpoints.reach("bridge.hello")
+        self._driver = request.server_id
+        info = await self._engine.hello()
+        logger.info("weightsync: server %s connected", request.server_version or "of no release")
+        return pb.HelloResponse(
+            protocol=PROTOCOL_VERSION,
+            engine_id=info.engine_id,
+            vllm_version=info.vllm_version,
+            ranks=info.ranks,
+            capabilities=sorted(info.capabilities),
+            refusals=info.refusals,
+            state=_STATES[info.state],
+            reason=info.reason,
+            model=info.model,
+        )
+
+    @_told
+    async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:
+        """Stop generation under a lease."""
+        self._check_driver(request)
+        spec = PauseSpec(
+            mode=request.mode or "keep",
+            clear_cache=request.clear_cache,
+            wait_timeout_s=request.wait_timeout.ToTimedelta().total_seconds(),
+            after_wait=request.after_wait or "keep",
+        )
+        lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
+        await failpoints.reach("bridge.paused")
+        return pb.PauseResponse(lease_id=lease.lease_id, mode=lease.mode)
+
+    @_told
+    async def RenewLease(self, request: Any, context: Any) -> pb.RenewLeaseResponse:
+        """Prolong a lease."""
+        self._check_driver(request)
+        await failpoints.reach("bridge.renew")
+        seconds = request.lease.ToTimedelta().total_seconds()
+        await self._engine.renew(request.lease_id, seconds)
+        return pb.RenewLeaseResponse()
+
+    @_told
+    async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:
+        """Start generation."""
+        self._check_driver(request)
+        label_set = await self._engine.resume(
+            request.lease_id, request.version, request.content_digest
+        )
+        await failpoints.reach("bridge.resumed")
+        return pb.ResumeResponse(label_set=label_set)
+
+    @_told
+    async def Switch(self, request: Any, context: Any) -> pb.SwitchResponse:
+        """Change the version between two steps."""
+        self._check_driver(request)
+        order = SwitchOrder(
+            apply_id=request.apply_id,
+            base_id=request.base_apply_id,
+            version=request.version,
+            content_digest=request.content_digest,
+            base_digest=request.base_content_digest,
+            limit_s=request.limit.ToTimedelta().total_seconds(),
+        )
+        await failpoints.reach("bridge.switch")
+        outcome = await self._engine.switch(order)
+        await failpoints.reach("bridge.switched")
+        return pb.SwitchResponse(
+            replies_json=[json.dumps(reply).encode() for reply in outcome.replies],
+            serves=outcome.serves,
+            label_set=outcome.label_set,
+        )
+
+    @_told
+    async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
+        """Keep the engine paused and refuse requests."""
+        self._check_driver(request)
+        await self._engine.fence(request.reason)
+        return pb.FenceResponse()
+
+    @_told
+    async def CallWorkers(self, request: Any, context: Any) -> pb.CallWorkersResponse:
+        """Run a worker method on every rank."""
+        self._check_driver(request)
+        args = _arguments(request.args_json)
+        await failpoints.reach("bridge.call")
+        replies = await self._engine.call_workers(request.method, args)
+        await failpoints.reach("bridge.called")
+        return pb.CallWorkersResponse(replies_json=[json.dumps(r).encode() for r in replies])
+
+    @_told
+    async def OfferCheckpoint(self, request: Any, context: Any) -> pb.OfferCheckpointResponse:
+        """Send the checkpoint's descriptors over the segment socket."""
+        self._check_driver(request)
+        socket = request.segment_socket or self._segment_socket
+        files = await self._engine.offer_checkpoint(socket, request.offer_id)
+        return pb.OfferCheckpointResponse(files=files)
+
+    @_told
+    async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
+        """Tell whether the engine lives."""
+        del request, context
+        health = await self._engine.health()
+        return pb.HealthResponse(
+            state=_STATES[health.state],
+            reason=health.reason,
+            engine_id=health.engine_id,
+            requests=health.requests,
+            sleeping=health.sleeping,
+            server_id=self._driver,
+        )
+
+    def _check_driver(self, request: Any) -> None:
+        if request.server_id == self._driver:
+            return
+        if not self._driver:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                "this engine was started anew; the server must say hello to it first",
+                retry_after_s=1.0,
+            )
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            "another weightsync-server has taken this engine over; stop one of the two",
+        )
+
+
+def _arguments(raw: bytes) -> dict[str, Any]:
+    if len(raw) > MAX_ARGS_BYTES:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"arguments of {len(raw)} bytes; at most {MAX_ARGS_BYTES}",
+        )
+    try:
+        args = json.loads(raw or b"{}")
+    except ValueError:
+        args = None
+    if not isinstance(args, dict):
+        raise WeightSyncError(Reason.REQUEST_INVALID, "args_json is not a JSON object")
+    return args

@@ -1,0 +1,160 @@
+"""Stops and starts vLLM, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.llm_calls import guarded
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from weightsync.engine import PauseSpec
+    from weightsync.vllm.bridge.llm_calls import VllmCalls
+
+__all__ = ["PATIENCE_S", "Motion"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: How long vLLM may take to stop or to start while no lease tells how long, seconds.
+PATIENCE_S = 15.0
+
+
+class Motion:
+    """Knows whether vLLM may take steps, and waits for it no longer than a lease lasts.
+
+    A call that takes longer is given up, not cancelled. vLLM is stopped again when it returns, and
+    until then nothing else is asked of it: nobody knows in which order it would do both.
+
+    Args:
+        vllm: What is asked.
+        on_late: Told, in one sentence, of a call that is given up; before the caller is.
+
+    Attributes:
+        generating: Whether vLLM may take steps, as far as anybody knows.
+        patience_s: How long to wait for it, seconds.
+    """
+
+    def __init__(self, vllm: VllmCalls, on_late: Callable[[str], None]) -> None:
+        self.generating = True
+        self.patience_s = PATIENCE_S
+        self._vllm = vllm
+        self._on_late = on_late
+        self._late = ""
+        self._unsettled: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        if self._unsettled is not None:
+            self._unsettled.cancel()
+
+    def check_settled(self) -> None:
+        """Raise ENGINE_FENCED while a call that was given up has not returned."""
+        if self._unsettled is not None and not self._unsettled.done():
+            raise WeightSyncError(
+                Reason.ENGINE_FENCED,
+                f"{self._late} and has not yet; wait for it, or restart vLLM",
+            )
+
+    async def stop(self, spec: PauseSpec) -> str:
+        """Return, with the mode that was used, when generation stands still.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED: vLLM took too long. ENGINE_AWAY: it did not do it, and
+                generates as before.
+        """
+        generated = self.generating
+        try:
+            return await self._stop(spec)
+        except WeightSyncError as error:
+            if error.reason is Reason.ENGINE_AWAY and generated:
+                # vLLM stays paused when finishing a pause fails.
+                self.generating = True
+                await guarded(self._vllm.resume())
+            raise
+
+    async def first_stop(self) -> None:
+        """Return when generation stands still, however long that takes in a vLLM that starts."""
+        await guarded(self._pause("keep", clear_cache=False))
+
+    async def halt(self) -> None:
+        """Return when generation stands still; without effect when it does."""
+        await self._owed(self._pause("keep", clear_cache=False), "pause")
+
+    async def start(self, version: int) -> bool:
+        """Label outputs with a version and generate; returns whether there is such a label.
+
+        Raises:
+            WeightSyncError: ENGINE_FENCED: vLLM took too long. ENGINE_AWAY: it did not do it.
+        """
+        # Before anything is awaited: no commit may come between the proof and the first step.
+        self.generating = True
+        # Both are sent before an answer is waited for; vLLM does them one after the other.
+        label = self._vllm.set_version(str(version)) if version else _nothing()
+        labelled, _ = await self._owed(asyncio.gather(label, self._resume()), "resume")
+        return labelled
+
+    def label(self, version: int) -> asyncio.Task[bool]:
+        """Begin to label outputs with a version, behind all that vLLM was asked before.
+
+        Returns what tells whether there is such a label; it never raises.
+        """
+        return asyncio.create_task(self._label(version))
+
+    async def _label(self, version: int) -> bool:
+        try:
+            return await self._vllm.set_version(str(version))
+        except Exception:
+            logger.exception("weightsync: outputs are not labelled with version %d", version)
+            return False
+
+    async def _stop(self, spec: PauseSpec) -> str:
+        if spec.mode != "wait":
+            await self._owed(self._pause(spec.mode, clear_cache=spec.clear_cache), "pause")
+            return spec.mode
+        waiting = asyncio.ensure_future(self._pause("wait", clear_cache=spec.clear_cache))
+        done, _ = await asyncio.wait({waiting}, timeout=spec.wait_timeout_s)
+        if done:
+            await guarded(waiting)
+            return "wait"
+        # A second pause replaces the mode; the first one is answered at the engine's next idle
+        # moment, which the second one brings about.
+        after = self._vllm.pause(spec.after_wait, clear_cache=spec.clear_cache)
+        await self._owed(asyncio.gather(after, waiting), "pause")
+        return spec.after_wait
+
+    async def _pause(self, mode: str, *, clear_cache: bool) -> None:
+        await failpoints.reach("bridge.pause")
+        await self._vllm.pause(mode, clear_cache=clear_cache)
+        self.generating = False
+
+    async def _resume(self) -> None:
+        await failpoints.reach("bridge.resume")
+        await self._vllm.resume()
+
+    async def _owed(self, call: Awaitable[T], what: str) -> T:
+        task = asyncio.ensure_future(call)
+        done, _ = await asyncio.wait({task}, timeout=self.patience_s)
+        if done:
+            return await guarded(task)
+        self._late = f"vLLM did not answer a {what} within {self.patience_s:g} s"
+        self._unsettled = asyncio.create_task(self._settle(task))
+        self._on_late(self._late)
+        raise WeightSyncError(Reason.ENGINE_FENCED, f"{self._late}; restart vLLM if it stays so")
+
+    async def _settle(self, late: asyncio.Future[Any]) -> None:
+        with contextlib.suppress(Exception):
+            await late
+        await guarded(self._vllm.pause("keep", clear_cache=False))
+        self.generating = False
+
+
+async def _nothing() -> bool:
+    return False

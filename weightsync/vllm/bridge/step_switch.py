@@ -1,0 +1,87 @@
+"""A switch between two steps as the engine's own process sees it: one worker call and one label."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engine import SwitchOutcome
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.rank_replies import held_after
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from weightsync.engine import SwitchOrder
+    from weightsync.vllm.bridge.generation import Motion
+
+__all__ = ["SWITCH", "Switching"]
+
+#: The worker method.
+SWITCH = "weightsync_switch"
+
+
+class Switching:
+    """Lets the ranks switch, one switch at a time.
+
+    Args:
+        rpc: Calls a worker method on every rank.
+        motion: Labels outputs.
+        ranks: How many ranks answer.
+
+    Attributes:
+        running: Whether the ranks have not all answered yet.
+    """
+
+    def __init__(
+        self,
+        rpc: Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]],
+        motion: Motion,
+        ranks: int,
+    ) -> None:
+        self.running = False
+        self._rpc = rpc
+        self._motion = motion
+        self._ranks = ranks
+
+    def check(self, order: SwitchOrder, served: str) -> None:
+        """Refuse a switch from anything but what is served.
+
+        Args:
+            order: The switch.
+            served: Content digest of what the engine generates with; "": nothing.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED.
+        """
+        if served != order.base_digest:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"the engine serves {served or 'nothing'}, not {order.base_digest}; its ranks must "
+                "be asked what they hold",
+            )
+
+    async def run(self, order: SwitchOrder, base_version: int) -> SwitchOutcome:
+        """Return what the ranks go on with, outputs labelled so.
+
+        Args:
+            order: The switch.
+            base_version: The label until now; 0: none.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY: vLLM could not carry it out.
+        """
+        args = {"apply_id": order.apply_id, "base_id": order.base_id, "limit_s": order.limit_s}
+        self.running = True
+        try:
+            call = asyncio.ensure_future(self._rpc(SWITCH, args))
+            # Right behind the call in vLLM's queue, so that no step comes between the two.
+            label = self._motion.label(order.version)
+            replies = await call
+            labelled = await label
+            serves = held_after(replies, self._ranks, order)
+            if serves != order.content_digest and base_version:
+                await self._motion.label(base_version)
+        finally:
+            self.running = False
+        return SwitchOutcome(replies, serves, labelled)

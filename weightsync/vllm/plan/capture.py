@@ -1,0 +1,350 @@
+"""Captures the load plan by running the model's own weight loaders on tensors without bytes.
+
+While it runs, no real tensor of the model is written: the dispatch mode sees every operation of
+this thread, records the copies into parameters and performs none of them. What is no plain copy is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.vllm.dtypes import safetensors_dtype, torch_dtype
+from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from weightsync.model.manifest import Layout
+    from weightsync.vllm.plan.live_params import LiveParameters
+
+    #: Digests every parameter and buffer, by name.
+    Digests = Callable[[], dict[str, bytes]]
+
+__all__ = ["capture_plan", "unplaced"]
+
+_aten = torch.ops.aten
+_FILLS = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
+# Operations that change at most dtype and device of an input, not the order of its elements.
+_CONVERSIONS = (_aten._to_copy.default, _aten.clone.default)  # noqa: SLF001
+# What torch.compile calls the module inside the one that it returns.
+_COMPILED = "_orig_mod"
+# Characters of a loader's own error.
+_MAX_TOLD = 140
+
+
+class _Origin(NamedTuple):
+    """Which tensor of the checkpoint a storage without bytes stands for."""
+
+    name: str
+    offset: int
+    dtype: torch.dtype
+
+
+class _Home(NamedTuple):
+    """A parameter in a real storage."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _strides(tensor: torch.Tensor, first: int) -> Strides:
+    return Strides(
+        int(tensor.storage_offset()) - first, tuple(tensor.shape), tuple(tensor.stride())
+    )
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records copies from checkpoint tensors into parameters and performs no write to the model."""
+
+    def __init__(self, live: LiveParameters) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.slices: list[Slice] = []
+        self.refused: dict[str, str] = {}
+        self.current = ""
+        self._derived: set[str] = set()
+        self._origins: dict[int, _Origin] = {}
+        self._scalar: tuple[_Origin, torch.Tensor] | None = None
+        self._homes: dict[int, list[_Home]] = {}
+        # Storages are known by address; holding what they belong to keeps addresses unique.
+        self._alive: list[torch.Tensor] = []
+        for name in live.names():
+            tensor = live.tensor(name)
+            self._homes.setdefault(_storage(tensor), []).append(_Home(name, tensor))
+
+    def feed(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of a layout, without bytes, as a checkpoint reader would."""
+        for entry in layout.tensors:
+            dtype = torch_dtype(entry.dtype)
+            if dtype is None:
+                msg = f"this torch has no dtype {entry.dtype}; push the model in another dtype"
+                raise PlanRefusedError(msg, [entry.name])
+            tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
+            self._remember(tensor, _Origin(entry.name, 0, dtype))
+            self.current = entry.name
+            yield entry.name, tensor
+
+    def _remember(self, tensor: torch.Tensor, origin: _Origin) -> None:
+        self._origins[_storage(tensor)] = origin
+        self._alive.append(tensor)
+
+    def _origin(self, value: object) -> _Origin | None:
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            return self._origins.get(_storage(value))
+        return None
+
+    def _is_live(self, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return False
+        return _storage(value) in self._homes
+
+    def _refuse(self, why: str) -> None:
+        self.refused.setdefault(self.current, why)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        written = _written(func, args, kwargs)
+        if any(self._is_live(value) for value in written):
+            self._write(func, args)
+            return written[0]
+        first: Any = args[0] if args else None
+        origin = self._origin(first)
+        if origin is not None and func is _aten._local_scalar_dense.default:  # noqa: SLF001
+            self._note_scalar((origin, first))
+            return 0
+        if origin is not None and func in _CONVERSIONS:
+            # A copy to the device would need bytes; where the elements come from stays the same.
+            kwargs.pop("device", None)
+            result = func(*args, **kwargs)
+            self._convert(origin, first, result)
+            return result
+        result = func(*args, **kwargs)
+        self._note_derived(args, result)
+        return result
+
+    def finish(self) -> None:
+        """Refuse what was read but copied nowhere: its content went where nobody sees it."""
+        self._note_scalar(None)
+        loaded = {item.tensor for item in self.slices}
+        for name in sorted(self._derived - loaded):
+            self.refused.setdefault(name, "its loader computes with it")
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the tensors that the loaders copied from or computed with."""
+        return {item.tensor for item in self.slices} | self.refused.keys() | self._derived
+
+    def _note_scalar(self, scalar: tuple[_Origin, torch.Tensor] | None) -> None:
+        if self._scalar is not None:
+            self.refused.setdefault(self._scalar[0].name, "its loader reads its value")
+        self._scalar = scalar
+
+    def _note_derived(self, args: tuple[Any, ...], result: object) -> None:
+        if isinstance(result, torch.Tensor) and self._origin(result) is None:
+            flat = [v for a in args for v in (a if isinstance(a, list | tuple) else [a])]
+            self._derived |= {found.name for found in map(self._origin, flat) if found}
+
+    def _convert(self, origin: _Origin, before: torch.Tensor, after: torch.Tensor) -> None:
+        # Rounding twice differs from rounding once, so only one change of dtype is followed.
+        if before.is_contiguous() and after.is_contiguous() and before.dtype == origin.dtype:
+            offset = origin.offset + int(before.storage_offset())
+            self._remember(after, _Origin(origin.name, offset, origin.dtype))
+
+    def _write(self, func: Any, args: tuple[Any, ...]) -> None:
+        target = args[0]
+        if func is _aten.copy_.default or (
+            func is _aten.fill_.Tensor and self._origin(args[1]) is not None
+        ):
+            self._copy(target, args[1])
+        elif func in _FILLS:
+            scalar = self._scalar
+            # `param.fill_(tensor.item())` is how scalars are loaded; other fills are padding, which
+            # was written when the engine loaded its checkpoint and never changes.
+            if scalar is not None and func is _aten.fill_.Scalar and target.numel() == 1:
+                self._scalar = None
+                self._record(target, scalar[1].reshape(target.shape), scalar[0])
+        else:
+            self._refuse(f"its loader changes parameters by {func.name()}")
+
+    def _copy(self, target: torch.Tensor, source: object) -> None:
+        origin = self._origin(source)
+        if origin is None or not isinstance(source, torch.Tensor):
+            self._refuse("its loader computes new values from it")
+        elif target.shape != source.shape:
+            self._refuse(
+                f"shape {list(source.shape)} is loaded into a place of shape {list(target.shape)}"
+            )
+        elif source.dtype not in (origin.dtype, target.dtype):
+            self._refuse(f"its loader converts it to {source.dtype} on the way")
+        else:
+            self._record(target, source, origin)
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
+        home = _home_of(target, self._homes[_storage(target)])
+        if home is None or home.tensor.dtype != target.dtype:
+            self._refuse("it is loaded into memory that is no parameter")
+            return
+        place = _strides(target, int(home.tensor.storage_offset()))
+        part = _strides(source, -origin.offset)
+        cast = origin.dtype != target.dtype
+        self.slices.append(Slice(origin.name, home.name, part, place, cast))
+
+
+def _home_of(target: torch.Tensor, homes: list[_Home]) -> _Home | None:
+    for home in homes:
+        first = home.tensor.storage_offset()
+        if first <= target.storage_offset() <= first + max(home.tensor.numel() - 1, 0):
+            return home
+    return None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation writes to, lists flattened."""
+    found: list[Any] = []
+    schema = func._schema  # noqa: SLF001
+    if not schema.is_mutable:
+        return found
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+class _Identity:
+    """Puts parameters, buffers and their memory back, should a loader replace either."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._entries = [
+            (table, key, tensor, tensor.data)
+            for module in model.modules()
+            for table in _tables(module)
+            for key, tensor in table.items()
+            if tensor is not None
+        ]
+
+    def restore(self) -> bool:
+        """Undo replacements; returns whether there were any."""
+        changed = False
+        for table, key, tensor, data in self._entries:
+            if table.get(key) is not tensor:
+                table[key] = tensor
+                changed = True
+            if tensor.data.is_meta or tensor.data.data_ptr() != data.data_ptr():
+                tensor.data = data
+                changed = True
+        return changed
+
+
+def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    return [module._parameters, module._buffers]  # noqa: SLF001
+
+
+def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(recorder.feed(layout))
+            recorder.finish()
+    except PlanRefusedError:
+        raise
+    except Exception as error:
+        raise PlanRefusedError(_told(recorder.current, error), [recorder.current]) from error
+
+
+def _told(name: str, error: Exception) -> str:
+    """Return what a loader's error means for whoever pushed the tensor, with a remedy."""
+    refused = f"the model's loader refused tensor {name}"
+    if _COMPILED in name.split("."):
+        return (
+            f"{refused}: torch.compile put {_COMPILED} into its name; push "
+            f"model.{_COMPILED}.state_dict(), or take {_COMPILED} out of the names"
+        )
+    # vLLM goes on with all that the model has.
+    line = next(iter(str(error).strip().splitlines()), "")
+    text = textwrap.shorten(line, _MAX_TOLD, placeholder=" ...")
+    about = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return f"{refused} ({about}); push the names and shapes of the engine's checkpoint"
+
+
+def capture_plan(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+) -> tuple[LoadPlan, float]:
+    """Return the plan for a layout and the seconds it took. The model is as before, proved.
+
+    Nothing may run in the model meanwhile.
+
+    Args:
+        model: The rank's model.
+        live: Its parameters.
+        layout: All tensors of a version.
+        digests: Digests every parameter and buffer; None: `live` does.
+
+    Raises:
+        PlanRefusedError: The loaders do more than copy, or refused a tensor; with names.
+    """
+    begin = time.perf_counter()
+    recorder = _recorded(model, live, layout, digests)
+    if recorder.refused:
+        name, why = next(iter(recorder.refused.items()))
+        msg = f"tensor {name} cannot be copied into place: {why}; this model is not supported"
+        raise PlanRefusedError(msg, list(recorder.refused))
+    return _plan_of(recorder, live, layout), time.perf_counter() - begin
+
+
+def unplaced(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+) -> list[str]:
+    """Return the names of those of some tensors that the model's loaders do nothing with.
+
+    As `capture_plan`, but for a part of a version: loaders that compute may want the rest of it.
+
+    Raises:
+        PlanRefusedError: The loaders refused a tensor; with names.
+    """
+    recorder = _recorded(model, live, layout, digests)
+    return [tensor.name for tensor in layout.tensors if tensor.name not in recorder.used]
+
+
+def _recorded(
+    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None
+) -> _Recorder:
+    digest_all = digests or live.digests
+    before = digest_all()
+    identity = _Identity(model)
+    recorder = _Recorder(live)
+    try:
+        _drive(model, recorder, layout)
+    finally:
+        replaced = identity.restore()
+        changed = [name for name, digest in digest_all().items() if before.get(name) != digest]
+    if changed:
+        msg = "capturing the load plan changed parameters; restart vLLM"
+        raise PlanRefusedError(msg, changed)
+    if replaced:
+        msg = "the model's loaders replace parameters instead of writing; not supported"
+        raise PlanRefusedError(msg)
+    return recorder
+
+
+def _plan_of(recorder: _Recorder, live: LiveParameters, layout: Layout) -> LoadPlan:
+    params = {item.param: live.tensor(item.param) for item in recorder.slices}
+    check_overlap(recorder.slices, {name: tensor.numel() for name, tensor in params.items()})
+    return LoadPlan(
+        signature=layout.signature,
+        tensors={t.name: (t.dtype, t.shape) for t in layout.tensors},
+        slices=tuple(recorder.slices),
+        param_dtypes={name: safetensors_dtype(tensor.dtype) for name, tensor in params.items()},
+    )

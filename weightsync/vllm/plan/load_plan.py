@@ -1,0 +1,315 @@
+"""The load plan: which part of which checkpoint tensor lies where in the live parameters.
+
+A plan holds no tensor. It is captured from the model's own weight loaders (`capture`), so there is
+no table per architecture, and it is valid for one signature: names, dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from weightsync.model.manifest import Layout, TensorEntry
+
+__all__ = [
+    "LoadPlan",
+    "PlanRefusedError",
+    "Slice",
+    "Strides",
+    "check_against_base",
+    "check_known",
+    "check_overlap",
+    "check_places",
+]
+
+
+class PlanRefusedError(Exception):
+    """A version that cannot be written into this model.
+
+    Args:
+        message: One sentence that names the remedy.
+        names: The tensors or parameters at fault.
+    """
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.names = list(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """A strided view in elements, relative to the first element of what it views."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie without a gap in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One copy that the model's loaders make.
+
+    Attributes:
+        tensor: Name in the checkpoint.
+        param: Name of the live parameter.
+        source: The part of the tensor.
+        target: The part of the parameter; of the same shape as `source`.
+        cast: Whether the copy changes the dtype.
+    """
+
+    tensor: str
+    param: str
+    source: Strides
+    target: Strides
+    cast: bool
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All copies that load one layout into this rank.
+
+    Attributes:
+        signature: Digest of names, dtypes and shapes of the layout.
+        tensors: Name to dtype and shape of every tensor in the layout.
+        slices: The copies, in the order of the loaders.
+        param_dtypes: safetensors dtype of each parameter that is written.
+        same_as: For every tensor that the loaders ignored, the loaded one that it repeated in the
+            adopted checkpoint (a tied output head), or "" when there was none; filled by the
+            adoption.
+    """
+
+    signature: str
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    slices: tuple[Slice, ...]
+    param_dtypes: Mapping[str, str]
+    same_as: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def loaded(self) -> frozenset[str]:
+        """Names of the tensors that are copied somewhere."""
+        return frozenset(item.tensor for item in self.slices)
+
+    @cached_property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of the tensors that the loaders took and did nothing with."""
+        return tuple(name for name in self.tensors if name not in self.loaded)
+
+    @cached_property
+    def written(self) -> Mapping[str, int]:
+        """Elements written per parameter."""
+        counts: dict[str, int] = {}
+        for item in self.slices:
+            counts[item.param] = counts.get(item.param, 0) + item.target.numel
+        return counts
+
+    @cached_property
+    def whole(self) -> frozenset[int]:
+        """Slices that are a whole tensor, byte for byte."""
+        return frozenset(
+            index
+            for index, item in enumerate(self.slices)
+            if not item.cast
+            and item.source.contiguous
+            and item.source.numel == math.prod(self.tensors[item.tensor][1])
+        )
+
+    def params_of(self, tensor: str) -> set[str]:
+        """Return the parameters that a tensor is copied into."""
+        return {item.param for item in self.slices if item.tensor == tensor}
+
+    def accept_ignored(self, digests: Mapping[str, bytes], base: LoadPlan) -> None:
+        """Refuse tensors whose content would get lost.
+
+        A tensor that the loaders ignore is fine when it repeats a loaded one (a tied output head),
+        or when the adopted checkpoint had it too and its content was of no use there either.
+
+        Raises:
+            PlanRefusedError: Naming the tensors.
+        """
+        held = {digests[name] for name in self.loaded}
+        lost = [
+            name
+            for name in self.ignored
+            if digests[name] not in held and base.same_as.get(name) != ""
+        ]
+        if lost:
+            msg = (
+                "the model loads nothing from these tensors and their content is in no other one; "
+                "leave them out, or tie them as in the engine's checkpoint"
+            )
+            raise PlanRefusedError(msg, lost)
+
+    def note_ignored(
+        self, digests: Mapping[str, bytes], uniform: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        """Remember, at adoption, which ignored tensors repeat loaded ones.
+
+        One that is the same value all over repeats nothing: norms and scales are alike by chance.
+
+        Args:
+            digests: Of every tensor of the adopted checkpoint.
+            uniform: Tells whether a tensor, by name, holds one value all over.
+        """
+        held = {(digests[name], self.tensors[name]): name for name in self.loaded}
+        for name in self.ignored:
+            if name not in self.same_as:
+                twin = held.get((digests[name], self.tensors[name]), "")
+                self.same_as[name] = "" if twin and uniform(name) else twin
+
+
+def check_against_base(layout: Layout, base: LoadPlan) -> None:
+    """Refuse, without a capture, a layout that cannot fit the adopted one.
+
+    Passing proves nothing: the capture of the layout decides.
+
+    Raises:
+        PlanRefusedError: Naming the tensors.
+    """
+    names = {tensor.name for tensor in layout.tensors}
+    known = check_known(layout, base)
+    missing = [name for name in base.loaded if name not in names]
+    if missing and len(known) == len(layout.tensors):
+        msg = "the version lacks these tensors of the model; push all of them"
+        raise PlanRefusedError(msg, sorted(missing))
+    extra = [t.name for t in layout.tensors if t.name not in base.tensors]
+    if extra and not missing:
+        check_places(layout, base, extra)
+
+
+def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
+    """Return the tensors of a layout that the adopted one has too, of a shape and dtype that fit.
+
+    Args:
+        layout: Some tensors of a version, or all.
+        base: The plan of the adopted layout.
+
+    Raises:
+        PlanRefusedError: Naming those of another shape or dtype.
+    """
+    known = [t for t in layout.tensors if t.name in base.tensors]
+    shapes = [t.name for t in known if t.shape != base.tensors[t.name][1]]
+    if shapes:
+        msg = "these tensors have another shape than in the engine's checkpoint; push its model"
+        raise PlanRefusedError(msg, shapes)
+    params = {item.tensor: base.param_dtypes[item.param] for item in base.slices}
+    dtypes = [
+        t.name
+        for t in known
+        if t.name in params and t.dtype not in (base.tensors[t.name][0], params[t.name])
+    ]
+    if dtypes:
+        msg = (
+            "these tensors have neither the dtype of the engine's checkpoint nor that of its "
+            "parameters; convert them before the push"
+        )
+        raise PlanRefusedError(msg, dtypes)
+    return known
+
+
+def check_places(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> None:
+    """Refuse tensors that the model has no place for, unless they may repeat others.
+
+    A repeated tensor has the shape of the one that it repeats; the digests decide later.
+
+    Args:
+        layout: Has these tensors.
+        base: The plan of the adopted layout.
+        unplaced: Names of tensors that nothing is loaded from.
+
+    Raises:
+        PlanRefusedError: Naming those that repeat none.
+    """
+    held = {base.tensors[name][1] for name in base.loaded}
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    lost = [name for name in unplaced if shapes[name] not in held]
+    if lost:
+        msg = "the model has no place for these tensors; leave them out"
+        raise PlanRefusedError(msg, lost)
+
+
+def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:
+    """Refuse a plan that writes less of a parameter than the adopted checkpoint did.
+
+    Raises:
+        PlanRefusedError: Naming the parameters.
+    """
+    partly = [name for name, count in base.written.items() if plan.written.get(name, 0) < count]
+    if partly:
+        msg = "the version leaves parts of these parameters unwritten; push all of the model"
+        raise PlanRefusedError(msg, partly)
+    more = [name for name, count in plan.written.items() if count > base.written.get(name, 0)]
+    if more:
+        msg = (
+            "the version writes more of these parameters than the engine's checkpoint did; "
+            "push the same model"
+        )
+        raise PlanRefusedError(msg, more)
+
+
+def check_overlap(slices: Iterable[Slice], sizes: Mapping[str, int]) -> None:
+    """Refuse copies that overwrite each other: the result would depend on their order.
+
+    Args:
+        slices: The copies of a plan.
+        sizes: Elements of each parameter.
+
+    Raises:
+        PlanRefusedError: Naming the tensors.
+    """
+    by_param: dict[str, list[Slice]] = {}
+    for item in slices:
+        if item.target.numel:
+            by_param.setdefault(item.param, []).append(item)
+    for param, group in by_param.items():
+        if all(item.target.contiguous for item in group):
+            overlapping = _overlapping_ranges(group)
+        else:
+            overlapping = _overlapping_views(group, sizes[param])
+        if overlapping:
+            msg = f"these tensors are loaded into the same place of {param}; push one of them"
+            raise PlanRefusedError(msg, overlapping)
+
+
+def _overlapping_ranges(group: list[Slice]) -> list[str]:
+    ordered = sorted(group, key=lambda item: item.target.offset)
+    for left, right in pairwise(ordered):
+        if left.target.offset + left.target.numel > right.target.offset:
+            return [left.tensor, right.tensor]
+    return []
+
+
+def _overlapping_views(group: list[Slice], size: int) -> list[str]:
+    taken = torch.zeros(size, dtype=torch.bool)
+    for item in group:
+        view = taken.as_strided(item.target.shape, item.target.stride, item.target.offset)
+        if bool(view.any()):
+            return [other.tensor for other in group]
+        view.fill_(1)
+    return []

@@ -1,0 +1,146 @@
+"""The bytes of a staged version as tensors, and the digests that its slices must have when live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.shm.segments import MappedSegment
+from weightsync.vllm.dtypes import torch_dtype
+from weightsync.vllm.plan.live_params import view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weightsync.model.manifest import Layout, TensorEntry
+    from weightsync.vllm.cuda.cuda_runtime import Registrar
+    from weightsync.vllm.plan.load_plan import Slice
+
+__all__ = ["Mappings", "Sources"]
+
+
+#: Elements that are looked at together.
+_PIECE = 1 << 16
+
+
+class Mappings:
+    """Segments of the server that this process has mapped, by id. Each is mapped once.
+
+    Args:
+        registrar: Makes them known to a device for as long as they are mapped; None: no device.
+    """
+
+    def __init__(self, registrar: Registrar | None = None) -> None:
+        self._mapped: dict[str, MappedSegment] = {}
+        self._registrar = registrar
+
+    def map(self, socket: str, ids: Sequence[str]) -> list[memoryview]:
+        """Return the bytes of segments, in the order of `ids`.
+
+        Raises:
+            OSError: Nobody listens on the segment socket.
+            LookupError: The server has no such segment.
+        """
+        missing = [name for name in dict.fromkeys(ids) if name not in self._mapped]
+        if missing:
+            with SegmentClient(socket) as client:
+                received = client.map(missing)
+            left = dict(zip(missing, received, strict=True))
+            try:
+                for name in missing:
+                    self._mapped[name] = MappedSegment(*left.pop(name))
+            finally:
+                for fd, _ in left.values():
+                    os.close(fd)
+        if self._registrar is not None:
+            for name in ids:
+                self._registrar.register(name, self._mapped[name].view)
+        return [self._mapped[name].view for name in ids]
+
+    @property
+    def ids(self) -> frozenset[str]:
+        """What is mapped. Any thread may ask; what another one unmaps is in it until it has."""
+        return frozenset(self._mapped)
+
+    def unmap(self, ids: Iterable[str]) -> None:
+        """Unmap these segments; one that somebody still views stays mapped."""
+        for name in self.ids.intersection(ids):
+            if self._registrar is not None:
+                self._registrar.unregister(name)
+            # Whoever views it keeps it; whoever maps it again has it registered again.
+            with contextlib.suppress(BufferError):
+                self._mapped[name].close()
+                del self._mapped[name]
+
+    def __len__(self) -> int:
+        """Return the number of mapped segments."""
+        return len(self._mapped)
+
+
+def _as_tensor(view: memoryview) -> torch.Tensor:
+    # Through numpy, which keeps the buffer exported: unmapping it fails instead of crashing later
+    # readers, as it would with torch.frombuffer.
+    with warnings.catch_warnings():
+        # The mapping is read-only and nothing here writes to it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
+
+
+class Sources:
+    """Tensors of a staged version, read where the server received them.
+
+    Args:
+        layout: Where each tensor lies.
+        views: The bytes of each shard's segment.
+
+    Attributes:
+        copied: A tensor lay at an odd address, so that what was returned is a copy.
+
+    Raises:
+        ValueError: A segment is smaller than its shard.
+    """
+
+    def __init__(self, layout: Layout, views: Sequence[memoryview]) -> None:
+        for shard, view in zip(layout.shards, views, strict=True):
+            if view.nbytes < shard.size:
+                msg = f"the segment of shard {shard.name} has {view.nbytes} bytes, not {shard.size}"
+                raise ValueError(msg)
+        self.copied = False
+        self._layout = layout
+        self._shards = [_as_tensor(view) for view in views]
+        self._entries = {entry.name: entry for entry in layout.tensors}
+        self._turns = {shard: turn for turn, shard in enumerate(layout.largest_first)}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor without a copy, or with one where it lies at an odd address."""
+        entry: TensorEntry = self._entries[name]
+        start = self._layout.shards[entry.shard].data_start
+        raw = self._shards[entry.shard][start + entry.begin : start + entry.end]
+        dtype = torch_dtype(entry.dtype)
+        assert dtype is not None  # noqa: S101 - the plan was captured with it
+        if raw.numel() == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
+            raw, self.copied = raw.clone(), True
+        return raw.view(dtype).view(entry.shape)
+
+    def uniform(self, name: str) -> bool:
+        """Tell whether a tensor holds one value all over, bit for bit."""
+        tensor = self.tensor(name)
+        rows = tensor.reshape(-1).view(torch.uint8).reshape(-1, tensor.element_size())
+        pieces = (rows[begin : begin + _PIECE] for begin in range(0, len(rows), _PIECE))
+        return all(bool((piece == rows[0]).all()) for piece in pieces)
+
+    def turn(self, item: Slice) -> int:
+        """Return when the shard that a copy reads has its turn: its place in `largest_first`."""
+        return self._turns[self._entries[item.tensor].shard]
+
+    def slice(self, item: Slice) -> torch.Tensor:
+        """Return the source of one copy."""
+        return view_of(self.tensor(item.tensor), item.source)

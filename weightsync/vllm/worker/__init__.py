@@ -1,0 +1,3 @@
+"""What runs in each rank of vLLM."""
+
+from __future__ import annotations

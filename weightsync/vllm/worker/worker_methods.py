@@ -1,0 +1,158 @@
+"""The worker methods that `collective_rpc` calls by name on every rank.
+
+They never raise: vLLM leaves the other ranks' replies of a failed call in its queues, and every
+later call then reads a stale one. Each takes one dict and returns one, of JSON-plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync import failpoints
+from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.env import EngineSettings
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.worker.between_steps import switch
+from weightsync.vllm.worker.consensus import tensor_peers
+from weightsync.vllm.worker.rank import Rank
+from weightsync.vllm.worker.rank_job import RefusedCallError, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["METHODS", "install", "rank_name", "rank_names"]
+
+logger = logging.getLogger(__name__)
+
+#: Names of the methods on vLLM's workers.
+METHODS = frozenset(
+    f"weightsync_{word}"
+    for word in (
+        "hello",
+        "capture",
+        "check",
+        "ahead",
+        "prepare",
+        "commit",
+        "switch",
+        "verify",
+        "state",
+        "release",
+    )
+)
+_ATTRIBUTE = "_weightsync_rank"
+
+
+def rank_name(parallel: Any, rank: int) -> str:
+    """Return `dp/pp/tp` of a worker from vLLM's ParallelConfig and its rank in the executor."""
+    dp = getattr(parallel, "data_parallel_index", None)
+    if dp is None:
+        dp = parallel.data_parallel_rank
+    tp_size = parallel.tensor_parallel_size
+    return f"{dp}/{rank // tp_size}/{rank % tp_size}"
+
+
+def rank_names(parallel: Any) -> tuple[str, ...]:
+    """Return the names of all workers of one engine in the order of `collective_rpc` replies."""
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return tuple(rank_name(parallel, rank) for rank in range(size))
+
+
+def _rank_of(worker: Any) -> Rank:
+    found = getattr(worker, _ATTRIBUTE, None)
+    if found is None:
+        model = worker.model_runner.get_model()
+        name = rank_name(worker.parallel_config, worker.rank)
+        settings = EngineSettings.load()
+        ranks = len(rank_names(worker.parallel_config))
+        beside = _beside(worker, settings)
+        found = Rank(model, worker.device, name, settings.segment_socket, ranks, beside)
+        setattr(worker, _ATTRIBUTE, found)
+    assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
+    return found
+
+
+def _beside(worker: Any, settings: EngineSettings) -> Device | None:
+    if worker.device.type != "cuda":
+        return None
+    cache = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
+    share = float(getattr(cache, "gpu_memory_utilization", 1.0))
+    return Device(worker.device, settings.device_room, share)
+
+
+def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
+    # Some loaders ask for the current config, which vLLM sets only while it loads a model.
+    from vllm.config import set_current_vllm_config
+
+    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(worker.vllm_config)
+    return context
+
+
+def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    _stand(worker)
+    rank = _rank_of(worker)
+    return switch(rank, args, tensor_peers())
+
+
+def _stand(worker: Any) -> None:
+    """Wait until nothing runs in the model: worker calls come between two steps."""
+    if worker.device.type == "cuda":
+        # vLLM sends the next step before it has the outcome of the last one: let it end first.
+        torch.cuda.synchronize(worker.device)
+
+
+def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    if word == "switch":
+        return _switch(worker, args)
+    if word == "check":
+        _stand(worker)
+    loads = word in ("capture", "check")
+    context = _with_config(worker) if loads else contextlib.nullcontext()
+    with context:
+        reply: dict[str, Any] = getattr(_rank_of(worker), word)(args)
+    return reply
+
+
+def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply, or what a failpoint makes of it: FIELD or FIELD=VALUE is another."""
+    lie = None
+    if word in ("commit", "switch"):
+        lie = failpoints.lie("worker.reply")
+    elif word == "state":
+        lie = failpoints.lie("worker.tell")
+    if lie is None:
+        return reply
+    field, _, value = lie.partition("=")
+    return reply | {field: value or "falsified"}
+
+
+def _method(word: str) -> Callable[..., dict[str, Any]]:
+    def method(self: Any, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # The name of the call goes back with the reply: vLLM pairs them by order only.
+        call = (args or {}).get("call", "")
+        reply: dict[str, Any] = {"ok": True, "rank": "", "call": call, "error": ""}
+        try:
+            reply["rank"] = rank_name(self.parallel_config, self.rank)
+            return _falsified(word, reply | _call(self, word, args or {}))
+        except PlanRefusedError as error:
+            return reply | {"ok": False} | refused(error)
+        except RefusedCallError as error:
+            return reply | {"ok": False, "error": str(error)}
+        except Exception as error:
+            logger.exception("weightsync_%s failed", word)
+            return reply | {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+    method.__name__ = f"weightsync_{word}"
+    method.__doc__ = f"See Rank.{word}; never raises."
+    return method
+
+
+def install(worker_class: type) -> None:
+    """Put the worker methods on vLLM's worker base class. Repeating it is harmless."""
+    for name in METHODS:
+        if not hasattr(worker_class, name):
+            setattr(worker_class, name, _method(name.removeprefix("weightsync_")))

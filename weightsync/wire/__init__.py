@@ -1,0 +1,3 @@
+"""What travels between processes: statuses, addresses, descriptors."""
+
+from __future__ import annotations
