@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from weightsync.gpu.ipc import HANDLE_BYTES  # noqa: E402
-from weightsync.shm.incoming_version import Lying  # noqa: E402 - after the skip
+from weightsync.shm.incoming_version import HANDLE_BYTES, Lying  # noqa: E402 - after the skip
 from weightsync.vllm.cuda.ipc_copy import Lent  # noqa: E402
 from weightsync.vllm.cuda.uploader import Pace  # noqa: E402
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tests.unit.server.world import content, simple
-from weightsync.gpu.ipc import HANDLE_BYTES
+from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.same_host_client import Borrower, Placed
 from weightsync.v1 import weightsync_pb2 as pb
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "HANDLE_BYTES",
     "Device",
     "DeviceError",
     "Place",
@@ -25,8 +24,8 @@ __all__ = [
     "place_of",
 ]
 
-#: Bytes of a handle by which another process opens memory.
-HANDLE_BYTES = 64
+#: CU_IPC_HANDLE_SIZE
+_HANDLE_BYTES = 64
 #: Of what names a device.
 _UUID_BYTES = 16
 _OK = 0
@@ -43,7 +42,7 @@ _Memory = ctypes.c_uint64
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_ubyte * HANDLE_BYTES),)
+    _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 class _Uuid(ctypes.Structure):
@@ -81,7 +80,7 @@ class Place(NamedTuple):
 
     Attributes:
         uuid: Of the device, 16 bytes.
-        handle: Opens the allocation, `HANDLE_BYTES` bytes.
+        handle: Opens the allocation, 64 bytes.
         offset: Of the memory within it, bytes.
     """
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync import clock
-from weightsync.gpu.ipc import HANDLE_BYTES
 from weightsync.model.manifest import Manifest
 from weightsync.shm.segments import Segment
 
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Layout
 
-__all__ = ["Arrival", "ArrivalReader", "ArrivalWriter", "Lying"]
+__all__ = ["HANDLE_BYTES", "Arrival", "ArrivalReader", "ArrivalWriter", "Lying"]
+
+#: Bytes of a handle by which another process opens memory of a GPU: CU_IPC_HANDLE_SIZE.
+HANDLE_BYTES = 64
 
 #: Magic, shards, tensors, bytes of the segments' ids and of the layout. After it come a byte that
 #: tells the end, the marks, a place for each tensor, the ids, the layout.

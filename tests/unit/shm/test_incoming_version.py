@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.vllm.conftest import layout_of, toy_tensors
+from weightsync.gpu import ipc
 from weightsync.model.manifest import Layout, ShardEntry, TensorEntry
-from weightsync.shm.incoming_version import Arrival, ArrivalReader, ArrivalWriter
+from weightsync.shm.incoming_version import HANDLE_BYTES, Arrival, ArrivalReader, ArrivalWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,10 @@ def _shards(arrivals: Iterator[Arrival]) -> list[int]:
     found = list(arrivals)
     assert not any(arrival.lies for arrival in found)
     return [arrival.shard for arrival in found]
+
+
+def test_a_handle_is_as_long_as_those_of_the_driver() -> None:
+    assert ctypes.sizeof(ipc._Handle) == HANDLE_BYTES
 
 
 def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:

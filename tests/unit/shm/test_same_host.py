@@ -20,8 +20,8 @@ import pytest
 
 from tests.support.forking_trainer import MOMENTS
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.gpu.ipc import HANDLE_BYTES
 from weightsync.shm import same_host_server
+from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.same_host_client import Borrower, Placed
 from weightsync.shm.same_host_server import LendingServer, Lent, Peer
 from weightsync.shm.segments import Segment, unwritten, writers_are_seen

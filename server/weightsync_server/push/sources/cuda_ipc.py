@@ -12,8 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.gpu.ipc import HANDLE_BYTES
-from weightsync.shm.incoming_version import Lying
+from weightsync.shm.incoming_version import HANDLE_BYTES, Lying
 from weightsync.shm.same_host_server import MOST_PLACES
 from weightsync_server.push.validation import refused
 from weightsync_server.workers.fetch.fetch_api import Source

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from weightsync.gpu.ipc import HANDLE_BYTES, DeviceError, Place
+from weightsync.gpu.ipc import DeviceError, Place
+from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.same_host_client import Placed
 from weightsync.shm.same_host_server import LendingServer, Lent
 from weightsync.v1 import weightsync_pb2 as pb

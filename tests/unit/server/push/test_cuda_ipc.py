@@ -11,8 +11,7 @@ import pytest
 
 from tests.unit.server.world import MODEL, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.gpu.ipc import HANDLE_BYTES
-from weightsync.shm.incoming_version import ArrivalReader, Lying
+from weightsync.shm.incoming_version import HANDLE_BYTES, ArrivalReader, Lying
 from weightsync.shm.same_host_server import Peer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.sources.same_host import Lender, LendingDesk

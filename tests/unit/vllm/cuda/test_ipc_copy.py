@@ -17,7 +17,8 @@ from tests.unit.vllm.cuda.test_staging_proof import Tensors, _Model, _tensors
 from tests.unit.vllm.worker.test_prefetch import _at_work, _begin, _Coming, _until
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.gpu.device_kernels import Kernels
-from weightsync.gpu.ipc import HANDLE_BYTES, DeviceError
+from weightsync.gpu.ipc import DeviceError
+from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.vllm.cuda import cuda_ops as device_
 from weightsync.vllm.cuda import ipc_copy, patch_find, staging_proof
 from weightsync.vllm.cuda.cuda_ops import Device

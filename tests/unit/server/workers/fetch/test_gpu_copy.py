@@ -17,7 +17,8 @@ import pytest
 from tests.support.processes import descriptors, state
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.gpu import ipc
-from weightsync.gpu.ipc import HANDLE_BYTES, Device, DeviceError, device_of, place_of
+from weightsync.gpu.ipc import Device, DeviceError, device_of, place_of
+from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
 from weightsync_server.workers.fetch import Collector, gpu_copy
 from weightsync_server.workers.fetch.fetch_api import Source
