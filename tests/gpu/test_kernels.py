@@ -11,10 +11,12 @@ import torch
 from weightsync.gpu import spans as spans_
 from weightsync.gpu.device_digest import Digests, digestible
 from weightsync.gpu.device_kernels import KernelError, Kernels, Launch
+from weightsync.gpu.finder import KernelFinder
+from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.model.digest import tensor_digest
 from weightsync.vllm.cuda.blocks import Block
+from weightsync.vllm.cuda.patch_find import groups_of
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
-from weightsync.vllm.cuda.search import KernelSearch, TorchSearch, pairs_of
 from weightsync.vllm.cuda.span_launch import Spans
 from weightsync.vllm.cuda.staged_write import Staged
 from weightsync.vllm.cuda.uploader import Pace
@@ -124,18 +126,21 @@ def test_changes_are_those_that_torch_finds(
     staged = Staged(targets, blocks, memory, mask, kernels)
     chosen = [index != 5 for index in range(len(sizes))]
     found = []
-    (pairs,) = pairs_of(staged, blocks)
-    for search in (KernelSearch(pairs, kernels), TorchSearch(staged, blocks)):
-        counts = search.count(Pace(_DEVICE), bool)
+    plain = Staged(targets, blocks, memory, mask)
+    (ours,), (torchs,) = groups_of(staged, blocks), groups_of(plain, blocks)
+    assert (type(ours.finder), type(torchs.finder)) == (KernelFinder, TorchFinder)
+    row = words_of(live.view(dtype))
+    for finder in (ours.finder, torchs.finder):
+        counts = finder.count(Pace(_DEVICE).step)
         some = sum(c for c, wanted in zip(counts, chosen, strict=True) if wanted)
         positions = torch.full((some + 9,), -1, device=_DEVICE)
         values = torch.zeros(some + 9, dtype=words.dtype, device=_DEVICE)
-        scatter = Scatter(words_of(live.view(dtype)), positions, values, values, values)
-        assert search.take(chosen, scatter, 4, Pace(_DEVICE), bool) == some + 4
+        own = positions[4:-5], values[4:-5]
+        assert not finder.take(chosen, row.data_ptr(), *own, Pace(_DEVICE).step).item()
         found.append((counts, positions.tolist(), values.tolist()))
     assert found[0] == found[1]
     assert (sum(found[0][0]) > 0) == (share > 0)
-    scatter = Scatter(words_of(live.view(dtype)), positions[4:-5], values[4:-5], values, values)
+    scatter = Scatter(row, positions[4:-5], values[4:-5], values, values)
     launch = launch_of(kernels, scatter.row, scatter.positions, scatter.values)
     if launch is not None:
         launch.queue()

@@ -8,16 +8,9 @@ import torch
 
 from weightsync.vllm.cuda.blocks import wide
 
-__all__ = ["Comparison", "limit_of", "unequal"]
+__all__ = ["Comparison", "limit_of"]
 
 _WIDE = torch.int64
-
-
-def unequal(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return which integers differ, as truth values in the memory of `mask` if it has the room."""
-    if left.dim() == 1 and left.numel() <= mask.numel():
-        return torch.ne(left, right, out=mask[: left.numel()])
-    return left.ne(right)
 
 
 def limit_of(mask: torch.Tensor) -> int:

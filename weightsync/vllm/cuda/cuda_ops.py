@@ -18,7 +18,7 @@ from weightsync.vllm.cuda.device_patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.direct_write import Direct
 from weightsync.vllm.cuda.ipc_copy import Lent, Loan
 from weightsync.vllm.cuda.memory_budget import Room
-from weightsync.vllm.cuda.patch_find import fill, find
+from weightsync.vllm.cuda.patch_find import PatchFinder, fill
 from weightsync.vllm.cuda.prefetched import Ahead
 from weightsync.vllm.cuda.read_progress import Reading
 from weightsync.vllm.cuda.scatter import Scatters
@@ -85,6 +85,7 @@ class Device:
         self._kernels = Kernels.find(device)
         self._scatters = Scatters(self._room, device, self._kernels)
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
+        self._finder = PatchFinder()
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
         # Of the plan that was used last; its views are of what is kept, whatever lies there.
         self._laid: tuple[Targets, Blocks] | None = None
@@ -350,7 +351,7 @@ class Device:
 
     def _searched(self, staged: Staged, live: str, stop: Callable[[], bool]) -> DevicePatch | None:
         pace = Pace(self.device)
-        found = find(staged, pace, stop)
+        found = self._finder.find(staged, pace, stop)
         if found is None:
             return None
         params = [staged.targets.param(name) for name in staged.targets.names]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.blocks import Block, Blocks
     from weightsync.vllm.cuda.memory_budget import Room
     from weightsync.vllm.cuda.read_progress import Reading
-    from weightsync.vllm.cuda.search import Pairs
     from weightsync.vllm.cuda.uploader import Pace, Uploader
     from weightsync.vllm.plan.live_params import Targets
 
@@ -52,7 +51,7 @@ class Arena:
             self._memory = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Staged:
     """Writes blocks from staging memory.
 
@@ -64,7 +63,6 @@ class Staged:
         kernels: Copy and compare what is contiguous; None: PyTorch's do.
         patched: Always False: it depends on nothing that is live.
         compared_all: Always False: what is live is compared with a copy, not with what was sent.
-        pairs: What a search looks at, once there was one; None: nothing, or something moved.
     """
 
     targets: Targets
@@ -74,7 +72,6 @@ class Staged:
     kernels: Kernels | None = None
     patched: bool = False
     compared_all: bool = False
-    pairs: list[Pairs] | None = None
     _spans: Spans | None = None
     #: Parameters of the spans.
     _spanned: list[str] = field(default_factory=list)
@@ -103,7 +100,6 @@ class Staged:
         self._comparison = Comparison(self.mask, len(pieces))
         for piece in pieces:
             self._comparison.add(piece.param, *self._sides(piece))
-        self.pairs = None
         self._of = views
 
     def _split(self) -> tuple[list[Block], list[Block]]:

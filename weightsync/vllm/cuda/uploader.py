@@ -47,6 +47,20 @@ class Pace:
         if self._queued >= self._least:
             self.drain()
 
+    def steps(self, stop: Callable[[], bool]) -> Callable[[int], None]:
+        """Return `step`, which raises instead when the work is to end.
+
+        Args:
+            stop: Asked at every step; True raises `StoppedError`.
+        """
+
+        def step(size: int) -> None:
+            if stop():
+                raise StoppedError
+            self.step(size)
+
+        return step
+
     def drain(self) -> None:
         """Wait for all that the current stream was given."""
         self._queued = 0

@@ -13,10 +13,9 @@ from weightsync.vllm.apply.parallel import Crew
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.device_patch import DevicePatch
 from weightsync.vllm.cuda.direct_write import Direct
-from weightsync.vllm.cuda.patch_find import fill, find
+from weightsync.vllm.cuda.patch_find import PatchFinder, fill, groups_of
 from weightsync.vllm.cuda.read_progress import Reading
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
-from weightsync.vllm.cuda.search import TorchSearch
 from weightsync.vllm.cuda.staged_write import Staged, send_blocks
 from weightsync.vllm.cuda.tensor_digests import digests_of
 from weightsync.vllm.cuda.uploader import Pace
@@ -96,7 +95,7 @@ def _warm_up(
 
 
 def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
-    found = find(staged, pace, bool)
+    found = PatchFinder().find(staged, pace, bool)
     if found is None:
         return
     made = {}
@@ -108,11 +107,13 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
         launch = launch_of(staged.kernels, row, positions, values)
         made[width] = Scatter(row, positions, values, whole.view(row.dtype)[:count], whole, launch)
     fill(found, made, pace, bool)
-    plain = TorchSearch(staged, staged.blocks)
+    # Also as for what our kernels do not look at.
+    plain = Staged(staged.targets, staged.blocks, staged.memory, staged.mask)
+    (group,) = groups_of(plain, plain.blocks)
     for scatter in made.values():
-        # Also as for what our kernels do not look at.
-        plain.count(pace, bool)
-        plain.take([True] * len(staged.blocks), scatter, 0, pace, bool)
+        group.finder.count(pace.step)
+        chosen, begin = [True] * len(group.pieces), scatter.row.data_ptr()
+        group.finder.take(chosen, begin, scatter.positions, scatter.values, pace.step)
         # Both parameters are not in one row here.
         scatter.positions.zero_()
     rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)

@@ -19,7 +19,6 @@ from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.gpu.device_kernels import Kernels
 from weightsync.gpu.ipc import DeviceError
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.vllm.cuda import cuda_ops as device_
 from weightsync.vllm.cuda import ipc_copy, patch_find, staging_proof
 from weightsync.vllm.cuda.cuda_ops import Device
 from weightsync.vllm.env import Amount
@@ -164,23 +163,23 @@ def test_what_lies_on_a_gpu_is_copied_and_proved_by_its_digests(
     assert worker.job("verify", "two")["proved"] is True
 
 
-def _calls(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[str]:
-    """Return a list that grows whenever a function of a module is called."""
+def _calls(monkeypatch: pytest.MonkeyPatch, home: Any, name: str) -> list[str]:
+    """Return a list that grows whenever a function of a module or class is called."""
     calls: list[str] = []
-    function = getattr(module, name)
+    function = getattr(home, name)
 
     def noted(*given: Any) -> Any:
         calls.append(name)
         return function(*given)
 
-    monkeypatch.setattr(module, name, noted)
+    monkeypatch.setattr(home, name, noted)
     return calls
 
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows whenever somebody looks for what a version changes."""
-    return _calls(monkeypatch, device_, "find")
+    return _calls(monkeypatch, patch_find.PatchFinder, "find")
 
 
 def test_that_too_much_changes_for_a_patch_is_found_once(
@@ -201,7 +200,7 @@ def test_that_too_much_changes_for_a_patch_is_found_once(
 def test_what_is_compared_is_cut_again_only_where_a_parameter_has_moved(
     make: Callable[..., Worker], staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = _calls(monkeypatch, patch_find, "pairs_of")
+    cut = _calls(monkeypatch, patch_find, "groups_of")
     worker, live = make(), "base"
     # To warm up.
     cut.clear()
@@ -258,17 +257,17 @@ def test_what_it_is_about_to_find_is_waited_for_by_its_own_prepare_alone(
 ) -> None:
     looking, go = threading.Event(), threading.Event()
     stopped: list[bool] = []
-    look = device_.find  # type: ignore[attr-defined] # where it is called
+    look = patch_find.PatchFinder.find
 
-    def find(staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
+    def find(self: Any, staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
         looking.set()
         assert go.wait(20)
         stopped.append(stop())
-        return look(staged, pace, stop)
+        return look(self, staged, pace, stop)
 
     worker = make()
     coming = _Coming(staging, _staged(staging, _near(2)))
-    monkeypatch.setattr(device_, "find", find)
+    monkeypatch.setattr(patch_find.PatchFinder, "find", find)
     _begin(worker, coming)
     _lie(coming, gpu, *_ALL, tensors=_near(2))
     assert looking.wait(20)
@@ -354,15 +353,15 @@ def test_it_ends_before_vllm_takes_the_parameters_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looking, go = threading.Event(), threading.Event()
-    look = device_.find  # type: ignore[attr-defined] # where it is called
+    look = patch_find.PatchFinder.find
 
-    def find(staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
+    def find(self: Any, staged: Any, pace: Any, stop: Callable[[], bool]) -> Any:
         looking.set()
         assert go.wait(20)
-        return look(staged, pace, stop)
+        return look(self, staged, pace, stop)
 
     worker = make()
-    monkeypatch.setattr(device_, "find", find)
+    monkeypatch.setattr(patch_find.PatchFinder, "find", find)
     coming = _Coming(staging, _staged(staging, _near(2)))
     _begin(worker, coming)
     _lie(coming, gpu, *_ALL, tensors=_near(2))

@@ -13,9 +13,10 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
 from weightsync.gpu.device_kernels import Kernels
+from weightsync.gpu.finder import KernelFinder
+from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.vllm.cuda import device_patch, patch_find, staged_write
 from weightsync.vllm.cuda.cuda_ops import _SCRATCH, Device
-from weightsync.vllm.cuda.search import KernelSearch, Search, TorchSearch
 from weightsync.vllm.env import Amount
 from weightsync.vllm.plan.int_views import words_of
 from weightsync.vllm.worker import worker_methods as worker_
@@ -144,13 +145,13 @@ def test_not_all_is_looked_at_when_a_sample_shows_that_nearly_all_changed(
     looks: list[int] = []
 
     def noted(count: Callable[..., list[int]]) -> Callable[..., list[int]]:
-        def counted(self: Search, *rest: Any) -> list[int]:
-            looks.append(sum(piece.place.numel for piece in self.pieces))
+        def counted(self: Any, *rest: Any) -> list[int]:
+            looks.append(sum(live.numel() for live, _ in self._pairs))
             return count(self, *rest)
 
         return counted
 
-    for kind in (TorchSearch, KernelSearch):
+    for kind in (TorchFinder, KernelFinder):
         monkeypatch.setattr(kind, "count", noted(kind.count))
     monkeypatch.setattr(patch_find, "_SAMPLE", 2)
     monkeypatch.setattr(patch_find, "_ENOUGH", 2)

@@ -1,26 +1,28 @@
-"""Our kernels' search finds what PyTorch's does; tests/gpu has the same on a device."""
+"""Our kernels find what PyTorch's do; tests/gpu has the same on a device."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests.support.host_kernels import HostKernels
+from weightsync.gpu import finder as finder_
 from weightsync.gpu import spans
-from weightsync.vllm.cuda import search as search_
+from weightsync.gpu.finder import KernelFinder
+from weightsync.gpu.torch_finder import TorchFinder
+from weightsync.vllm.cuda import patch_find
 from weightsync.vllm.cuda.blocks import Block
+from weightsync.vllm.cuda.patch_find import PatchFinder, PieceGroup, fill, groups_of
 from weightsync.vllm.cuda.scatter import Scatter
-from weightsync.vllm.cuda.search import KernelSearch, Pairs, TorchSearch, pairs_of, searches
 from weightsync.vllm.cuda.staged_write import Staged
 from weightsync.vllm.cuda.uploader import Pace
 from weightsync.vllm.plan.int_views import StoppedError, words_of
 from weightsync.vllm.plan.load_plan import Strides
 
 if TYPE_CHECKING:
-    from weightsync.vllm.cuda.search import Search
+    from weightsync.gpu.finder import Finder
 
 _DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 #: Elements of the pieces: around the ends of 16 bytes and of a span.
@@ -31,7 +33,7 @@ _SIZES = (1, 15, 16, 17, 63, 64, 65, 1000, 4096)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have spans of 64 bytes, of which three are looked at with a launch."""
     monkeypatch.setattr(spans, "SPAN", 64)
-    monkeypatch.setattr(search_, "_AT_ONCE", 3)
+    monkeypatch.setattr(finder_, "_AT_ONCE", 3)
 
 
 class _Targets:
@@ -43,6 +45,9 @@ class _Targets:
     def param(self, name: str) -> torch.Tensor:
         assert name == "row"
         return self._row
+
+    def views(self) -> list[torch.Tensor]:
+        return []
 
 
 def _staged(dtype: torch.dtype, kernels: HostKernels | None) -> tuple[Staged, torch.Tensor]:
@@ -65,26 +70,24 @@ def _staged(dtype: torch.dtype, kernels: HostKernels | None) -> tuple[Staged, to
     return Staged(row, blocks, memory, mask, kernels), words_of(live.view(dtype))
 
 
-def _scatter(row: torch.Tensor, count: int) -> Scatter:
-    positions = torch.full((count,), -1, dtype=torch.int64)
-    values = torch.zeros(count, dtype=row.dtype)
-    return Scatter(row, positions, values, torch.zeros(0), torch.zeros(0))
+def _groups(staged: Staged, kernels: HostKernels) -> dict[Any, PieceGroup]:
+    """Return by its class what looks at the pieces that our kernels can look at."""
+    ours = next(g for g in groups_of(staged, staged.blocks) if isinstance(g.finder, KernelFinder))
+    plain = Staged(staged.targets, ours.pieces, staged.memory, staged.mask)
+    (torchs,) = groups_of(plain, plain.blocks)
+    return {KernelFinder: ours, TorchFinder: torchs}
 
 
-def _found(search: Search, row: torch.Tensor, chosen: list[bool]) -> Any:
-    pace = Pace(torch.device("cpu"))
-    counts = search.count(pace, bool)
+def _found(finder: Finder, row: torch.Tensor, chosen: list[bool]) -> Any:
+    step = Pace(torch.device("cpu")).step
+    counts = finder.count(step)
     some = sum(count for count, wanted in zip(counts, chosen, strict=True) if wanted)
-    scatter = _scatter(row, some + 7)
-    end = search.take(chosen, scatter, 5, pace, bool)
-    assert end == some + 5
-    return counts, scatter.positions.tolist(), scatter.values.tolist()
-
-
-def _ours(staged: Staged) -> Pairs:
-    """Return what our kernels can look at."""
-    (ours,) = (some for some in pairs_of(staged, staged.blocks) if some.table is not None)
-    return ours
+    positions = torch.full((some + 7,), -1, dtype=torch.int64)
+    values = torch.zeros(some + 7, dtype=row.dtype)
+    own = slice(5, some + 5)
+    changed = finder.take(chosen, row.data_ptr(), positions[own], values[own], step)
+    assert not changed.item()
+    return counts, positions.tolist(), values.tolist()
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
@@ -92,14 +95,13 @@ def _ours(staged: Staged) -> Pairs:
 def test_both_find_the_same(dtype: torch.dtype, every: int) -> None:
     kernels = HostKernels()
     staged, row = _staged(dtype, kernels)
-    pairs = _ours(staged)
-    chosen = [index % every == 0 for index in range(len(pairs.pieces))]
-    ours = KernelSearch(pairs, kernels)
+    groups = _groups(staged, kernels)
+    ours, other = groups[KernelFinder].finder, groups[TorchFinder].finder
+    chosen = [index % every == 0 for index in range(len(groups[KernelFinder].pieces))]
     found = _found(ours, row, chosen)
-    assert found == _found(TorchSearch(staged, pairs.pieces), row, chosen)
+    assert found == _found(other, row, chosen)
     # Once more, with what is there already.
     assert found == _found(ours, row, chosen)
-    assert found == _found(KernelSearch(pairs, kernels), row, chosen)
     assert _found(ours, row, [False] * len(chosen))[1:] == ([-1] * 7, [0] * 7)
     counts, positions, _ = found
     assert sum(counts) > 400
@@ -113,41 +115,60 @@ def test_both_find_the_same(dtype: torch.dtype, every: int) -> None:
 def test_pieces_go_to_who_can_look_at_them() -> None:
     kernels = HostKernels()
     staged, _ = _staged(torch.bfloat16, kernels)
-    found = searches(staged, pairs_of(staged, staged.blocks))
-    assert [type(one) for one in found] == [KernelSearch, TorchSearch]
+    found = groups_of(staged, staged.blocks)
+    assert [type(group.finder) for group in found] == [KernelFinder, TorchFinder]
     # It begins beside a multiple of 16 bytes.
     assert [piece.place.numel for piece in found[1].pieces] == [1000]
-    plain: Any = SimpleNamespace(**{**vars(staged), "kernels": None})
-    (other,) = searches(plain, pairs_of(plain, staged.blocks))
-    assert type(other) is TorchSearch
+    plain = Staged(staged.targets, staged.blocks, staged.memory, staged.mask)
+    (other,) = groups_of(plain, staged.blocks)
+    assert type(other.finder) is TorchFinder
     assert list(other.pieces) == list(staged.blocks)
 
 
-def _searching(kind: Any) -> tuple[Search, torch.Tensor]:
-    """Return what looks through pieces, and the live parameter."""
+def _finding(kind: Any) -> tuple[PieceGroup, torch.Tensor]:
+    """Return what looks at pieces, and the live parameter."""
     kernels = HostKernels()
     staged, row = _staged(torch.float32, kernels)
-    pairs = _ours(staged)
-    ours = kind is KernelSearch
-    return KernelSearch(pairs, kernels) if ours else TorchSearch(staged, pairs.pieces), row
+    return _groups(staged, kernels)[kind], row
 
 
-@pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
+def _take(group: PieceGroup, row: torch.Tensor, count: int, step: Any) -> torch.Tensor:
+    positions, values = torch.zeros(count, dtype=torch.int64), row.new_zeros(count)
+    chosen = [True] * len(group.pieces)
+    return group.finder.take(chosen, row.data_ptr(), positions, values, step)
+
+
+@pytest.mark.parametrize("kind", [KernelFinder, TorchFinder])
 def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
-    search, row = _searching(kind)
+    group, row = _finding(kind)
+    step = Pace(torch.device("cpu")).step
+    count = sum(group.finder.count(step))
+    row[2000] ^= 1
+    assert _take(group, row, count, step).item() != 0
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_patch_of_parameters_that_are_written_meanwhile_is_refused(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    monkeypatch.setattr(patch_find, "_WORTH", 1)
+    staged, row = _staged(torch.float32, HostKernels() if own else None)
     pace = Pace(torch.device("cpu"))
-    count = sum(search.count(pace, bool))
+    found = PatchFinder().find(staged, pace, bool)
+    assert found is not None
+    places = torch.zeros(found.counts[4], dtype=torch.int64)
+    values = row.new_zeros(found.counts[4])
     row[2000] ^= 1
     with pytest.raises(RuntimeError, match="were written while they were compared"):
-        search.take([True] * len(search.pieces), _scatter(row, count), 0, pace, bool)
+        fill(found, {4: Scatter(row, places, values, values, values)}, pace, bool)
 
 
-@pytest.mark.parametrize("kind", [KernelSearch, TorchSearch])
+@pytest.mark.parametrize("kind", [KernelFinder, TorchFinder])
 def test_it_stops(kind: Any) -> None:
-    search, row = _searching(kind)
+    group, row = _finding(kind)
     pace = Pace(torch.device("cpu"))
     with pytest.raises(StoppedError):
-        search.count(pace, lambda: True)
-    count = sum(search.count(pace, bool))
+        group.finder.count(pace.steps(lambda: True))
+    count = sum(group.finder.count(pace.step))
     with pytest.raises(StoppedError):
-        search.take([True] * len(search.pieces), _scatter(row, count), 0, pace, lambda: True)
+        _take(group, row, count, pace.steps(lambda: True))
