@@ -90,7 +90,7 @@ class GpuProbe:
 
     def bench_room(self, size: int) -> None:
         """Give our rank another budget of device memory."""
-        self._weightsync_rank.set_room(size)
+        self._weightsync_rank.set_budget(size)
 
     def bench_memory(self) -> int:
         """Return the bytes in use on the device, by whomever; 0 on a processor."""

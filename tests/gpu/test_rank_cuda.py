@@ -64,7 +64,7 @@ def test_the_runtime_is_found_and_segments_are_registered(staging: Staging) -> N
     assert Runtime.find() is not None
     worker = _worker(staging, 0, torch.float32)
     worker.adopt(staging.stage_files([save(toy_tensors(1))]))
-    registrar = worker._weightsync_rank._beside.registrar  # type: ignore[attr-defined]
+    registrar = worker._weightsync_rank._ops.registrar  # type: ignore[attr-defined]
     assert (registrar.refused, len(registrar._registered)) == ("", 1)
     worker.call("release", keep=[], segments=[])
     deadline = time.monotonic() + 10
@@ -173,7 +173,7 @@ def test_without_device_memory_everything_is_sent(
     worker = _worker(staging, 0, torch.float32)
     worker.adopt(staging.stage_files([save(toy_tensors(1))]))
     second = staging.stage_files([save({**toy_tensors(2), "q": torch.ones(4, 4)})])
-    worker._weightsync_rank._beside._arena._memory = None  # type: ignore[attr-defined]
+    worker._weightsync_rank._ops._arena._memory = None  # type: ignore[attr-defined]
     with monkeypatch.context() as patched:
         patched.setattr("weightsync.vllm.cuda.memory_budget.torch.empty", exhausted)
         assert worker.job("prepare", "two", second, base="base")["patched"] is False

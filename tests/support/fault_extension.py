@@ -22,20 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.vllm.apply import host_patch, prepared
+from weightsync.vllm.apply import expected_digests, host_ops, host_patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.live_params import Targets
 
 __all__ = ["FaultExtension"]
 
-_write = prepared.Prepared.write
-_mismatched = prepared.Prepared.mismatched
+_write = host_ops.HostWriter.write
+_mismatched = expected_digests.ExpectedDigests.mismatched
 _patch_write = host_patch.Patch.write
-_patch_mismatched = host_patch.Patch.mismatched
+_patch_verify = host_patch.Patch.verify
 
 
 def _take(kind: str) -> Any:
@@ -49,27 +50,28 @@ def _take(kind: str) -> Any:
     return order[kind]
 
 
-def _faulty_write(self: prepared.Prepared, crew: Crew) -> None:
+def _faulty_write(self: host_ops.HostWriter, crew: Crew) -> None:
     time.sleep(_take("stall") or 0)
     name = _take("skip")
     if name is None:
         _write(self, crew)
         return
-    for item, target, source in zip(
-        self.plan.slices, self.targets.views(), self.sources, strict=True
-    ):
+    target = self.target
+    places = zip(target.plan.slices, target.targets.views(), target.sources, strict=True)
+    for item, place, source in places:
         if item.param != name:
-            target.copy_(source)
+            place.copy_(source)
 
 
 def _faulty_mismatched(
-    self: prepared.Prepared,
+    self: expected_digests.ExpectedDigests,
+    target: RankPrepared,
     crew: Crew,
     stop: Callable[[], bool] = bool,
     found: Mapping[int, bytes] = MappingProxyType({}),
 ) -> list[str]:
-    _flip(self.targets)
-    return _mismatched(self, crew, stop, found)
+    _flip(target.targets)
+    return _mismatched(self, target, crew, stop, found)
 
 
 def _faulty_patch_write(self: host_patch.Patch, crew: Crew) -> None:
@@ -79,9 +81,9 @@ def _faulty_patch_write(self: host_patch.Patch, crew: Crew) -> None:
     _patch_write(host_patch.Patch(self.base, self.targets, changes, self.copies), crew)
 
 
-def _faulty_patch_mismatched(self: host_patch.Patch, crew: Crew) -> list[str]:
+def _faulty_patch_verify(self: host_patch.Patch, crew: Crew) -> list[str]:
     _flip(self.targets)
-    return _patch_mismatched(self, crew)
+    return _patch_verify(self, crew)
 
 
 def _flip(targets: Targets) -> None:
@@ -92,10 +94,10 @@ def _flip(targets: Targets) -> None:
         words[len(words) // 2] ^= 1
 
 
-prepared.Prepared.write = _faulty_write  # type: ignore[method-assign]
-prepared.Prepared.mismatched = _faulty_mismatched  # type: ignore[method-assign]
+host_ops.HostWriter.write = _faulty_write  # type: ignore[method-assign]
+expected_digests.ExpectedDigests.mismatched = _faulty_mismatched  # type: ignore[method-assign]
 host_patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
-host_patch.Patch.mismatched = _faulty_patch_mismatched  # type: ignore[method-assign]
+host_patch.Patch.verify = _faulty_patch_verify  # type: ignore[method-assign]
 
 
 _hit, _lie = failpoints.hit, failpoints.lie

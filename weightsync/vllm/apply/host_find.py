@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.load_plan import Slice, Strides
 
-__all__ = ["Change", "Differences", "find_differences"]
+__all__ = ["Change", "Differences", "find_between", "find_differences"]
 
 #: Elements that are compared at a time: both sides and the result stay in the cache.
 _BLOCK = 1 << 18
@@ -86,6 +87,23 @@ class _Allowance:
             self._left -= size
             if self._left < 0:
                 raise _TooMuchError
+
+
+def find_between(
+    base: RankPrepared, target: RankPrepared, crew: Crew, stop: Callable[[], bool]
+) -> Differences | None:
+    """Return what differs between versions of the same plan; None: a copy is less work.
+
+    Raises:
+        StoppedError: `stop` returned True.
+    """
+    slices, digests = target.plan.slices, base.digests
+    same = {name for name, digest in target.digests.items() if digest == digests[name]}
+    old = [
+        None if item.tensor in same else source
+        for item, source in zip(slices, base.sources, strict=True)
+    ]
+    return find_differences(slices, old, target.sources, target.targets.views(), crew, stop)
 
 
 def find_differences(

@@ -82,7 +82,7 @@ class Patch:
 
         write_each(crew, write, self._sizes())
 
-    def mismatched(self, crew: Crew) -> list[str]:
+    def verify(self, crew: Crew) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
         views, memory = self.targets.views(), self._memory()
         wrong: set[str] = set()

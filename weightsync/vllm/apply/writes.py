@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.apply.parallel import Crew
 
-__all__ = ["Work", "begin_patch", "differ", "put", "write_each"]
+__all__ = ["Writer", "begin_patch", "differ", "put", "write_each"]
 
 
-class Work(Protocol):
+class Writer(Protocol):
     """What writes a version into the live parameters, and proves that it is there."""
 
     @property
@@ -36,7 +36,7 @@ class Work(Protocol):
     def write(self, crew: Crew) -> None:
         """Write; on a device it may still be under way when this returns."""
 
-    def mismatched(self, crew: Crew) -> list[str]:
+    def verify(self, crew: Crew) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
 
 

@@ -1,17 +1,19 @@
-"""What a rank has on its CUDA device beside vLLM, and how a version is made ready there."""
+"""Parameters on a GPU: versions are staged in its memory, and found, written and compared there."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
 from weightsync.gpu.device_kernels import Kernels
+from weightsync.vllm.apply.device_ops import Prep, StagingProof
+from weightsync.vllm.apply.expected_digests import ExpectedDigests
+from weightsync.vllm.apply.host_find import find_between
+from weightsync.vllm.apply.parallel import Crew, aside_size, stand_aside
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.cuda_runtime import Registrar, Runtime
 from weightsync.vllm.cuda.device_patch import DevicePatch, fill_sent
@@ -23,26 +25,24 @@ from weightsync.vllm.cuda.prefetched import Ahead
 from weightsync.vllm.cuda.read_progress import Reading
 from weightsync.vllm.cuda.scatter import Scatters
 from weightsync.vllm.cuda.staged_write import Arena, Staged, send_blocks
-from weightsync.vllm.cuda.staging_proof import Proof, Proved
+from weightsync.vllm.cuda.staging_proof import Proof
 from weightsync.vllm.cuda.tensor_digests import digests_of
 from weightsync.vllm.cuda.uploader import CHUNK, Pace, Uploader
 from weightsync.vllm.cuda.warmup import warm_up
 from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import Lying
-    from weightsync.vllm.apply.parallel import Crew
-    from weightsync.vllm.apply.prepared import Prepared
+    from weightsync.vllm.apply.device_ops import MemoryRegistrar, PrefetchRequest, Progress, Stop
+    from weightsync.vllm.apply.prepared import RankPrepared
+    from weightsync.vllm.apply.writes import Writer
     from weightsync.vllm.cuda.blocks import Blocks
     from weightsync.vllm.env import Amount
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import LoadPlan
-    from weightsync.vllm.plan.view_cache import Read
 
-__all__ = ["Device", "Made"]
+__all__ = ["CudaOps"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +54,66 @@ _SCRATCH = 2 * CHUNK + _MASK
 
 
 @dataclass(frozen=True)
-class Made:
-    """What was done to make a version ready.
+class _Ready:
+    """What was made ready of a version.
 
     Attributes:
-        ahead: Bytes that had been sent before it was complete.
-        proved: What was found of it in staging memory.
+        staged: Writes all of it from staging memory; None: it is not there.
+        patch: What changes since the version that was live at the prepare, if that is little.
     """
 
-    ahead: int = 0
-    proved: Proved = field(default_factory=Proved)
+    staged: Staged | None
+    patch: DevicePatch | None
 
 
-class Device:
-    """Stages and finds on a stream of its own, one version at a time.
+@dataclass
+class _Laid:
+    """The blocks of a plan, and what is made for them and kept, whatever is staged in them.
+
+    Attributes:
+        targets: The live destinations.
+        blocks: Of the plan.
+        staged: Writes all of them from staging memory.
+        proof: Digests them there.
+    """
+
+    targets: Targets
+    blocks: Blocks
+    staged: Staged | None = None
+    proof: Proof | None = None
+
+    def drop(self) -> None:
+        """Let go of what looks at staging memory."""
+        self.staged = None
+        if self.proof is not None:
+            self.proof.close()
+            self.proof = None
+
+
+class CudaOps:
+    """Stages and finds on a stream of its own, one version at a time; see `DeviceOps`.
+
+    What is staged or found of a version holds until another one is prepared or prefetched; then it
+    is written from host memory.
 
     Args:
         device: Of the rank.
         amount: How much memory the user gave it; None: what vLLM leaves.
         share: Part of the device that vLLM may take.
+        ranks: Workers of the engine on this host.
     """
 
-    def __init__(self, device: torch.device, amount: Amount | None, share: float) -> None:
-        runtime = Runtime.find() if device.type == "cuda" else None
+    stages = True
+
+    def __init__(
+        self, device: torch.device, amount: Amount | None, share: float, ranks: int = 1
+    ) -> None:
+        cuda = device.type == "cuda"
+        runtime = Runtime.find() if cuda else None
         self.device = device
-        self.registrar = Registrar(device, runtime) if device.type == "cuda" else None
+        self.registrar: MemoryRegistrar | None = Registrar(device, runtime) if cuda else None
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
+        self._crew = Crew(aside_size(device, ranks), self.enter_background)
         self._room = Room(device, amount, share)
         self._arena = Arena(self._room)
         scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
@@ -87,39 +122,41 @@ class Device:
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
         self._finder = PatchFinder()
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
-        # Of the plan that was used last; its views are of what is kept, whatever lies there.
-        self._laid: tuple[Targets, Blocks] | None = None
-        self._staged: Staged | None = None
-        # Whose version lies in what is kept; it writes from host memory when another one comes.
-        self._holder: weakref.ref[Prepared] | None = None
+        # Of the plan that was used last.
+        self._laid: _Laid | None = None
+        self._expected = ExpectedDigests()
+        # Of one version at most: the one that lies in staging memory.
+        self._ready: WeakKeyDictionary[RankPrepared, _Ready] = WeakKeyDictionary()
         self._ahead: Ahead | None = None
-        self._proof: Proof | None = None
 
     @property
     def sent(self) -> int:
         """Bytes that were sent to the device so far."""
         return self._uploader.sent
 
-    def told(self) -> dict[str, int]:
-        """Return what reports tell about its memory."""
+    def memory_stats(self) -> dict[str, int]:
+        """See `DeviceOps`."""
         return {"device_room": self._room.limit, "device_used": self._room.used + _SCRATCH}
 
-    def set_room(self, size: int) -> None:
-        """Have another budget from now on. What was staged is dropped; nothing may be at work.
-
-        Args:
-            size: Bytes.
-        """
-        self._let_go()
-        self._staged = self._ahead = None
-        self._drop_proof()
+    def set_budget(self, size: int) -> None:
+        """See `DeviceOps`; what was staged is dropped."""
+        self._ready.clear()
+        self._ahead = None
+        if self._laid is not None:
+            self._laid.drop()
         self._arena.drop()
         self._scatters.drop()
         self._room.limit = size
 
+    def enter_background(self) -> None:
+        """See `DeviceOps`: also on a stream of its own."""
+        stand_aside()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
     @torch.inference_mode()
     def warm_up(self, plan: LoadPlan) -> None:
-        """Use once whatever a commit of this plan uses. The engine stands meanwhile."""
+        """See `DeviceOps`."""
         pairs = {
             (torch_dtype(plan.tensors[item.tensor][0]), torch_dtype(plan.param_dtypes[item.param]))
             for item in plan.slices
@@ -128,220 +165,190 @@ class Device:
         warm_up(known, self._uploader, self._mask, self._kernels)
 
     @torch.inference_mode()
-    def read_ahead(
-        self,
-        ticket: str,
-        segments: tuple[str, ...],
-        plan: LoadPlan,
-        targets: Targets,
-        read: Read,
-        layout: Layout,
-        turns: Iterable[tuple[int, Lying | None]],
-        live: str,
-        stop: Callable[[], bool],
-        unwanted: Callable[[], bool],
-    ) -> None:
-        """Send what there is of a version that still comes in, as far as there is room.
+    def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
+        """See `DeviceOps`: sends it as far as there is room, and finds what all of it changes.
 
-        When all of it is there, it finds what that changes.
-
-        Beside generation, on the calling thread's stream. No commit may run meanwhile.
-
-        Args:
-            ticket: The server's name for it.
-            segments: Ids of the segments that it comes into.
-            plan: Of its layout.
-            targets: The live destinations.
-            read: What the plan reads.
-            layout: Of the version.
-            turns: Yields the place in `Layout.largest_first` of each shard, once it has come, and
-                before that, if it lies on a GPU, with where.
-            live: Content digest of what the live parameters are proved to hold; "": not known.
-            stop: Asked before every piece that is sent; True raises `StoppedError`.
-            unwanted: The same, once all of it is there.
+        Beside generation, on the calling thread's stream.
         """
-        self._let_go()
+        self._ready.clear()
         begun, self._ahead = self._ahead, None
-        blocks = self._blocks(plan, targets)
+        laid = self._laid_out(request.plan, request.targets)
+        blocks = laid.blocks
         memory = self._arena.reserve(blocks.size)
         # A source that was copied was copied before its bytes had come.
-        if memory is None or read.copied:
+        if memory is None or request.read.copied:
             return
-        if begun is None or not begun.is_of(ticket, segments, targets, memory):
-            begun = Ahead(ticket, segments, targets, memory)
+        names = request.ticket, request.segments, request.targets, memory
+        if begun is None or not begun.is_of(*names):
+            begun = Ahead(*names)
         self._ahead = begun
         # What it was found with is about to be used again.
         begun.forget_patch()
-        proof = self._proof_of(blocks, plan, memory)
+        proof = self._proof_of(laid, request.plan, memory)
         pace = Pace(self.device)
-        with _lent(memory) as lent:
-            loan = Loan(lent, layout, plan, proof) if proof is not None else None
+        with Lent.until_done(memory) as lent:
+            loan = Loan(lent, request.layout, request.plan, proof) if proof is not None else None
             sent = proof.begin if proof is not None else _nothing
-            begun.fill(blocks, read, turns, self._uploader, pace, stop, sent, loan)
-        if live and len(begun.there) == len(blocks.all):
-            staged = self._staged_of(targets, blocks, memory)
-            begun.patch, begun.compared = self._found_here(staged, live, unwanted), live
+            arrivals, read = request.arrivals, request.read
+            begun.fill(blocks, read, arrivals, self._uploader, pace, stop, sent, loan)
+        if request.live and len(begun.there) == len(blocks.all):
+            staged = self._staged_of(laid, memory)
+            begun.patch = self._found_here(staged, request.live, request.unwanted)
+            begun.compared = request.live
 
     @torch.inference_mode()
-    def make_ready(
+    def prepare(
         self,
-        ready: Prepared,
-        base: Prepared | None,
-        crew: Crew,
-        stop: Callable[[], bool],
-        tell: Callable[[int], None],
+        target: RankPrepared,
+        base: RankPrepared | None,
+        progress: Progress,
+        stop: Stop,
         *,
-        staging: bool,
-        ahead: str = "",
-    ) -> Made:
-        """Send a version to the device and find what it changes, as far as there is room.
+        stage: bool,
+        ticket: str,
+    ) -> Prep:
+        """See `DeviceOps`: sends it and finds what it changes, as far as there is room.
 
         Beside generation, on the calling thread's stream. No commit may run meanwhile.
-
-        Args:
-            ready: The version.
-            base: What the live parameters are proved to hold; None: not known.
-            crew: Finds on the host what changes, without room on the device.
-            stop: Asked before every piece; True raises `StoppedError`.
-            tell: Called with n when nothing here will read the first n shards any more.
-            staging: Whether it is sent now; else there is only the memory for others.
-            ahead: What it was called when it was sent before it was complete.
         """
-        self._let_go()
-        self._holder = weakref.ref(ready)
-        ready.expect_known()
-        ready.whole = self._direct(ready, range(len(ready.sources)))
-        blocks = self._blocks(ready.plan, ready.targets)
-        memory = self._arena.reserve(blocks.size)
+        self._ready.clear()
+        self._expected.take_proved(target)
+        laid = self._laid_out(target.plan, target.targets)
+        memory = self._arena.reserve(laid.blocks.size)
         begun, self._ahead = self._ahead, None
-        if not staging:
-            return Made()
+        if not stage:
+            return Prep()
         if memory is None:
-            logger.info("weightsync: no room on the device for %d bytes", blocks.size)
+            logger.info("weightsync: no room on the device for %d bytes", laid.blocks.size)
             if base is not None:
-                ready.patch = self._found_on_host(ready, base, crew, stop)
-            return Made()
-        if begun is not None and not begun.is_of(ahead, ready.segments, ready.targets, memory):
+                self._ready[target] = _Ready(None, self._found_on_host(target, base, stop))
+            return Prep()
+        if begun is not None and not begun.is_of(ticket, target.segments, target.targets, memory):
             begun = None
-        proof = self._proof_of(blocks, ready.plan, memory)
+        proof = self._proof_of(laid, target.plan, memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
-        reading = Reading(ready.turns, len(ready.segments), tell if proof is None else _nothing)
-        rest = ready, blocks, memory, proof, reading, base, stop
+        reading = Reading(
+            target.turns, len(target.segments), progress if proof is None else _nothing
+        )
+        rest = target, laid, memory, proof, reading, base, stop
         proved = self._staged_and_proved(begun, *rest)
         if proved.unlike and begun is not None and begun.lent:
             # Its trainer has written to it, or has let go of it, before the rank had read it.
             logger.warning("weightsync: what was copied from a trainer's GPU is read again")
-            begun.drop(blocks, ready.plan, frozenset(proved.unlike))
+            begun.drop(laid.blocks, target.plan, frozenset(proved.unlike))
             proved = self._staged_and_proved(begun, *rest)
         # A commit uses another stream.
         Pace(self.device).drain()
-        return Made(begun.sent if begun is not None else 0, proved)
+        return Prep(begun.sent if begun is not None else 0, proved)
 
     def _staged_and_proved(
         self,
         begun: Ahead | None,
-        ready: Prepared,
-        blocks: Blocks,
+        target: RankPrepared,
+        laid: _Laid,
         memory: torch.Tensor,
         proof: Proof | None,
         reading: Reading,
-        base: Prepared | None,
-        stop: Callable[[], bool],
-    ) -> Proved:
+        base: RankPrepared | None,
+        stop: Stop,
+    ) -> StagingProof:
         """Send the blocks that are not there, find what they change, and prove them all."""
         there = begun.there if begun is not None else frozenset()
         sent = proof.begin if proof is not None else _nothing
         pace = Pace(self.device)
-        send_blocks(blocks, ready.sources, memory, self._uploader, pace, stop, reading, there, sent)
-        ready.whole = staged = self._staged_of(ready.targets, blocks, memory)
+        rest = self._uploader, pace, stop, reading, there, sent
+        send_blocks(laid.blocks, target.sources, memory, *rest)
+        staged = self._staged_of(laid, memory)
         live = base.content_digest if base is not None else ""
         if live and begun is not None and begun.compared == live:
-            ready.patch = begun.patch
+            patch = begun.patch
         else:
-            ready.patch = self._found_here(staged, live, stop) if live else None
-        return proof.end(ready, stop) if proof is not None else Proved()
+            patch = self._found_here(staged, live, stop) if live else None
+        self._ready[target] = _Ready(staged, patch)
+        return proof.end(target, stop) if proof is not None else StagingProof()
 
-    def _staged_of(self, targets: Targets, blocks: Blocks, memory: torch.Tensor) -> Staged:
+    def writer(self, target: RankPrepared, live: str) -> Writer:
+        """See `DeviceOps`."""
+        ready = self._ready.get(target, _Ready(None, None))
+        if ready.patch is not None and ready.patch.base == live:
+            return ready.patch
+        return ready.staged or self._direct(target, range(len(target.sources)))
+
+    def _staged_of(self, laid: _Laid, memory: torch.Tensor) -> Staged:
         """Return what writes all blocks, once they are there."""
-        if self._staged is None or self._staged.memory is not memory:
+        if laid.staged is None or laid.staged.memory is not memory:
             # Its views are those of the version before, as long as that lay in the same place.
-            self._staged = Staged(targets, blocks.all, memory, self._mask, self._kernels)
-        self._staged.make_views()
-        return self._staged
+            blocks = laid.blocks.all
+            laid.staged = Staged(laid.targets, blocks, memory, self._mask, self._kernels)
+        laid.staged.make_views()
+        return laid.staged
 
-    def written(self) -> None:
-        """Forget what was found in live parameters that are about to be written."""
+    def synchronize(self) -> None:
+        """See `DeviceOps`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def invalidate(self, target: RankPrepared) -> None:
+        """See `DeviceOps`: also of what is prefetched; what is staged stays."""
+        ready = self._ready.get(target)
+        if ready is not None:
+            self._ready[target] = _Ready(ready.staged, None)
         if self._ahead is not None:
             self._ahead.forget_patch()
 
-    @torch.inference_mode()
-    def digests(self, targets: Targets, stop: Callable[[], bool]) -> dict[int, bytes]:
-        """Return the digests of live slices, by their index, as far as the device computes them.
+    def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
+        """See `DeviceOps`: the device digests what it can, the host the rest."""
+        found = self._digests(target.targets, stop)
+        return self._expected.mismatched(target, self._crew, stop, found)
 
-        Args:
-            targets: The live destinations.
-            stop: Asked now and then; True raises `StoppedError`.
-        """
+    @torch.inference_mode()
+    def _digests(self, targets: Targets, stop: Stop) -> dict[int, bytes]:
+        """Return the digests of live slices, by their index, as far as the device computes them."""
         if self._kernels is None:
             return {}
         views = dict(enumerate(targets.views()))
         return digests_of(self._kernels, views, Pace(self.device), stop)
 
     @torch.inference_mode()
-    def digests_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return the digests of tensors by name, as far as the device computes them, all at once.
-
-        The engine stands meanwhile.
-        """
+    def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """See `DeviceOps`."""
         if self._kernels is None:
             return {}
         return digests_of(self._kernels, tensors)
 
-    def _proof_of(self, blocks: Blocks, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
+    def _proof_of(self, laid: _Laid, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
         """Return what digests the blocks of a version, as the ones of the version before."""
         # What a rank has only a part of has no digest that it could know.
         if self._kernels is None or len(plan.whole) < len(plan.slices):
             return None
-        if self._proof is None or self._proof.memory is not memory:
-            self._drop_proof()
-            self._proof = Proof(self._kernels, blocks.all, plan, memory)
-        self._proof.settle()
-        return self._proof
+        if laid.proof is None or laid.proof.memory is not memory:
+            if laid.proof is not None:
+                laid.proof.close()
+            laid.proof = Proof(self._kernels, laid.blocks.all, plan, memory)
+        laid.proof.settle()
+        return laid.proof
 
-    def _blocks(self, plan: LoadPlan, targets: Targets) -> Blocks:
+    def _laid_out(self, plan: LoadPlan, targets: Targets) -> _Laid:
         """Return the blocks of a version; they, and their views, are those of the one before it."""
-        if self._laid is None or self._laid[0] is not targets:
-            self._staged = None
-            self._drop_proof()
-            self._laid = targets, lay_out(plan.slices, _dtypes(plan, targets))
-        return self._laid[1]
+        if self._laid is None or self._laid.targets is not targets:
+            if self._laid is not None:
+                self._laid.drop()
+            self._laid = _Laid(targets, lay_out(plan.slices, _dtypes(plan, targets)))
+        return self._laid
 
-    def _drop_proof(self) -> None:
-        if self._proof is not None:
-            self._proof.close()
-            self._proof = None
-
-    def _let_go(self) -> None:
-        holder = self._holder() if self._holder is not None else None
-        if holder is not None:
-            holder.patch = None
-            holder.whole = self._direct(holder, range(len(holder.sources)))
-
-    def _direct(self, ready: Prepared, indices: range | list[int]) -> Direct:
+    def _direct(self, target: RankPrepared, indices: Sequence[int]) -> Direct:
         return Direct(
-            ready.targets,
-            ready.plan.slices,
-            ready.sources,
+            target.targets,
+            target.plan.slices,
+            target.sources,
             indices,
             self._uploader,
             self._mask,
-            ready.expected,
+            self._expected.known(target),
             self._kernels,
         )
 
-    def _found_here(
-        self, staged: Staged, live: str, stop: Callable[[], bool]
-    ) -> DevicePatch | None:
+    def _found_here(self, staged: Staged, live: str, stop: Stop) -> DevicePatch | None:
         """Return what turns the live parameters, of that content digest, into what is staged."""
         try:
             return self._searched(staged, live, stop)
@@ -349,7 +356,7 @@ class Device:
             logger.warning("weightsync: no memory to find what changes; all is copied")
             return None
 
-    def _searched(self, staged: Staged, live: str, stop: Callable[[], bool]) -> DevicePatch | None:
+    def _searched(self, staged: Staged, live: str, stop: Stop) -> DevicePatch | None:
         pace = Pace(self.device)
         found = self._finder.find(staged, pace, stop)
         if found is None:
@@ -365,15 +372,15 @@ class Device:
         return DevicePatch(live, staged.targets, list(made.values()), rest)
 
     def _found_on_host(
-        self, ready: Prepared, base: Prepared, crew: Crew, stop: Callable[[], bool]
+        self, target: RankPrepared, base: RankPrepared, stop: Stop
     ) -> DevicePatch | None:
-        if not self._room.limit or any(item.cast for item in ready.plan.slices):
+        if not self._room.limit or any(item.cast for item in target.plan.slices):
             # What is converted on the device can differ from what the host would make of it.
             return None
-        found = ready.differences(base, crew, stop)
+        found = find_between(base, target, self._crew, stop)
         if found is None:
             return None
-        targets = ready.targets
+        targets = target.targets
         counts: dict[int, int] = {}
         for change in found.changes.values():
             width = change.values.element_size()
@@ -383,19 +390,8 @@ class Device:
             return None
         changes = (found.changes[index] for index in sorted(found.changes))
         fill_sent(changes, made, targets, self._uploader, Pace(self.device))
-        rest = self._direct(ready, sorted(found.dense))
+        rest = self._direct(target, sorted(found.dense))
         return DevicePatch(base.content_digest, targets, list(made.values()), rest)
-
-
-@contextlib.contextmanager
-def _lent(memory: torch.Tensor) -> Iterator[Lent]:
-    lent = Lent(memory)
-    try:
-        yield lent
-    finally:
-        if lent.opened:
-            # Closing 155 allocations took 40 ms beside generation; nobody waits for it.
-            threading.Thread(target=lent.close, name="weightsync", daemon=True).start()
 
 
 def _nothing(what: object) -> None:

@@ -65,10 +65,10 @@ class DevicePatch:
         if self.rest.nbytes:
             self.rest.write(crew)
 
-    def mismatched(self, crew: Crew) -> list[str]:
+    def verify(self, crew: Crew) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
         flags = [scatter.differs() for scatter in self.scatters]
-        wrong = set(self.rest.mismatched(crew)) if self.rest.nbytes else set()
+        wrong = set(self.rest.verify(crew)) if self.rest.nbytes else set()
         # All at once: each answer of a device takes a while.
         answers = torch.stack(flags).tolist() if flags else []
         for scatter, bad in zip(self.scatters, answers, strict=True):

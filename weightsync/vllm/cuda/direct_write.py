@@ -69,7 +69,7 @@ class Direct:
 
         write_each(crew, send, [self.sources[index].nbytes for index in self.indices])
 
-    def mismatched(self, crew: Crew) -> list[str]:
+    def verify(self, crew: Crew) -> list[str]:
         """Return the parameters that do not hold it: by digests, else everything is sent again."""
         del crew
         views = self.targets.views()

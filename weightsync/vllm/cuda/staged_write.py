@@ -87,7 +87,7 @@ class Staged:
         return sum(block.nbytes for block in self.blocks)
 
     def make_views(self) -> None:
-        """Make all that `write` and `mismatched` launch; off the pause."""
+        """Make all that `write` and `verify` launch; off the pause."""
         views = self.targets.views()
         if self._of is views:
             return
@@ -127,7 +127,7 @@ class Staged:
 
         write_each(crew, copy, [1] * len(launches) + [live.nbytes for live, _ in self._copies])
 
-    def mismatched(self, crew: Crew) -> list[str]:
+    def verify(self, crew: Crew) -> list[str]:
         """Return the parameters that do not hold what was staged."""
         del crew
         self.make_views()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsync.gpu.device_digest import Digests, digestible
+from weightsync.vllm.apply.device_ops import StagingProof
 from weightsync.vllm.cuda.stream_pool import Beside
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
@@ -15,40 +15,14 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync.model.manifest import Layout
-    from weightsync.vllm.apply.prepared import Prepared
+    from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.plan.load_plan import LoadPlan
 
-__all__ = ["Proof", "Proved"]
+__all__ = ["Proof"]
 
 #: Small tensors that the kernel does not digest are fetched; larger ones are not proved here.
 _FETCHED = 1 << 20
-_NAMES = 10
-
-
-@dataclass(frozen=True)
-class Proved:
-    """What a rank found of a version that it staged.
-
-    Attributes:
-        tensors: Whole tensors that lie in staging memory as the manifest tells.
-        unlike: Tensors that do not, as far as the rank has them whole.
-    """
-
-    tensors: frozenset[str] = frozenset()
-    unlike: tuple[str, ...] = ()
-
-    def told(self, layout: Layout) -> dict[str, Any]:
-        """Return what a report tells: shards that need no other proof, and what is unlike."""
-        if not self.tensors and not self.unlike:
-            return {}
-        shards = [
-            index
-            for index, tensors in enumerate(layout.by_shard)
-            if all(t.name in self.tensors or t.begin == t.end for t in tensors)
-        ]
-        return {"shards": shards, "unlike": self.unlike[:_NAMES]}
 
 
 class Proof:
@@ -116,7 +90,7 @@ class Proof:
         with self._beside.use():
             self._digests.queue(begin, end)
 
-    def end(self, ready: Prepared, stop: Callable[[], bool]) -> Proved:
+    def end(self, target: RankPrepared, stop: Callable[[], bool]) -> StagingProof:
         """Wait for the digests of all blocks, which were begun, and compare them.
 
         Raises:
@@ -130,6 +104,6 @@ class Proof:
             if index not in found and tensor.nbytes <= _FETCHED:
                 found[index] = tensor_digest_of(tensor, stop=stop)
         names = {index: item.tensor for index, item in enumerate(self._plan.slices)}
-        unlike = {names[i] for i, digest in found.items() if digest != ready.digests[names[i]]}
+        unlike = {names[i] for i, digest in found.items() if digest != target.digests[names[i]]}
         open_ = {name for index, name in names.items() if index not in found}
-        return Proved(frozenset(names.values()) - open_ - unlike, tuple(sorted(unlike)))
+        return StagingProof(frozenset(names.values()) - open_ - unlike, tuple(sorted(unlike)))

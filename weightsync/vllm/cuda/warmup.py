@@ -91,7 +91,7 @@ def _warm_up(
         digests_of(kernels, dict(enumerate(targets.views())))
     for work in (staged, direct):
         work.write(crew)
-        work.mismatched(crew)
+        work.verify(crew)
 
 
 def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
@@ -119,4 +119,4 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
     rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)
     patch = DevicePatch("", staged.targets, list(made.values()), rest)
     patch.write(crew)
-    patch.mismatched(crew)
+    patch.verify(crew)

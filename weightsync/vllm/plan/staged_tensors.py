@@ -1,86 +1,26 @@
-"""The bytes of a staged version as tensors, and the digests that its slices must have when live."""
+"""The bytes of a staged version as tensors."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.shm.segments import MappedSegment
 from weightsync.vllm.dtypes import torch_dtype
 from weightsync.vllm.plan.live_params import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.model.manifest import Layout, TensorEntry
-    from weightsync.vllm.cuda.cuda_runtime import Registrar
     from weightsync.vllm.plan.load_plan import Slice
 
-__all__ = ["Mappings", "Sources"]
-
+__all__ = ["StagedTensors"]
 
 #: Elements that are looked at together.
 _PIECE = 1 << 16
-
-
-class Mappings:
-    """Segments of the server that this process has mapped, by id. Each is mapped once.
-
-    Args:
-        registrar: Makes them known to a device for as long as they are mapped; None: no device.
-    """
-
-    def __init__(self, registrar: Registrar | None = None) -> None:
-        self._mapped: dict[str, MappedSegment] = {}
-        self._registrar = registrar
-
-    def map(self, socket: str, ids: Sequence[str]) -> list[memoryview]:
-        """Return the bytes of segments, in the order of `ids`.
-
-        Raises:
-            OSError: Nobody listens on the segment socket.
-            LookupError: The server has no such segment.
-        """
-        missing = [name for name in dict.fromkeys(ids) if name not in self._mapped]
-        if missing:
-            with SegmentClient(socket) as client:
-                received = client.map(missing)
-            left = dict(zip(missing, received, strict=True))
-            try:
-                for name in missing:
-                    self._mapped[name] = MappedSegment(*left.pop(name))
-            finally:
-                for fd, _ in left.values():
-                    os.close(fd)
-        if self._registrar is not None:
-            for name in ids:
-                self._registrar.register(name, self._mapped[name].view)
-        return [self._mapped[name].view for name in ids]
-
-    @property
-    def ids(self) -> frozenset[str]:
-        """What is mapped. Any thread may ask; what another one unmaps is in it until it has."""
-        return frozenset(self._mapped)
-
-    def unmap(self, ids: Iterable[str]) -> None:
-        """Unmap these segments; one that somebody still views stays mapped."""
-        for name in self.ids.intersection(ids):
-            if self._registrar is not None:
-                self._registrar.unregister(name)
-            # Whoever views it keeps it; whoever maps it again has it registered again.
-            with contextlib.suppress(BufferError):
-                self._mapped[name].close()
-                del self._mapped[name]
-
-    def __len__(self) -> int:
-        """Return the number of mapped segments."""
-        return len(self._mapped)
 
 
 def _as_tensor(view: memoryview) -> torch.Tensor:
@@ -92,7 +32,7 @@ def _as_tensor(view: memoryview) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
 
 
-class Sources:
+class StagedTensors:
     """Tensors of a staged version, read where the server received them.
 
     Args:

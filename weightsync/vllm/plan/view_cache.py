@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.vllm.plan.live_params import Targets
-from weightsync.vllm.plan.staged_tensors import Sources
+from weightsync.vllm.plan.staged_tensors import StagedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan.live_params import LiveParameters
     from weightsync.vllm.plan.load_plan import LoadPlan
 
-__all__ = ["Read", "Views"]
+__all__ = ["Read", "ViewCache"]
 
 #: Versions in segments of their own whose views are kept; a server has two or three slots.
 _MOST = 4
@@ -40,7 +40,7 @@ class Read(NamedTuple):
     copied: bool = False
 
 
-class Views:
+class ViewCache:
     """The views of one rank. Callers see to it that they come one at a time.
 
     Args:
@@ -87,7 +87,7 @@ class Views:
         if key in self._read:
             self._read.move_to_end(key)
             return self._read[key]
-        sources = Sources(layout, segments)
+        sources = StagedTensors(layout, segments)
         made = Read(
             [sources.slice(item) for item in plan.slices],
             [sources.turn(item) for item in plan.slices],

@@ -13,9 +13,9 @@ import torch
 
 from weightsync import failpoints
 from weightsync.model.manifest import Layout
-from weightsync.vllm.apply.parallel import Crew, aside_size, crew_size, stand_aside
-from weightsync.vllm.apply.prepared import Plans, Prepared, find_plan, prepare, read_document
-from weightsync.vllm.cuda.cuda_ops import Made
+from weightsync.vllm.apply.device_ops import PrefetchRequest
+from weightsync.vllm.apply.parallel import Crew, crew_size
+from weightsync.vllm.apply.prepared import describe
 from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.in_place import why_not_plain
 from weightsync.vllm.plan.int_views import tensor_digest_of
@@ -27,16 +27,19 @@ from weightsync.vllm.plan.load_plan import (
     check_places,
 )
 from weightsync.vllm.plan.load_watch import check_complete
-from weightsync.vllm.plan.staged_tensors import Mappings, Sources
-from weightsync.vllm.plan.view_cache import Views
+from weightsync.vllm.plan.plan_cache import PlanCache, find_plan
+from weightsync.vllm.plan.staged_tensors import StagedTensors
+from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.worker.arrival_order import open_arrivals, turns
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError
+from weightsync.vllm.worker.segment_mappings import SegmentMappings, read_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weightsync.vllm.cuda.cuda_ops import Device
+    from weightsync.vllm.apply.device_ops import DeviceOps, Prep
+    from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.load_plan import LoadPlan
     from weightsync.vllm.worker.rank_job import Job
 
@@ -69,8 +72,8 @@ class Rank:
         device: Where its parameters are.
         name: `dp/pp/tp`.
         segment_socket: Where the server's segments are unless a call says otherwise.
+        ops: Prepares, writes and compares the parameters where they are.
         ranks: Workers of the engine on this host.
-        beside: What it has on its device; None: its parameters are written by the host.
     """
 
     def __init__(
@@ -79,29 +82,27 @@ class Rank:
         device: torch.device,
         name: str,
         segment_socket: str,
+        ops: DeviceOps,
         ranks: int = 1,
-        beside: Device | None = None,
     ) -> None:
         self._model = model
         self._device = device
         self._name = name
         self._segment_socket = segment_socket
         self._live = LiveParameters(model)
-        self._views = Views(self._live)
+        self._views = ViewCache(self._live)
+        # What writes in a pause; what runs beside generation has threads of its own.
         self._crew = Crew(crew_size(device, ranks))
-        # What runs beside generation: some threads, and on a GPU a stream of their own.
-        self._aside = Crew(aside_size(device, ranks), self._stand_aside)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
-        self._plans = Plans()
-        self._prepared: dict[str, Prepared] = {}
-        self._beside = beside
-        self._mappings = Mappings(beside.registrar if beside else None)
+        self._plans = PlanCache()
+        self._prepared: dict[str, RankPrepared] = {}
+        self._ops = ops
+        self._mappings = SegmentMappings(ops.registrar)
         self._memory = threading.Lock()
         self._unmapping: threading.Thread | None = None
         #: Segments that are read ahead, which may be gone for the server at any time.
         self._reading: tuple[str, ...] = ()
         self._holding = _Holding()
-        self._background = Background(name, self._socket, self._stand_aside, self._drop)
+        self._background = Background(name, self._socket, ops.enter_background, self._drop)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what this rank is and holds."""
@@ -123,7 +124,7 @@ class Rank:
             "prepared": sorted(self._prepared),
             "busy": self._background.settle() if args.get("settle") else self._background.busy,
             "segments": len(self._mappings),
-            **self._told(),
+            **self._ops.memory_stats(),
         }
 
     def capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +144,7 @@ class Rank:
             else:
                 check_complete(self._model, map(self._live.tensor, plan.written))
         self._plans.add(plan)
-        if self._beside is not None:
-            self._beside.warm_up(plan)
+        self._ops.warm_up(plan)
         return {"seconds": seconds, "slices": len(plan.slices)}
 
     def check(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Rank:
 
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start making a version ready; the outcome comes on the status page."""
-        self._background.start(args, self._prepare, stages=True)
+        self._background.start(args, self._prepare, stages=self._ops.stages)
         return {}
 
     def ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Rank:
         A prepare that names its `apply_id` as `ahead` reads the rest, and waits for what all of it
         is just found to change.
         """
-        self._background.start(args, self._read_ahead, stages=True, ahead=True)
+        self._background.start(args, self._prefetch, stages=self._ops.stages, ahead=True)
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,43 +191,39 @@ class Rank:
         every other case all of it.
         """
         apply_id = str(args["apply_id"])
-        ready = self._known(apply_id)
+        target = self._known(apply_id)
         failpoints.hit("worker.commit")
         self._end_staging()
-        if self._beside is not None:
-            self._beside.written()
-        held, sent = self._holding, self._sent
-        work = ready.work(held.proved)
+        held, sent = self._holding, self._ops.sent
+        writer = self._ops.writer(target, held.proved)
         held.apply_id, held.content_digest, held.dirty = apply_id, "", True
         begin = time.perf_counter()
         held.writes += 1
         try:
             with torch.inference_mode():
-                work.write(self._crew)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                writer.write(self._crew)
+                self._ops.synchronize()
                 written = time.perf_counter()
                 failpoints.hit("worker.written")
-                wrong = work.mismatched(self._crew)
+                wrong = writer.verify(self._crew)
         finally:
             held.writes += 1
+            self._ops.invalidate(target)
         done = time.perf_counter()
         if not wrong:
-            held.content_digest, held.dirty = ready.content_digest, False
+            held.content_digest, held.dirty = target.content_digest, False
         reply = {
             "apply_id": apply_id,
             "content_digest": held.content_digest,
-            "written_bytes": work.nbytes,
-            "patched": work.patched,
-            "compared_all": work.compared_all,
-            "h2d_bytes": self._sent - sent,
+            "written_bytes": writer.nbytes,
+            "patched": writer.patched,
+            "compared_all": writer.compared_all,
+            "h2d_bytes": self._ops.sent - sent,
             "commit_s": written - begin,
             "verify_s": done - written,
             "mismatched": wrong[:NAMES],
-            **self._told(),
+            **self._ops.memory_stats(),
         }
-        # Its base is gone, or soon will be.
-        ready.patch = None
         if wrong:
             text = f"{len(wrong)} parameters do not hold what was written, first {wrong[0]}"
             return {**reply, "ok": False, "error": text}
@@ -240,8 +236,8 @@ class Rank:
 
     def holds(self, apply_id: str) -> bool:
         """Whether the live parameters are proved to hold that prepared version."""
-        ready = self._prepared.get(apply_id)
-        return ready is not None and ready.content_digest == self.proved
+        target = self._prepared.get(apply_id)
+        return target is not None and target.content_digest == self.proved
 
     def verify(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start digesting the live parameters again; the outcome comes on the status page.
@@ -278,12 +274,12 @@ class Rank:
     def _drop(self, apply_id: str) -> None:
         self._prepared.pop(apply_id, None)
 
-    def _known(self, apply_id: str) -> Prepared:
-        ready = self._prepared.get(apply_id)
-        if ready is None:
+    def _known(self, apply_id: str) -> RankPrepared:
+        target = self._prepared.get(apply_id)
+        if target is None:
             msg = f"apply {apply_id} is not prepared on this rank; prepare it first"
             raise RefusedCallError(msg)
-        return ready
+        return target
 
     def _refuse_repacked(self) -> None:
         reason = why_not_plain(self._model)
@@ -293,7 +289,7 @@ class Rank:
     def _live_digests(self) -> dict[str, bytes]:
         """Digest every parameter and buffer, on the device where it can; the engine stands."""
         tensors = {name: self._live.tensor(name) for name in self._live.names()}
-        found = self._beside.digests_of(tensors) if self._beside is not None else {}
+        found = self._ops.digests(tensors)
         rest = [name for name in tensors if name not in found]
 
         def digest(index: int) -> None:
@@ -305,26 +301,18 @@ class Rank:
     def _socket(self, args: Mapping[str, Any]) -> str:
         return str(args.get("socket") or self._segment_socket)
 
-    def set_room(self, size: int) -> None:
-        """Give the rank another budget of device memory; no job runs."""
-        if self._beside is not None:
-            self._beside.set_room(size)
-
-    @property
-    def _sent(self) -> int:
-        return self._beside.sent if self._beside is not None else 0
-
-    def _told(self) -> dict[str, int]:
-        return self._beside.told() if self._beside is not None else {}
+    def set_budget(self, size: int) -> None:
+        """Give the rank another budget of device memory, bytes; no job runs."""
+        self._ops.set_budget(size)
 
     def _end_staging(self) -> None:
         """See to it that no prepare writes what a commit is about to read on the device."""
         job = self._background.job
-        if self._beside is not None and job.stages and job.running():
+        if job.stages and job.running():
             job.end()
 
     def _unmap_aside(self, gone: frozenset[str]) -> None:
-        if self._beside is None:
+        if self._ops.registrar is None:
             self._unmap(gone)
         elif gone and (self._unmapping is None or not self._unmapping.is_alive()):
             # Taking gigabytes from a device lasts longer than a step.
@@ -337,14 +325,9 @@ class Rank:
         # A prepare that begins meanwhile maps none of these, for they do not exist any more.
         with self._memory:
             kept = list(self._prepared.values())
-            gone = gone.difference(self._reading, *(ready.segments for ready in kept))
+            gone = gone.difference(self._reading, *(target.segments for target in kept))
             self._views.forget(gone)
             self._mappings.unmap(gone)
-
-    def _stand_aside(self) -> None:
-        stand_aside()
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
 
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
@@ -356,33 +339,34 @@ class Rank:
         def uniform(name: str) -> bool:
             with self._memory:
                 segments = self._mappings.map(socket, staged.segments)
-                return Sources(layout, segments).uniform(name)
+                return StagedTensors(layout, segments).uniform(name)
 
-        plan = find_plan(staged, self._plans, uniform)
+        plan = find_plan(staged.manifest, self._plans, uniform)
         failpoints.hit("worker.map")
         with self._memory:
             segments = self._mappings.map(socket, staged.segments)
             read = self._views.read(layout, staged.segments, plan, segments)
-        stop = job.cancelled.is_set
-        ready = prepare(job.apply_id, staged, plan, read, self._views.targets(plan))
-        sent = self._sent
-        made = self._make_ready(ready, job, args)
-        compare, claim = args.get("compare_live"), not args.get("proof_only")
-        proved = self._compare(ready, stop, claim=claim) if compare else {"proved": None}
-        self._prepared[job.apply_id] = ready
-        work = ready.work(self._holding.proved)
-        size = {"slices": len(plan.slices), "bytes": work.nbytes, "patched": work.patched}
-        told = {"h2d_bytes": self._sent - sent + made.ahead, **self._told()}
-        told |= made.proved.told(layout)
-        return {"phase": "ready", **size, **told, **proved}
+        target = describe(job.apply_id, staged, plan, read, self._views.targets(plan))
+        sent = self._ops.sent
+        prep = self._make_ready(target, job, args)
+        proved: dict[str, Any] = {"proved": None}
+        if args.get("compare_live"):
+            claim = not args.get("proof_only")
+            proved = self._compare(target, job.cancelled.is_set, claim=claim)
+        self._prepared[job.apply_id] = target
+        writer = self._ops.writer(target, self._holding.proved)
+        report = {"slices": len(plan.slices), "bytes": writer.nbytes, "patched": writer.patched}
+        report |= {"h2d_bytes": self._ops.sent - sent + prep.prefetched, **self._ops.memory_stats()}
+        report |= prep.proof.report(layout)
+        return {"phase": "ready", **report, **proved}
 
-    def _read_ahead(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
+    def _prefetch(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.ahead")
         socket = self._socket(args)
         with open_arrivals(socket, str(args["document"])) as reader:
             known = self._plans.by_signature
             plan = known.get(reader.layout.signature) if reader is not None else None
-            if reader is None or plan is None or self._beside is None:
+            if reader is None or plan is None or not self._ops.stages:
                 # It is prepared as a whole, once it is complete.
                 return {"phase": "ready"}
             try:
@@ -390,7 +374,7 @@ class Rank:
                     self._reading = reader.segments
                     segments = self._mappings.map(socket, reader.segments)
                     read = self._views.read(reader.layout, reader.segments, plan, segments)
-                self._beside.read_ahead(
+                request = PrefetchRequest(
                     job.apply_id,
                     reader.segments,
                     plan,
@@ -399,31 +383,22 @@ class Rank:
                     reader.layout,
                     turns(reader, job),
                     self._holding.proved,
-                    job.cancelled.is_set,
                     lambda: job.unwanted,
                 )
+                self._ops.prefetch(request, job.cancelled.is_set)
             finally:
                 self._reading = ()
         return {"phase": "ready"}
 
-    def _make_ready(self, ready: Prepared, job: Job, args: Mapping[str, Any]) -> Made:
-        stop = job.cancelled.is_set
-        base = self._base(str(args.get("base", "")), ready.plan)
-        if self._beside is not None:
-            # Without a base the engine stands, and is proved by what the server received: a copy
-            # beside it would shorten no pause. What is live already needs none either.
-            staging = bool(args.get("base")) and not args.get("compare_live")
-            ahead = str(args.get("ahead", ""))
-            return self._beside.make_ready(
-                ready, base, self._aside, stop, job.tell, staging=staging, ahead=ahead
-            )
-        if base:
-            ready.find_patch(base, self._aside, stop)
-        if ready.patch is None:
-            ready.expect_all(self._aside, stop)
-        return Made()
+    def _make_ready(self, target: RankPrepared, job: Job, args: Mapping[str, Any]) -> Prep:
+        base = self._base(str(args.get("base", "")), target.plan)
+        # Without a base the engine stands, and is proved by what the server received: a copy
+        # beside it would shorten no pause. What is live already needs none either.
+        stage = bool(args.get("base")) and not args.get("compare_live")
+        ticket, stop = str(args.get("ahead", "")), job.cancelled.is_set
+        return self._ops.prepare(target, base, job.tell, stop, stage=stage, ticket=ticket)
 
-    def _base(self, apply_id: str, plan: LoadPlan) -> Prepared | None:
+    def _base(self, apply_id: str, plan: LoadPlan) -> RankPrepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
         base = self._prepared.get(apply_id)
         if base is None or base.plan is not plan or base.content_digest != self._holding.proved:
@@ -432,23 +407,22 @@ class Rank:
 
     def _verify(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         del args
-        ready = self._known(job.apply_id)
-        return {"phase": "ready", **self._compare(ready, job.cancelled.is_set)}
+        target = self._known(job.apply_id)
+        return {"phase": "ready", **self._compare(target, job.cancelled.is_set)}
 
     def _compare(
-        self, ready: Prepared, stop: Callable[[], bool], *, claim: bool = True
+        self, target: RankPrepared, stop: Callable[[], bool], *, claim: bool = True
     ) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._holding.writes
-        found = self._beside.digests(ready.targets, stop) if self._beside is not None else {}
-        wrong = ready.mismatched(self._aside, stop, found)
+        wrong = self._ops.compare(target, stop)
         held = self._holding
         if held.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
             raise RefusedCallError(msg)
         if not wrong and claim:
-            held.apply_id, held.content_digest = ready.apply_id, ready.content_digest
+            held.apply_id, held.content_digest = target.apply_id, target.content_digest
             held.dirty = False
-        elif wrong and held.content_digest == ready.content_digest:
+        elif wrong and held.content_digest == target.content_digest:
             held.content_digest, held.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}

@@ -7,9 +7,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weightsync.vllm.apply.prepared import NeedsCaptureError
 from weightsync.vllm.plan.int_views import StoppedError
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.plan_cache import NeedsCaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

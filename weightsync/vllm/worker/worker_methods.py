@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.apply.host_ops import HostOps
+from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.worker.between_steps import switch
@@ -23,6 +24,8 @@ from weightsync.vllm.worker.rank_job import RefusedCallError, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from weightsync.vllm.apply.device_ops import DeviceOps
 
 __all__ = ["METHODS", "install", "rank_name", "rank_names"]
 
@@ -69,19 +72,19 @@ def _rank_of(worker: Any) -> Rank:
         name = rank_name(worker.parallel_config, worker.rank)
         settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
-        beside = _beside(worker, settings)
-        found = Rank(model, worker.device, name, settings.segment_socket, ranks, beside)
+        ops = _device_ops(worker, settings, ranks)
+        found = Rank(model, worker.device, name, settings.segment_socket, ops, ranks)
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
 
 
-def _beside(worker: Any, settings: EngineSettings) -> Device | None:
+def _device_ops(worker: Any, settings: EngineSettings, ranks: int) -> DeviceOps:
     if worker.device.type != "cuda":
-        return None
+        return HostOps(worker.device, ranks)
     cache = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
     share = float(getattr(cache, "gpu_memory_utilization", 1.0))
-    return Device(worker.device, settings.device_room, share)
+    return CudaOps(worker.device, settings.device_room, share, ranks)
 
 
 def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
-from weightsync.vllm.apply import host_find, host_patch, prepared
+from weightsync.vllm.apply import expected_digests, host_find, host_patch
 from weightsync.vllm.plan.int_views import tensor_digest_of, words_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def test_tensors_of_equal_digest_are_not_compared(
         return find_all(slices, old, *rest)
 
     find_all = host_find.find_differences
-    monkeypatch.setattr(prepared, "find_differences", find)
+    monkeypatch.setattr(host_find, "find_differences", find)
     rank.job("prepare", "two", stage(_nudged(toy_tensors(1), "k")), base="base")
     assert len(known) == 1
 
@@ -240,7 +240,7 @@ def test_a_check_gives_way_to_the_next_job_and_its_version_stays(
         return tensor_digest_of(*args, **named)
 
     page, (reader,) = staging.pages(["0/0/0"])
-    monkeypatch.setattr(prepared, "tensor_digest_of", slow)
+    monkeypatch.setattr(expected_digests, "tensor_digest_of", slow)
     assert rank.call("verify", apply_id="base", page=page, gives_way=True)["ok"]
     assert started.wait(10)
     threading.Timer(0.1, waiting.set).start()

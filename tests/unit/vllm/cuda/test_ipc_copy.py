@@ -20,7 +20,7 @@ from weightsync.gpu.device_kernels import Kernels
 from weightsync.gpu.ipc import DeviceError
 from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.vllm.cuda import ipc_copy, patch_find, staging_proof
-from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.env import Amount
 from weightsync.vllm.worker import worker_methods as worker_
 
@@ -92,7 +92,7 @@ def make(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wor
         monkeypatch.setattr(Kernels, "find", lambda _: HostKernels() if kernels else None)
         monkeypatch.setattr(patch_find, "_WORTH", 1)
         cpu = torch.device("cpu")
-        monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, Amount(1 << 20), 1.0))
+        monkeypatch.setattr(worker_, "_device_ops", lambda *_: CudaOps(cpu, Amount(1 << 20), 1.0))
         model = _Model(dtype)
         model.load_weights(_tensors(1).items())
         found = Worker(model, staging)
@@ -320,7 +320,7 @@ def test_what_the_trainer_has_written_to_is_read_again(
     size = _lie(coming, gpu, *_ALL, tensors=told)
     _until(lambda: not _at_work(worker))
     assert gpu.copied == size
-    begun = worker._weightsync_rank._beside._ahead  # type: ignore[attr-defined] # as it is set up
+    begun = worker._weightsync_rank._ops._ahead  # type: ignore[attr-defined] # as it is set up
     assert (begun.patch is not None) is patched
     coming.come(*_ALL)
     sent.clear()
@@ -371,7 +371,7 @@ def test_it_ends_before_vllm_takes_the_parameters_away(
     assert worker.call("state", settle=True)["busy"] == "early"
     go.set()
     _until(lambda: worker.call("state", settle=True)["busy"] == "")
-    begun = worker._weightsync_rank._beside._ahead  # type: ignore[attr-defined] # as it is set up
+    begun = worker._weightsync_rank._ops._ahead  # type: ignore[attr-defined] # as it is set up
     assert begun.patch is None
 
 

@@ -15,7 +15,7 @@ from weightsync.gpu.device_kernels import Kernels
 from weightsync.gpu.spans import fits
 from weightsync.model.digest import tensor_digest
 from weightsync.vllm.cuda import staging_proof
-from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.cuda.span_launch import Spans
 from weightsync.vllm.cuda.uploader import Uploader
 from weightsync.vllm.env import Amount
@@ -66,7 +66,7 @@ def make(
 ) -> Callable[..., Worker]:
     def made(dtype: torch.dtype = torch.float32) -> Worker:
         cpu = torch.device("cpu")
-        monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, Amount(1 << 20), 1.0))
+        monkeypatch.setattr(worker_, "_device_ops", lambda *_: CudaOps(cpu, Amount(1 << 20), 1.0))
         model = _Model(dtype)
         model.load_weights(_tensors(1).items())
         found = Worker(model, staging)

@@ -16,7 +16,7 @@ from weightsync.gpu.device_kernels import Kernels
 from weightsync.gpu.finder import KernelFinder
 from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.vllm.cuda import device_patch, patch_find, staged_write
-from weightsync.vllm.cuda.cuda_ops import _SCRATCH, Device
+from weightsync.vllm.cuda.cuda_ops import _SCRATCH, CudaOps
 from weightsync.vllm.env import Amount
 from weightsync.vllm.plan.int_views import words_of
 from weightsync.vllm.worker import worker_methods as worker_
@@ -51,7 +51,7 @@ def make(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Wor
 
     def made(amount: Amount = _ROOM, *, rank: int = 0, dtype: Any = torch.float32) -> Worker:
         cpu = torch.device("cpu")
-        monkeypatch.setattr(worker_, "_beside", lambda *_: Device(cpu, amount, 1.0))
+        monkeypatch.setattr(worker_, "_device_ops", lambda *_: CudaOps(cpu, amount, 1.0))
         found = Worker(load_for_real(ToyModel(rank=rank, dtype=dtype), toy_tensors(1)), staging)
         found.rank = rank
         found.adopt(staging.stage_files([save(toy_tensors(1))]))
@@ -270,7 +270,7 @@ def test_a_smaller_room_drops_what_was_staged(
 ) -> None:
     worker = make()
     worker.job("prepare", "two", stage(_nudged("q")), base="base")
-    worker._weightsync_rank.set_room(0)  # type: ignore[attr-defined]
+    worker._weightsync_rank.set_budget(0)  # type: ignore[attr-defined]
     assert worker.call("state")["device_used"] == _SCRATCH
     reply = worker.call("commit", apply_id="two")
     assert (reply["compared_all"], reply["patched"]) == (False, False)

@@ -12,8 +12,8 @@ from safetensors.torch import save
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.vllm.plan.live_params import LiveParameters
-from weightsync.vllm.plan.staged_tensors import Mappings
-from weightsync.vllm.plan.view_cache import Views
+from weightsync.vllm.plan.view_cache import ViewCache
+from weightsync.vllm.worker.segment_mappings import SegmentMappings
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
@@ -39,7 +39,7 @@ def plan_of(worker: Worker) -> LoadPlan:
     return plan
 
 
-def sources(views: Views, version: Version, plan: LoadPlan) -> list[torch.Tensor]:
+def sources(views: ViewCache, version: Version, plan: LoadPlan) -> list[torch.Tensor]:
     segments = [segment.view for segment in version.segments]
     staged = version.staged
     return views.read(staged.manifest.layout, staged.segments, plan, segments).sources
@@ -48,7 +48,7 @@ def sources(views: Views, version: Version, plan: LoadPlan) -> list[torch.Tensor
 def test_what_lies_in_the_same_segments_is_viewed_once_and_read_anew(
     worker: Worker, staging: Staging
 ) -> None:
-    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    plan, views = plan_of(worker), ViewCache(LiveParameters(worker.model))
     version, other = (staging.stage_files([save(toy_tensors(seed))]) for seed in (2, 3))
     first = sources(views, version, plan)
     assert sources(views, other, plan) is not first
@@ -68,7 +68,7 @@ def test_a_copy_of_what_lies_at_an_odd_address_is_made_every_time(
     raw = save(toy_tensors(2))
     size = int.from_bytes(raw[:8], "little")
     odd = (size + 1).to_bytes(8, "little") + raw[8 : 8 + size] + b" " + raw[8 + size :]
-    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    plan, views = plan_of(worker), ViewCache(LiveParameters(worker.model))
     version = staging.stage_files([odd])
     assert sources(views, version, plan) is not sources(views, version, plan)
 
@@ -82,7 +82,7 @@ def test_segments_are_unmapped_although_they_were_viewed(worker: Worker, staging
 
 
 def test_a_parameter_that_was_replaced_has_other_targets(worker: Worker) -> None:
-    plan, views = plan_of(worker), Views(LiveParameters(worker.model))
+    plan, views = plan_of(worker), ViewCache(LiveParameters(worker.model))
     first = views.targets(plan)
     assert views.targets(plan) is first
     held = worker.model.head
@@ -92,7 +92,7 @@ def test_a_parameter_that_was_replaced_has_other_targets(worker: Worker) -> None
 
 def test_what_somebody_still_views_stays_mapped_and_whole(staging: Staging) -> None:
     version = staging.stage_files([save(toy_tensors(1))])
-    mappings = Mappings()
+    mappings = SegmentMappings()
     (view,) = mappings.map(staging.socket, version.staged.segments)
     array = np.frombuffer(view, dtype=np.uint8)
     before = bytes(array[:64])

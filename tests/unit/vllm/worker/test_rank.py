@@ -13,8 +13,8 @@ from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from weightsync.shm.status_page import PageWriter
-from weightsync.vllm.apply import prepared
-from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.apply import expected_digests, host_ops
+from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.worker import worker_methods
@@ -92,7 +92,7 @@ def give_device(monkeypatch: pytest.MonkeyPatch, amount: Amount | None) -> None:
     """Let workers have a device whose memory is the host's; None: no device."""
     if amount is not None:
         cpu = torch.device("cpu")
-        monkeypatch.setattr(worker_methods, "_beside", lambda *_: Device(cpu, amount, 1.0))
+        monkeypatch.setattr(worker_methods, "_device_ops", lambda *_: CudaOps(cpu, amount, 1.0))
 
 
 @pytest.fixture
@@ -389,13 +389,13 @@ def test_flipped_live_bit_changed_segment_and_skipped_slice_are_caught(
     assert (report["proved"], report["mismatched"]) == (False, ["head"])
     assert rank.call("state")["content_digest"] == ""
 
-    def skip(self: prepared.Prepared, crew: Crew) -> None:
+    def skip(self: host_ops.HostWriter, crew: Crew) -> None:
         del crew
-        pairs = list(zip(self.targets.views(), self.sources, strict=True))
+        pairs = list(zip(self.target.targets.views(), self.target.sources, strict=True))
         for target, source in pairs[:-1]:
             target.copy_(source)
 
-    monkeypatch.setattr(prepared.Prepared, "write", skip)
+    monkeypatch.setattr(host_ops.HostWriter, "write", skip)
     assert len(rank.call("commit", apply_id="base")["mismatched"]) == 1
 
 
@@ -405,12 +405,12 @@ def test_write_that_fails_in_the_middle_leaves_the_rank_dirty(
     second = staging.stage_files([save(toy_tensors(2))])
     rank.job("prepare", "two", second)
 
-    def fail(self: prepared.Prepared, crew: Crew) -> None:
+    def fail(self: host_ops.HostWriter, crew: Crew) -> None:
         del crew
-        self.targets.views()[0].fill_(1)
+        self.target.targets.views()[0].fill_(1)
         raise OSError("torn")
 
-    monkeypatch.setattr(prepared.Prepared, "write", fail)
+    monkeypatch.setattr(host_ops.HostWriter, "write", fail)
     reply = rank.call("commit", apply_id="two")
     assert (reply["ok"], reply["error"]) == (False, "OSError: torn")
     assert rank.call("state")["dirty"] is True
@@ -459,7 +459,7 @@ def test_one_job_at_a_time_and_release_ends_it(
         time.sleep(0.2)
         return tensor_digest_of(*args)
 
-    monkeypatch.setattr(prepared, "tensor_digest_of", slow)
+    monkeypatch.setattr(expected_digests, "tensor_digest_of", slow)
     second = staging.stage_files([save(toy_tensors(2))])
     page, (reader,) = staging.pages(["0/0/0"])
     args = {"document": second.document.id, "page": page}

@@ -16,8 +16,8 @@ from tests.unit.server.world import make_shard
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync.testing import MemoryEngine
-from weightsync.vllm.apply import prepared
-from weightsync.vllm.cuda.cuda_ops import Device
+from weightsync.vllm.apply import expected_digests
+from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.cuda.cuda_runtime import Registrar
 from weightsync.vllm.env import Amount
 from weightsync.vllm.plan.int_views import tensor_digest_of
@@ -80,9 +80,9 @@ def _inside(rank: Worker) -> Any:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowRegistrar]:
     """Give the ranks of this test such a device."""
-    device, registrar = Device(torch.device("cpu"), Amount(0), 1.0), SlowRegistrar()
+    device, registrar = CudaOps(torch.device("cpu"), Amount(0), 1.0), SlowRegistrar()
     device.registrar = registrar
-    monkeypatch.setattr(worker_, "_beside", lambda *_: device)
+    monkeypatch.setattr(worker_, "_device_ops", lambda *_: device)
     yield registrar
     registrar.go.set()
 
@@ -94,7 +94,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Gate]]:
 
     def close() -> Gate:
         gates.append(Gate())
-        monkeypatch.setattr(prepared, "tensor_digest_of", gates[-1].digest)
+        monkeypatch.setattr(expected_digests, "tensor_digest_of", gates[-1].digest)
         return gates[-1]
 
     yield close
