@@ -11,7 +11,8 @@ from tests.fuzz.deltas import EXPECT
 from tests.fuzz.limits import MAX_BYTES
 from tests.fuzz.messages import field, number
 from tests.unit.delta.cases import changed_item, encode
-from weightsync.model.layout import DTYPE_BITS, build_header
+from weightsync.model.dtypes import DTYPE_BITS
+from weightsync.model.layout import build_header
 from weightsync.v1 import weightsync_pb2 as pb
 
 CORPUS = Path(__file__).with_name("corpus")

@@ -9,7 +9,8 @@ import numpy as np
 from tests.unit.server.world import Shard, Tensor, content, make_shard
 from weightsync.delta import encode_shard
 from weightsync.model.digest import tensor_digest
-from weightsync.model.layout import DTYPE_BITS, check_shard, check_version, parse_header
+from weightsync.model.dtypes import DTYPE_BITS
+from weightsync.model.layout import check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 

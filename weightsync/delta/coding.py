@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from weightsync.delta.delta_errors import invalid
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 
 __all__ = [
     "SKIP",

@@ -24,7 +24,8 @@ from weightsync.delta.coding import (
 from weightsync.delta.compression import pack_text, unpack
 from weightsync.delta.delta_errors import Broken, corrupt, invalid, unfit
 from weightsync.model.digest import DIGEST_BYTES
-from weightsync.model.layout import DTYPE_BITS, MAX_DIMS, MAX_NAME_BYTES
+from weightsync.model.dtypes import DTYPES
+from weightsync.model.layout import MAX_DIMS, MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,13 +37,7 @@ CHECK_BYTES = 8
 _HEAD = struct.Struct(f"<4sII{DIGEST_BYTES}s{DIGEST_BYTES}sI")
 #: More than any record takes: its name, its numbers, its digests.
 _MAX_RECORD = 2048
-#: Code points by dtype; what is in use keeps its number for ever.
-_DTYPES = (
-    "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ",
-    "F4", "F6_E2M3", "F6_E3M2", "I16", "U16", "F16", "BF16", "I32", "U32", "F32",
-    "C64", "F64", "I64", "U64",
-)  # fmt: skip
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +187,9 @@ def _read_name(reader: _Reader, before: bytes) -> bytes:
 
 def _read_kind(reader: _Reader) -> tuple[str, tuple[int, ...]]:
     code, dimensions = reader.byte(), reader.byte()
-    if code >= len(_DTYPES) or dimensions > MAX_DIMS:
+    if code >= len(DTYPES) or dimensions > MAX_DIMS:
         raise invalid(f"the delta's manifest holds dtype code {code} and {dimensions} dimensions")
-    return _DTYPES[code], tuple(reader.varint() for _ in range(dimensions))
+    return DTYPES[code], tuple(reader.varint() for _ in range(dimensions))
 
 
 def _read_coding(reader: _Reader) -> Coding:
@@ -298,7 +293,3 @@ def read_manifest(data: memoryview, expect: Mapping[str, tuple[str, tuple[int, .
     if reader.left:
         raise invalid(f"the delta's manifest has {reader.left} bytes after its last record")
     return Manifest(index, base.hex(), layout.hex(), tuple(records))
-
-
-if _DTYPE_CODES.keys() != DTYPE_BITS.keys():
-    raise ImportError("a dtype lacks its code point")

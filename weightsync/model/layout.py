@@ -13,13 +13,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync.model.manifest import Layout, ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
-    "DTYPE_BITS",
     "MAX_DIMS",
     "MAX_HEADER_BYTES",
     "MAX_NAME_BYTES",
@@ -37,14 +37,6 @@ MAX_NAME_BYTES = 1024
 MAX_DIMS = 32
 MAX_SHARD_BYTES = 1 << 46
 _MAX_BITS = MAX_SHARD_BYTES * 8
-
-#: Bits per element of every safetensors dtype.
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
-    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
 
 
 def _refuse(reason: Reason, text: str) -> WeightSyncError:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_client.errors import ClientError, refuse
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_server.workers.fetch.delta_summary import CODINGS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weightsync.delta import Encoder, Item
 from weightsync.model.digest import tensor_digest
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from tests.unit.delta.cases import changed_item, encode, items
 from weightsync.delta import Item, kernels
 from weightsync.delta.coding import Coding, Positions, Values
 from weightsync.delta.kernels import native, plain
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

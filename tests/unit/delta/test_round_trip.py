@@ -30,7 +30,7 @@ from weightsync.delta import (
 )
 from weightsync.delta.coding import Positions, Values
 from weightsync.model.digest import tensor_digest
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync.model.layout import (
-    DTYPE_BITS,
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     build_header,

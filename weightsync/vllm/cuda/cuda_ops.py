@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightsync.gpu.device_kernels import Kernels
+from weightsync.model.dtypes import torch_dtype
 from weightsync.vllm.apply.device_ops import Prep, StagingProof
 from weightsync.vllm.apply.expected_digests import ExpectedDigests
 from weightsync.vllm.apply.host_find import find_between
@@ -29,7 +30,6 @@ from weightsync.vllm.cuda.staging_proof import Proof
 from weightsync.vllm.cuda.tensor_digests import digests_of
 from weightsync.vllm.cuda.uploader import CHUNK, Pace, Uploader
 from weightsync.vllm.cuda.warmup import warm_up
-from weightsync.vllm.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

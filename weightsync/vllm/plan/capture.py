@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.vllm.dtypes import safetensors_dtype, torch_dtype
+from weightsync.model.dtypes import safetensors_dtype, torch_dtype
 from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from weightsync.vllm.dtypes import torch_dtype
+from weightsync.model.dtypes import torch_dtype
 from weightsync.vllm.plan.live_params import view_of
 
 if TYPE_CHECKING:

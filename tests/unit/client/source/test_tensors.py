@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from weightsync.delta.kernels import available
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_client import Client, InvalidError, PulledTensor
 from weightsync_client.source.shards import cut, pieces, tensor_shard
 from weightsync_client.source.tensors import Scratch, settle, wrap

@@ -22,7 +22,7 @@ from tests.unit.server.world import (
     sending,
     world,
 )
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.processes import names
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.layout import DTYPE_BITS
+from weightsync.model.dtypes import DTYPE_BITS
 from weightsync.model.manifest import ShardEntry
 from weightsync.shm.segments import Segment
 from weightsync_server.workers.fetch import fetch_api, shard_tasks
