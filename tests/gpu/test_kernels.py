@@ -19,8 +19,8 @@ from weightsync.vllm.cuda.patch_find import groups_of
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
 from weightsync.vllm.cuda.span_launch import Spans
 from weightsync.vllm.cuda.staged_write import Staged
-from weightsync.vllm.cuda.uploader import Pace
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.cuda.uploader import StreamThrottle
+from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.load_plan import Strides
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_changes_are_those_that_torch_finds(
         at += -(-size * dtype.itemsize // 16) * 16
     live = _random(at)
     memory = live.clone()
-    words = words_of(memory.view(dtype))
+    words = as_ints(memory.view(dtype))
     words[torch.rand(len(words), device=_DEVICE) < share] ^= 1
     targets: Any = SimpleNamespace(param=lambda _: live.view(dtype))
     mask = torch.zeros(4 << 20, dtype=torch.bool, device=_DEVICE)
@@ -129,14 +129,14 @@ def test_changes_are_those_that_torch_finds(
     plain = Staged(targets, blocks, memory, mask)
     (ours,), (torchs,) = groups_of(staged, blocks), groups_of(plain, blocks)
     assert (type(ours.finder), type(torchs.finder)) == (KernelFinder, TorchFinder)
-    row = words_of(live.view(dtype))
+    row = as_ints(live.view(dtype))
     for finder in (ours.finder, torchs.finder):
-        counts = finder.count(Pace(_DEVICE).step)
+        counts = finder.count(StreamThrottle(_DEVICE).step)
         some = sum(c for c, wanted in zip(counts, chosen, strict=True) if wanted)
         positions = torch.full((some + 9,), -1, device=_DEVICE)
         values = torch.zeros(some + 9, dtype=words.dtype, device=_DEVICE)
         own = positions[4:-5], values[4:-5]
-        assert not finder.take(chosen, row.data_ptr(), *own, Pace(_DEVICE).step).item()
+        assert not finder.take(chosen, row.data_ptr(), *own, StreamThrottle(_DEVICE).step).item()
         found.append((counts, positions.tolist(), values.tolist()))
     assert found[0] == found[1]
     assert (sum(found[0][0]) > 0) == (share > 0)
@@ -145,5 +145,5 @@ def test_changes_are_those_that_torch_finds(
     if launch is not None:
         launch.queue()
     for block, wanted in zip(blocks, chosen, strict=True):
-        same = torch.equal(words_of(block.live(targets)), words_of(block.staged(memory)))
+        same = torch.equal(as_ints(block.live(targets)), as_ints(block.staged(memory)))
         assert same or not wanted

@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from weightsync.shm.incoming_version import HANDLE_BYTES, Lying  # noqa: E402 - after the skip
-from weightsync.vllm.cuda.ipc_copy import Lent  # noqa: E402
-from weightsync.vllm.cuda.uploader import Pace  # noqa: E402
+from weightsync.vllm.cuda.ipc_copy import IpcMappings  # noqa: E402
+from weightsync.vllm.cuda.uploader import StreamThrottle  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -53,9 +53,9 @@ def trainer() -> Iterator[tuple[subprocess.Popen[bytes], Lying]]:
     process.communicate()
 
 
-def copied(lent: Lent, target: Any) -> bool:
+def copied(lent: IpcMappings, target: Any) -> bool:
     done = lent.copy("t", target, bool)
-    Pace(target.device).drain()
+    StreamThrottle(target.device).drain()
     return done
 
 
@@ -65,7 +65,7 @@ def test_what_another_process_has_is_copied_also_when_it_dies_meanwhile(
     process, where = trainer
     target = torch.zeros(_SIZE // 8, dtype=torch.int64, device="cuda")
     numbers = torch.arange(_SIZE // 8, device="cuda")
-    lent = Lent(target)
+    lent = IpcMappings(target)
     lent.note(["t"], where)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -89,7 +89,7 @@ def test_what_was_not_told_of_is_not_copied(
     ((handle, offset),) = where
     target = torch.zeros(_SIZE // 8, dtype=torch.int64, device="cuda")
     for place in ((bytes(HANDLE_BYTES), 0), (handle, offset + (1 << 30)), (handle, 1 << 62)):
-        lent = Lent(target)
+        lent = IpcMappings(target)
         lent.note(["t"], [place])
         assert not copied(lent, target)
         lent.close()
@@ -104,7 +104,7 @@ def test_memory_that_the_trainer_gives_back_meanwhile_harms_nobody(
     assert process.stdin is not None
     assert process.stdout is not None
     target = torch.zeros(_SIZE // 8, dtype=torch.int64, device="cuda")
-    lent = Lent(target)
+    lent = IpcMappings(target)
     lent.note(["t"], where)
     assert copied(lent, target)
     process.stdin.write(b"\n")
@@ -115,7 +115,7 @@ def test_memory_that_the_trainer_gives_back_meanwhile_harms_nobody(
     # Whatever lies there now.
     copied(lent, target)
     lent.close()
-    late = Lent(target)
+    late = IpcMappings(target)
     late.note(["t"], where)
     copied(late, target)
     late.close()

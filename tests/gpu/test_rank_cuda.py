@@ -17,10 +17,10 @@ from weightsync.gpu.device_kernels import Kernels
 from weightsync.vllm.cuda import cuda_ops as device_
 from weightsync.vllm.cuda import device_patch, patch_find
 from weightsync.vllm.cuda.cuda_runtime import Runtime
-from weightsync.vllm.cuda.memory_budget import Room
+from weightsync.vllm.cuda.memory_budget import MemoryBudget
 from weightsync.vllm.cuda.scatter import Scatters
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import memory_of, words_of
+from weightsync.vllm.plan.int_views import as_ints, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ def _nudged(seed: int, *names: str) -> dict[str, torch.Tensor]:
     """Return a version in which one element of each named tensor differs by one bit."""
     made = {name: tensor.clone() for name, tensor in toy_tensors(seed).items()}
     for name in names:
-        words_of(made[name]).reshape(-1)[0] ^= 1 << 20
+        as_ints(made[name]).reshape(-1)[0] ^= 1 << 20
     return made
 
 
@@ -155,9 +155,9 @@ def test_an_element_that_does_not_hold_is_found_in_the_pause(
     assert worker.job("prepare", "two", second, base="base")["patched"] is True
     write = device_patch.DevicePatch.write
 
-    def damage(self: device_patch.DevicePatch, crew: Any) -> None:
-        write(self, crew)
-        words_of(worker.model.down.data)[0, 0] ^= 2
+    def damage(self: device_patch.DevicePatch, threads: Any) -> None:
+        write(self, threads)
+        as_ints(worker.model.down.data)[0, 0] ^= 2
 
     monkeypatch.setattr(device_patch.DevicePatch, "write", damage)
     assert worker.call("commit", apply_id="two")["mismatched"] == ["down"]
@@ -191,13 +191,13 @@ def test_elements_of_large_parameters_are_written_and_compared(share: float, own
     params = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
     wanted, places = [], []
     for tensor in params:
-        words = words_of(tensor).reshape(-1)
+        words = as_ints(tensor).reshape(-1)
         places.append((torch.rand(words.shape, device=device) < share).nonzero().reshape(-1))
         wanted.append(words.clone())
         wanted[-1][places[-1]] ^= 1
     count = sum(place.numel() for place in places)
     kernels = Kernels.find(device) if own else None
-    room = Room(device, Amount(40 << 30), 1.0)
+    room = MemoryBudget(device, Amount(40 << 30), 1.0)
     made = Scatters(room, device, kernels).make(params, {2: count})
     assert made is not None
     scatter = made[2]
@@ -289,7 +289,7 @@ def test_half_of_a_model_crosses_the_bus_once(
     )
     few = {name: tensor.clone() for name, tensor in second.items()}
     for tensor in few.values():
-        words_of(tensor)[::7, 5::100] ^= 1
+        as_ints(tensor)[::7, 5::100] ^= 1
     version = staging.stage_files([save(few)])
     report = worker.job("prepare", "three", version, base="two")
     reply = worker.call("commit", apply_id="three")

@@ -27,7 +27,7 @@ from weightsync.vllm.apply import expected_digests, host_ops, host_patch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.live_params import Targets
 
@@ -35,8 +35,8 @@ __all__ = ["FaultExtension"]
 
 _write = host_ops.HostWriter.write
 _mismatched = expected_digests.ExpectedDigests.mismatched
-_patch_write = host_patch.Patch.write
-_patch_verify = host_patch.Patch.verify
+_patch_write = host_patch.HostPatch.write
+_patch_verify = host_patch.HostPatch.verify
 
 
 def _take(kind: str) -> Any:
@@ -50,11 +50,11 @@ def _take(kind: str) -> Any:
     return order[kind]
 
 
-def _faulty_write(self: host_ops.HostWriter, crew: Crew) -> None:
+def _faulty_write(self: host_ops.HostWriter, threads: SliceThreads) -> None:
     time.sleep(_take("stall") or 0)
     name = _take("skip")
     if name is None:
-        _write(self, crew)
+        _write(self, threads)
         return
     target = self.target
     places = zip(target.plan.slices, target.targets.views(), target.sources, strict=True)
@@ -66,24 +66,24 @@ def _faulty_write(self: host_ops.HostWriter, crew: Crew) -> None:
 def _faulty_mismatched(
     self: expected_digests.ExpectedDigests,
     target: RankPrepared,
-    crew: Crew,
+    threads: SliceThreads,
     stop: Callable[[], bool] = bool,
     found: Mapping[int, bytes] = MappingProxyType({}),
 ) -> list[str]:
     _flip(target.targets)
-    return _mismatched(self, target, crew, stop, found)
+    return _mismatched(self, target, threads, stop, found)
 
 
-def _faulty_patch_write(self: host_patch.Patch, crew: Crew) -> None:
+def _faulty_patch_write(self: host_patch.HostPatch, threads: SliceThreads) -> None:
     time.sleep(_take("stall") or 0)
     name = _take("skip")
     changes = [change for change in self.changes if change.param != name]
-    _patch_write(host_patch.Patch(self.base, self.targets, changes, self.copies), crew)
+    _patch_write(host_patch.HostPatch(self.base, self.targets, changes, self.copies), threads)
 
 
-def _faulty_patch_verify(self: host_patch.Patch, crew: Crew) -> list[str]:
+def _faulty_patch_verify(self: host_patch.HostPatch, threads: SliceThreads) -> list[str]:
     _flip(self.targets)
-    return _patch_verify(self, crew)
+    return _patch_verify(self, threads)
 
 
 def _flip(targets: Targets) -> None:
@@ -96,8 +96,8 @@ def _flip(targets: Targets) -> None:
 
 host_ops.HostWriter.write = _faulty_write  # type: ignore[method-assign]
 expected_digests.ExpectedDigests.mismatched = _faulty_mismatched  # type: ignore[method-assign]
-host_patch.Patch.write = _faulty_patch_write  # type: ignore[method-assign]
-host_patch.Patch.verify = _faulty_patch_verify  # type: ignore[method-assign]
+host_patch.HostPatch.write = _faulty_patch_write  # type: ignore[method-assign]
+host_patch.HostPatch.verify = _faulty_patch_verify  # type: ignore[method-assign]
 
 
 _hit, _lie = failpoints.hit, failpoints.lie

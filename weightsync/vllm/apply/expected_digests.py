@@ -11,7 +11,7 @@ from weightsync.vllm.plan.int_views import tensor_digest_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.apply.prepared import RankPrepared
 
 __all__ = ["ExpectedDigests"]
@@ -46,7 +46,9 @@ class ExpectedDigests:
             known[index] = digest
         return digest
 
-    def compute(self, target: RankPrepared, crew: Crew, stop: Callable[[], bool]) -> None:
+    def compute(
+        self, target: RankPrepared, threads: SliceThreads, stop: Callable[[], bool]
+    ) -> None:
         """Compute every digest that is not known yet; reads this rank's part of the version once.
 
         Raises:
@@ -56,7 +58,7 @@ class ExpectedDigests:
         def compute(index: int) -> None:
             self.digest(target, index, stop)
 
-        crew.each(compute, [source.nbytes for source in target.sources])
+        threads.each(compute, [source.nbytes for source in target.sources])
 
     def take_proved(self, target: RankPrepared) -> None:
         """Expect of slices that are whole tensors what the server has proved of those."""
@@ -73,7 +75,7 @@ class ExpectedDigests:
     def mismatched(
         self,
         target: RankPrepared,
-        crew: Crew,
+        threads: SliceThreads,
         stop: Callable[[], bool] = bool,
         found: Mapping[int, bytes] = MappingProxyType({}),
     ) -> list[str]:
@@ -81,7 +83,7 @@ class ExpectedDigests:
 
         Args:
             target: What must be live.
-            crew: Does the work.
+            threads: Does the work.
             stop: Asked before every piece; True raises `StoppedError`.
             found: Digests of live slices that are known, by their index.
         """
@@ -93,5 +95,5 @@ class ExpectedDigests:
             if (found.get(index) or tensor_digest_of(views[index], stop=stop)) != wanted:
                 wrong.add(index)
 
-        crew.each(compare, [view.nbytes for view in views])
+        threads.each(compare, [view.nbytes for view in views])
         return list(dict.fromkeys(target.plan.slices[index].param for index in sorted(wrong)))

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.plan.load_plan import Slice, Strides
 
-__all__ = ["Change", "Differences", "find_between", "find_differences"]
+__all__ = ["Differences", "ParamChange", "find_between", "find_differences"]
 
 #: Elements that are compared at a time: both sides and the result stay in the cache.
 _BLOCK = 1 << 18
@@ -39,7 +39,7 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Change:
+class ParamChange:
     """Elements of one parameter.
 
     Attributes:
@@ -67,7 +67,7 @@ class Differences:
         dense: Slices of which much changed.
     """
 
-    changes: dict[int, Change] = field(default_factory=dict)
+    changes: dict[int, ParamChange] = field(default_factory=dict)
     dense: set[int] = field(default_factory=set)
 
 
@@ -90,7 +90,7 @@ class _Allowance:
 
 
 def find_between(
-    base: RankPrepared, target: RankPrepared, crew: Crew, stop: Callable[[], bool]
+    base: RankPrepared, target: RankPrepared, threads: SliceThreads, stop: Callable[[], bool]
 ) -> Differences | None:
     """Return what differs between versions of the same plan; None: a copy is less work.
 
@@ -103,7 +103,7 @@ def find_between(
         None if item.tensor in same else source
         for item, source in zip(slices, base.sources, strict=True)
     ]
-    return find_differences(slices, old, target.sources, target.targets.views(), crew, stop)
+    return find_differences(slices, old, target.sources, target.targets.views(), threads, stop)
 
 
 def find_differences(
@@ -111,7 +111,7 @@ def find_differences(
     old: Sequence[torch.Tensor | None],
     new: Sequence[torch.Tensor],
     places: Sequence[torch.Tensor],
-    crew: Crew,
+    threads: SliceThreads,
     stop: Callable[[], bool],
 ) -> Differences | None:
     """Return what changes; None: so much that a copy of everything is less work.
@@ -121,7 +121,7 @@ def find_differences(
         old: The source of each slice in the live version; None: it is known to be the same.
         new: The source of each slice in the next version.
         places: The live view of each slice.
-        crew: Does the work.
+        threads: Does the work.
         stop: Asked before every block; True raises `StoppedError`.
     """
     found = Differences()
@@ -138,12 +138,12 @@ def find_differences(
         elif elements[0].size:
             positions = _positions(elements[0], slices[index].target)
             allowance.take(positions.nbytes + elements[1].nbytes)
-            found.changes[index] = Change(
+            found.changes[index] = ParamChange(
                 slices[index].param, torch.from_numpy(positions), torch.from_numpy(elements[1])
             )
 
     try:
-        crew.each(compare, [source.nbytes for source in new])
+        threads.each(compare, [source.nbytes for source in new])
     except _TooMuchError:
         return None
     return found

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from weightsync.vllm.apply.device_ops import Prep
 from weightsync.vllm.apply.expected_digests import ExpectedDigests
 from weightsync.vllm.apply.host_find import find_between
-from weightsync.vllm.apply.host_patch import Copy, Patch, split
-from weightsync.vllm.apply.parallel import Crew, aside_size, stand_aside
+from weightsync.vllm.apply.host_patch import Copy, HostPatch, split
+from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
 from weightsync.vllm.apply.writes import write_each
 
 if TYPE_CHECKING:
@@ -47,18 +47,18 @@ class HostWriter:
         """Bytes that a commit writes."""
         return sum(place.nbytes for place in self.target.targets.views())
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Copy every slice into the live parameters."""
         places, sources = self.target.targets.views(), self.target.sources
 
         def copy(index: int) -> None:
             places[index].copy_(sources[index])
 
-        write_each(crew, copy, [source.nbytes for source in sources])
+        write_each(threads, copy, [source.nbytes for source in sources])
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Digest the live slices; return the parameters whose bytes are not those expected."""
-        return self.expected.mismatched(self.target, crew)
+        return self.expected.mismatched(self.target, threads)
 
 
 class HostOps:
@@ -74,13 +74,13 @@ class HostOps:
     sent = 0
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        self._crew = Crew(aside_size(device, ranks), stand_aside)
+        self._threads = SliceThreads(background_thread_count(device, ranks), yield_cores)
         self._expected = ExpectedDigests()
-        self._patches: WeakKeyDictionary[RankPrepared, Patch] = WeakKeyDictionary()
+        self._patches: WeakKeyDictionary[RankPrepared, HostPatch] = WeakKeyDictionary()
 
     def enter_background(self) -> None:
         """See `DeviceOps`."""
-        stand_aside()
+        yield_cores()
 
     def warm_up(self, plan: LoadPlan) -> None:
         """See `DeviceOps`: nothing of it is slower at the first time."""
@@ -104,12 +104,12 @@ class HostOps:
         if patch is not None:
             self._patches[target] = patch
         else:
-            self._expected.compute(target, self._crew, stop)
+            self._expected.compute(target, self._threads, stop)
         return Prep()
 
-    def _find_patch(self, target: RankPrepared, base: RankPrepared, stop: Stop) -> Patch | None:
+    def _find_patch(self, target: RankPrepared, base: RankPrepared, stop: Stop) -> HostPatch | None:
         """Return what changes from a version of the same plan; None: a copy is less work."""
-        found = find_between(base, target, self._crew, stop)
+        found = find_between(base, target, self._threads, stop)
         if found is None:
             return None
         slices = target.plan.slices
@@ -120,7 +120,7 @@ class HostOps:
             for i in sorted(found.dense)
         ]
         changes = split(found.changes[index] for index in sorted(found.changes))
-        return Patch(base.content_digest, target.targets, changes, copies)
+        return HostPatch(base.content_digest, target.targets, changes, copies)
 
     def writer(self, target: RankPrepared, live: str) -> Writer:
         """See `DeviceOps`."""
@@ -138,7 +138,7 @@ class HostOps:
 
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
         """See `DeviceOps`."""
-        return self._expected.mismatched(target, self._crew, stop)
+        return self._expected.mismatched(target, self._threads, stop)
 
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """See `DeviceOps`: the host's threads do that."""

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.apply.host_find import Change
+from weightsync.vllm.apply.host_find import ParamChange
 from weightsync.vllm.apply.writes import begin_patch, differ, put, write_each
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.plan.live_params import Targets
 
-__all__ = ["Copy", "Patch", "split"]
+__all__ = ["Copy", "HostPatch", "split"]
 
 #: Elements that one thread writes at a time, so that several share a large parameter.
 _SHARE = 1 << 17
@@ -41,7 +41,7 @@ class Copy:
 
 
 @dataclass
-class Patch:
+class HostPatch:
     """Turns one version in the live parameters into another.
 
     Attributes:
@@ -55,7 +55,7 @@ class Patch:
 
     base: str
     targets: Targets
-    changes: Sequence[Change]
+    changes: Sequence[ParamChange]
     copies: Sequence[Copy]
     patched: bool = True
     compared_all: bool = False
@@ -67,7 +67,7 @@ class Patch:
             self.targets.views()[copy.index].nbytes for copy in self.copies
         )
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Write what changes; every other byte stays as it is."""
         views, memory = self.targets.views(), self._memory()
         begin_patch()
@@ -80,9 +80,9 @@ class Patch:
                 copy = self.copies[index - len(self.changes)]
                 views[copy.index].copy_(copy.source)
 
-        write_each(crew, write, self._sizes())
+        write_each(threads, write, self._sizes())
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
         views, memory = self.targets.views(), self._memory()
         wrong: set[str] = set()
@@ -97,7 +97,7 @@ class Patch:
                 if tensor_digest_of(views[copy.index]) != copy.expected:
                     wrong.add(copy.param)
 
-        crew.each(compare, self._sizes())
+        threads.each(compare, self._sizes())
         return sorted(wrong)
 
     def _memory(self) -> dict[str, torch.Tensor]:
@@ -108,10 +108,10 @@ class Patch:
         return sizes + [copy.source.nbytes for copy in self.copies]
 
 
-def split(changes: Iterable[Change]) -> list[Change]:
+def split(changes: Iterable[ParamChange]) -> list[ParamChange]:
     """Return changes of the host's memory in pieces that several threads can share."""
     return [
-        Change(change.param, positions, values)
+        ParamChange(change.param, positions, values)
         for change in changes
         for positions, values in zip(
             torch.split(change.positions, _SHARE), torch.split(change.values, _SHARE), strict=True

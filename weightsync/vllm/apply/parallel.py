@@ -14,7 +14,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Crew", "aside_size", "crew_size", "leave_core", "stand_aside", "taking_turns"]
+__all__ = [
+    "SliceThreads",
+    "background_thread_count",
+    "commit_thread_count",
+    "leave_core",
+    "taking_turns",
+    "yield_cores",
+]
 
 #: More than this many threads do not copy faster: memory is the limit.
 _MOST = 8
@@ -22,7 +29,7 @@ _MOST = 8
 _TURN_S = 0.0002
 
 
-def crew_size(device: torch.device, ranks: int) -> int:
+def commit_thread_count(device: torch.device, ranks: int) -> int:
     """Return how many threads a rank may use for its parameters: on a CPU its share of the cores.
 
     Args:
@@ -34,7 +41,7 @@ def crew_size(device: torch.device, ranks: int) -> int:
     return max(1, min(_MOST, (os.cpu_count() or 1) // ranks))
 
 
-def aside_size(device: torch.device, ranks: int) -> int:
+def background_thread_count(device: torch.device, ranks: int) -> int:
     """Return how many threads a rank may use beside generation: where that needs the cores, one.
 
     Args:
@@ -55,7 +62,7 @@ def leave_core() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def stand_aside() -> None:
+def yield_cores() -> None:
     """Let the calling thread run where and when the threads that generate leave room.
 
     On the core of the worker's main thread it would halve the decode speed. Both calls are per
@@ -81,7 +88,7 @@ def taking_turns() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-class Crew:
+class SliceThreads:
     """Does one thing to each of many slices, the largest first, the caller helping.
 
     Args:
@@ -118,7 +125,7 @@ class Crew:
                         failed.set()
                         raise
 
-        helpers = [self._threads().submit(run) for _ in range(min(self._helpers, len(sizes) - 1))]
+        helpers = [self._executor().submit(run) for _ in range(min(self._helpers, len(sizes) - 1))]
         try:
             run()
         finally:
@@ -128,7 +135,7 @@ class Crew:
             if error is not None:
                 raise error
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(

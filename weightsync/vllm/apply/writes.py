@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
 
 __all__ = ["Writer", "begin_patch", "differ", "put", "write_each"]
 
@@ -33,10 +33,10 @@ class Writer(Protocol):
     def compared_all(self) -> bool:
         """Whether the proof compares every live byte with what the server received."""
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Write; on a device it may still be under way when this returns."""
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
 
 
@@ -45,11 +45,11 @@ def begin_patch() -> None:
     failpoints.hit("worker.patch")
 
 
-def write_each(crew: Crew, write: Callable[[int], None], sizes: Sequence[int]) -> None:
+def write_each(threads: SliceThreads, write: Callable[[int], None], sizes: Sequence[int]) -> None:
     """Call `write(index)` for everything that a commit writes; returns when all is written.
 
     Args:
-        crew: Does the work.
+        threads: Does the work.
         write: Releases the GIL while it writes.
         sizes: Bytes of each write.
     """
@@ -60,7 +60,7 @@ def write_each(crew: Crew, write: Callable[[int], None], sizes: Sequence[int]) -
             failpoints.hit("worker.half")
         write(index)
 
-    crew.each(one, sizes)
+    threads.each(one, sizes)
 
 
 def put(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Strides
 
@@ -144,7 +144,7 @@ def wide(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.T
             if all(_fits(side, words.itemsize) for side in (left, right)):
                 return left.view(words), right.view(words)
         return left.view(torch.uint8), right.view(torch.uint8)
-    return words_of(left), words_of(right)
+    return as_ints(left), as_ints(right)
 
 
 def _fits(row: torch.Tensor, width: int) -> bool:

@@ -14,21 +14,21 @@ from weightsync.model.dtypes import torch_dtype
 from weightsync.vllm.apply.device_ops import Prep, StagingProof
 from weightsync.vllm.apply.expected_digests import ExpectedDigests
 from weightsync.vllm.apply.host_find import find_between
-from weightsync.vllm.apply.parallel import Crew, aside_size, stand_aside
+from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.cuda_runtime import Registrar, Runtime
 from weightsync.vllm.cuda.device_patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.direct_write import Direct
-from weightsync.vllm.cuda.ipc_copy import Lent, Loan
-from weightsync.vllm.cuda.memory_budget import Room
+from weightsync.vllm.cuda.ipc_copy import IpcCopier, IpcMappings
+from weightsync.vllm.cuda.memory_budget import MemoryBudget
 from weightsync.vllm.cuda.patch_find import PatchFinder, fill
-from weightsync.vllm.cuda.prefetched import Ahead
-from weightsync.vllm.cuda.read_progress import Reading
+from weightsync.vllm.cuda.prefetched import PrefetchedBlocks
+from weightsync.vllm.cuda.read_progress import ReadProgress
 from weightsync.vllm.cuda.scatter import Scatters
 from weightsync.vllm.cuda.staged_write import Arena, Staged, send_blocks
 from weightsync.vllm.cuda.staging_proof import Proof
 from weightsync.vllm.cuda.tensor_digests import digests_of
-from weightsync.vllm.cuda.uploader import CHUNK, Pace, Uploader
+from weightsync.vllm.cuda.uploader import CHUNK, StreamThrottle, Uploader
 from weightsync.vllm.cuda.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -113,12 +113,12 @@ class CudaOps:
         self.device = device
         self.registrar: MemoryRegistrar | None = Registrar(device, runtime) if cuda else None
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]  # torch annotates nothing there
-        self._crew = Crew(aside_size(device, ranks), self.enter_background)
-        self._room = Room(device, amount, share)
-        self._arena = Arena(self._room)
+        self._threads = SliceThreads(background_thread_count(device, ranks), self.enter_background)
+        self._budget = MemoryBudget(device, amount, share)
+        self._arena = Arena(self._budget)
         scratch = torch.empty(_SCRATCH, dtype=torch.uint8, device=device)
         self._kernels = Kernels.find(device)
-        self._scatters = Scatters(self._room, device, self._kernels)
+        self._scatters = Scatters(self._budget, device, self._kernels)
         self._mask = scratch[2 * CHUNK :].view(torch.bool)
         self._finder = PatchFinder()
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
@@ -127,7 +127,7 @@ class CudaOps:
         self._expected = ExpectedDigests()
         # Of one version at most: the one that lies in staging memory.
         self._ready: WeakKeyDictionary[RankPrepared, _Ready] = WeakKeyDictionary()
-        self._ahead: Ahead | None = None
+        self._prefetched: PrefetchedBlocks | None = None
 
     @property
     def sent(self) -> int:
@@ -136,21 +136,21 @@ class CudaOps:
 
     def memory_stats(self) -> dict[str, int]:
         """See `DeviceOps`."""
-        return {"device_room": self._room.limit, "device_used": self._room.used + _SCRATCH}
+        return {"device_room": self._budget.limit, "device_used": self._budget.used + _SCRATCH}
 
     def set_budget(self, size: int) -> None:
         """See `DeviceOps`; what was staged is dropped."""
         self._ready.clear()
-        self._ahead = None
+        self._prefetched = None
         if self._laid is not None:
             self._laid.drop()
         self._arena.drop()
         self._scatters.drop()
-        self._room.limit = size
+        self._budget.limit = size
 
     def enter_background(self) -> None:
         """See `DeviceOps`: also on a stream of its own."""
-        stand_aside()
+        yield_cores()
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
@@ -171,7 +171,7 @@ class CudaOps:
         Beside generation, on the calling thread's stream.
         """
         self._ready.clear()
-        begun, self._ahead = self._ahead, None
+        begun, self._prefetched = self._prefetched, None
         laid = self._laid_out(request.plan, request.targets)
         blocks = laid.blocks
         memory = self._arena.reserve(blocks.size)
@@ -180,17 +180,19 @@ class CudaOps:
             return
         names = request.ticket, request.segments, request.targets, memory
         if begun is None or not begun.is_of(*names):
-            begun = Ahead(*names)
-        self._ahead = begun
+            begun = PrefetchedBlocks(*names)
+        self._prefetched = begun
         # What it was found with is about to be used again.
         begun.forget_patch()
         proof = self._proof_of(laid, request.plan, memory)
-        pace = Pace(self.device)
-        with Lent.until_done(memory) as lent:
-            loan = Loan(lent, request.layout, request.plan, proof) if proof is not None else None
+        pace = StreamThrottle(self.device)
+        with IpcMappings.until_done(memory) as mappings:
             sent = proof.begin if proof is not None else _nothing
+            copier = None
+            if proof is not None:
+                copier = IpcCopier(mappings, request.layout, request.plan, proof)
             arrivals, read = request.arrivals, request.read
-            begun.fill(blocks, read, arrivals, self._uploader, pace, stop, sent, loan)
+            begun.fill(blocks, read, arrivals, self._uploader, pace, stop, sent, copier)
         if request.live and len(begun.there) == len(blocks.all):
             staged = self._staged_of(laid, memory)
             begun.patch = self._found_here(staged, request.live, request.unwanted)
@@ -215,7 +217,7 @@ class CudaOps:
         self._expected.take_proved(target)
         laid = self._laid_out(target.plan, target.targets)
         memory = self._arena.reserve(laid.blocks.size)
-        begun, self._ahead = self._ahead, None
+        begun, self._prefetched = self._prefetched, None
         if not stage:
             return Prep()
         if memory is None:
@@ -227,36 +229,36 @@ class CudaOps:
             begun = None
         proof = self._proof_of(laid, target.plan, memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
-        reading = Reading(
+        read_progress = ReadProgress(
             target.turns, len(target.segments), progress if proof is None else _nothing
         )
-        rest = target, laid, memory, proof, reading, base, stop
+        rest = target, laid, memory, proof, read_progress, base, stop
         proved = self._staged_and_proved(begun, *rest)
-        if proved.unlike and begun is not None and begun.lent:
+        if proved.unlike and begun is not None and begun.has_ipc_blocks:
             # Its trainer has written to it, or has let go of it, before the rank had read it.
             logger.warning("weightsync: what was copied from a trainer's GPU is read again")
             begun.drop(laid.blocks, target.plan, frozenset(proved.unlike))
             proved = self._staged_and_proved(begun, *rest)
         # A commit uses another stream.
-        Pace(self.device).drain()
+        StreamThrottle(self.device).drain()
         return Prep(begun.sent if begun is not None else 0, proved)
 
     def _staged_and_proved(
         self,
-        begun: Ahead | None,
+        begun: PrefetchedBlocks | None,
         target: RankPrepared,
         laid: _Laid,
         memory: torch.Tensor,
         proof: Proof | None,
-        reading: Reading,
+        read_progress: ReadProgress,
         base: RankPrepared | None,
         stop: Stop,
     ) -> StagingProof:
         """Send the blocks that are not there, find what they change, and prove them all."""
         there = begun.there if begun is not None else frozenset()
         sent = proof.begin if proof is not None else _nothing
-        pace = Pace(self.device)
-        rest = self._uploader, pace, stop, reading, there, sent
+        pace = StreamThrottle(self.device)
+        rest = self._uploader, pace, stop, read_progress, there, sent
         send_blocks(laid.blocks, target.sources, memory, *rest)
         staged = self._staged_of(laid, memory)
         live = base.content_digest if base is not None else ""
@@ -293,13 +295,13 @@ class CudaOps:
         ready = self._ready.get(target)
         if ready is not None:
             self._ready[target] = _Ready(ready.staged, None)
-        if self._ahead is not None:
-            self._ahead.forget_patch()
+        if self._prefetched is not None:
+            self._prefetched.forget_patch()
 
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
         """See `DeviceOps`: the device digests what it can, the host the rest."""
         found = self._digests(target.targets, stop)
-        return self._expected.mismatched(target, self._crew, stop, found)
+        return self._expected.mismatched(target, self._threads, stop, found)
 
     @torch.inference_mode()
     def _digests(self, targets: Targets, stop: Stop) -> dict[int, bytes]:
@@ -307,7 +309,7 @@ class CudaOps:
         if self._kernels is None:
             return {}
         views = dict(enumerate(targets.views()))
-        return digests_of(self._kernels, views, Pace(self.device), stop)
+        return digests_of(self._kernels, views, StreamThrottle(self.device), stop)
 
     @torch.inference_mode()
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -357,7 +359,7 @@ class CudaOps:
             return None
 
     def _searched(self, staged: Staged, live: str, stop: Stop) -> DevicePatch | None:
-        pace = Pace(self.device)
+        pace = StreamThrottle(self.device)
         found = self._finder.find(staged, pace, stop)
         if found is None:
             return None
@@ -374,10 +376,10 @@ class CudaOps:
     def _found_on_host(
         self, target: RankPrepared, base: RankPrepared, stop: Stop
     ) -> DevicePatch | None:
-        if not self._room.limit or any(item.cast for item in target.plan.slices):
+        if not self._budget.limit or any(item.cast for item in target.plan.slices):
             # What is converted on the device can differ from what the host would make of it.
             return None
-        found = find_between(base, target, self._crew, stop)
+        found = find_between(base, target, self._threads, stop)
         if found is None:
             return None
         targets = target.targets
@@ -389,7 +391,7 @@ class CudaOps:
         if made is None:
             return None
         changes = (found.changes[index] for index in sorted(found.changes))
-        fill_sent(changes, made, targets, self._uploader, Pace(self.device))
+        fill_sent(changes, made, targets, self._uploader, StreamThrottle(self.device))
         rest = self._direct(target, sorted(found.dense))
         return DevicePatch(base.content_digest, targets, list(made.values()), rest)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from weightsync.vllm.cuda.pitched_rows import Rows
+    from weightsync.vllm.cuda.pitched_rows import PitchedRows
 
 __all__ = ["Registrar", "Runtime"]
 
@@ -51,7 +51,7 @@ class Runtime:
             logger.warning("weightsync: %s is not loaded; strided slices go as whole rows", name)
             return None
 
-    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: Rows) -> None:
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: PitchedRows) -> None:
         """Copy rows from registered host memory, on the current stream, without waiting.
 
         Args:

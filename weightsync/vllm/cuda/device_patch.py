@@ -14,12 +14,12 @@ from weightsync.vllm.plan.int_views import memory_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from weightsync.vllm.apply.host_find import Change
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.host_find import ParamChange
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.cuda.direct_write import Direct
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged_write import Staged
-    from weightsync.vllm.cuda.uploader import Pace, Uploader
+    from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
     from weightsync.vllm.plan.live_params import Targets
 
 __all__ = ["DevicePatch", "fill_sent"]
@@ -52,23 +52,23 @@ class DevicePatch:
         """Bytes that a commit writes."""
         return sum(scatter.nbytes for scatter in self.scatters) + self.rest.nbytes
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Queue what changes; every other byte stays as it is."""
         self.targets.views()
         begin_patch()
         if self.scatters:
             write_each(
-                crew,
+                threads,
                 lambda index: self.scatters[index].write(),
                 [scatter.nbytes for scatter in self.scatters],
             )
         if self.rest.nbytes:
-            self.rest.write(crew)
+            self.rest.write(threads)
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
         flags = [scatter.differs() for scatter in self.scatters]
-        wrong = set(self.rest.verify(crew)) if self.rest.nbytes else set()
+        wrong = set(self.rest.verify(threads)) if self.rest.nbytes else set()
         # All at once: each answer of a device takes a while.
         answers = torch.stack(flags).tolist() if flags else []
         for scatter, bad in zip(self.scatters, answers, strict=True):
@@ -90,11 +90,11 @@ class DevicePatch:
 
 
 def fill_sent(
-    changes: Iterable[Change],
+    changes: Iterable[ParamChange],
     made: Mapping[int, Scatter],
     targets: Targets,
     uploader: Uploader,
-    pace: Pace,
+    pace: StreamThrottle,
 ) -> None:
     """Send elements that were found on the host; positions are widened on the device."""
     filled: Counter[int] = Counter()

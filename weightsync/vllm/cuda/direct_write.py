@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.cuda.uploader import Uploader
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import Slice
@@ -58,7 +58,7 @@ class Direct:
         views = self.targets.views()
         return sum(views[index].nbytes for index in self.indices)
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Queue every copy; addresses stay as they are."""
         views = self.targets.views()
 
@@ -67,11 +67,11 @@ class Direct:
             if self.sources[index].numel():
                 self.uploader.send(views[index], self.sources[index])
 
-        write_each(crew, send, [self.sources[index].nbytes for index in self.indices])
+        write_each(threads, send, [self.sources[index].nbytes for index in self.indices])
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Return the parameters that do not hold it: by digests, else everything is sent again."""
-        del crew
+        del threads
         views = self.targets.views()
         known = {i: views[i] for i in self.indices if self.expected[i] is not None}
         found = digests_of(self.kernels, known) if self.kernels is not None else {}

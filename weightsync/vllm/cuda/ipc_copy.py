@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.gpu.ipc import DeviceError, device_with
-from weightsync.vllm.cuda.uploader import Pace
+from weightsync.vllm.cuda.uploader import StreamThrottle
 from weightsync.vllm.plan.int_views import StoppedError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.staging_proof import Proof
     from weightsync.vllm.plan.load_plan import LoadPlan
 
-__all__ = ["Lent", "Loan"]
+__all__ = ["IpcCopier", "IpcMappings"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _PIECE = 256 << 20
 
 
-class Lent:
+class IpcMappings:
     """Opens what trainers tell of, for one version; closes all of it at the end.
 
     Args:
@@ -45,7 +45,7 @@ class Lent:
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         # Each wait takes its time beside a worker's own thread: many tensors share one.
-        self._pace = Pace(memory.device, _PIECE)
+        self._pace = StreamThrottle(memory.device, _PIECE)
         self._opened = contextlib.ExitStack()
         self._device: Device | None = None
         #: Address and size of each allocation, by its handle.
@@ -55,15 +55,15 @@ class Lent:
 
     @classmethod
     @contextlib.contextmanager
-    def until_done(cls, memory: torch.Tensor) -> Iterator[Lent]:
+    def until_done(cls, memory: torch.Tensor) -> Iterator[IpcMappings]:
         """Yield one for the body; what it opened is closed soon after."""
-        lent = cls(memory)
+        mappings = cls(memory)
         try:
-            yield lent
+            yield mappings
         finally:
-            if lent._bases:
+            if mappings._bases:
                 # Closing 155 allocations took 40 ms beside generation; nobody waits for it.
-                threading.Thread(target=lent.close, name="weightsync", daemon=True).start()
+                threading.Thread(target=mappings.close, name="weightsync", daemon=True).start()
 
     def note(self, names: Sequence[str], where: Lying) -> None:
         """Take note of where tensors lie, in the order of its places."""
@@ -116,18 +116,18 @@ class Lent:
         self._opened.close()
 
 
-class Loan:
-    """The blocks of one version that are copied from trainers' GPUs; see `ahead.Lender`.
+class IpcCopier:
+    """The blocks of one version that are copied from trainers' GPUs; see `prefetched.BlockCopier`.
 
     Args:
-        lent: Copies tensors.
+        mappings: Copies tensors.
         layout: Of the version.
         plan: Of its layout.
         proof: Digests what was copied: what it does not prove is not taken.
     """
 
-    def __init__(self, lent: Lent, layout: Layout, plan: LoadPlan, proof: Proof) -> None:
-        self._lent = lent
+    def __init__(self, mappings: IpcMappings, layout: Layout, plan: LoadPlan, proof: Proof) -> None:
+        self._mappings = mappings
         self._layout = layout
         self._plan = plan
         self._proof = proof
@@ -135,7 +135,7 @@ class Loan:
     def note(self, turn: int, where: Lying) -> None:
         """Take note of where a shard lies; `turn` is its place in `Layout.largest_first`."""
         tensors = self._layout.by_shard[self._layout.largest_first[turn]]
-        self._lent.note([t.name for t in tensors if t.end > t.begin], where)
+        self._mappings.note([t.name for t in tensors if t.end > t.begin], where)
 
     def take(self, block: Block, memory: torch.Tensor, stop: Callable[[], bool]) -> bool:
         """Queue the copies of a block of which all was noted; return False: it cannot be."""
@@ -145,7 +145,7 @@ class Loan:
         for part in block.parts:
             item = self._plan.slices[part.index]
             target = row[part.begin : part.begin + item.target.numel]
-            if not self._lent.copy(item.tensor, target, stop):
+            if not self._mappings.copy(item.tensor, target, stop):
                 return False
         return True
 

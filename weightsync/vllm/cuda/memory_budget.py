@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from weightsync.vllm.env import Amount
 
-__all__ = ["Room"]
+__all__ = ["MemoryBudget"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _RESERVE = 2 << 30
 _SPARE = 512 << 20
 
 
-class Room:
+class MemoryBudget:
     """The budget of one rank. It is worked out once, and what is taken is never more.
 
     Args:

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from weightsync.gpu.finder import KernelFinder
 from weightsync.gpu.spans import fits
 from weightsync.gpu.torch_finder import TorchFinder
-from weightsync.vllm.cuda.uploader import Pace
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.cuda.uploader import StreamThrottle
+from weightsync.vllm.plan.int_views import as_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.cuda.scatter import Scatter
     from weightsync.vllm.cuda.staged_write import Staged
 
-__all__ = ["FoundChanges", "PatchFinder", "PieceGroup", "fill", "groups_of"]
+__all__ = ["FoundPatch", "PatchFinder", "PieceGroup", "fill", "groups_of"]
 
 #: A piece is copied whole when more than one in so many of its elements changed.
 _DENSE = 8
@@ -50,7 +50,7 @@ class PieceGroup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FoundChanges:
+class FoundPatch:
     """What differs between staging memory and the live parameters.
 
     Attributes:
@@ -72,7 +72,9 @@ class PatchFinder:
         self._groups: WeakKeyDictionary[Staged, tuple[list[torch.Tensor], list[PieceGroup]]]
         self._groups = WeakKeyDictionary()
 
-    def find(self, staged: Staged, pace: Pace, stop: Callable[[], bool]) -> FoundChanges | None:
+    def find(
+        self, staged: Staged, pace: StreamThrottle, stop: Callable[[], bool]
+    ) -> FoundPatch | None:
         """Return what differs; None: so much that a copy of everything is less work.
 
         Args:
@@ -105,7 +107,7 @@ class PatchFinder:
         much = sum(piece.place.numel for piece in dense)
         if counts.total() * _WORTH + much >= whole:
             return None
-        return FoundChanges(sparse, dense, +counts)
+        return FoundPatch(sparse, dense, +counts)
 
     def _groups_of(self, staged: Staged, pieces: Iterable[Block]) -> list[PieceGroup]:
         views = staged.targets.views()
@@ -133,10 +135,10 @@ def groups_of(staged: Staged, pieces: Iterable[Block]) -> list[PieceGroup]:
 
 
 def _pair(staged: Staged, piece: Block) -> Pair:
-    return words_of(piece.live(staged.targets)), words_of(piece.staged(staged.memory))
+    return as_ints(piece.live(staged.targets)), as_ints(piece.staged(staged.memory))
 
 
-def _counts(finder: Finder, pace: Pace, stop: Callable[[], bool]) -> list[int]:
+def _counts(finder: Finder, pace: StreamThrottle, stop: Callable[[], bool]) -> list[int]:
     try:
         return finder.count(pace.steps(stop))
     finally:
@@ -149,14 +151,14 @@ def _all_dense(staged: Staged, pieces: Sequence[Block], stop: Callable[[], bool]
     if len(sample) < _ENOUGH:
         return False
     finder = TorchFinder([_pair(staged, piece) for piece in sample], staged.mask)
-    counts = _counts(finder, Pace(staged.memory.device, _GLANCES), stop)
+    counts = _counts(finder, StreamThrottle(staged.memory.device, _GLANCES), stop)
     return all(
         count * _WORTH >= piece.place.numel for piece, count in zip(sample, counts, strict=True)
     )
 
 
 def fill(
-    found: FoundChanges, made: Mapping[int, Scatter], pace: Pace, stop: Callable[[], bool]
+    found: FoundPatch, made: Mapping[int, Scatter], pace: StreamThrottle, stop: Callable[[], bool]
 ) -> None:
     """Fill in the elements that were counted.
 

@@ -10,11 +10,11 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Rows", "chunks", "rows_of"]
+__all__ = ["PitchedRows", "chunks", "rows_of"]
 
 
 @dataclass(frozen=True)
-class Rows:
+class PitchedRows:
     """As many rows of as many bytes on both sides, each so far from the one before.
 
     Attributes:
@@ -30,7 +30,7 @@ class Rows:
     source_pitch: int
 
 
-def rows_of(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
+def rows_of(target: torch.Tensor, source: torch.Tensor) -> PitchedRows | None:
     """Return two views of one shape and one width of elements as rows; None: they are no rows."""
     size = source.element_size()
     # From the innermost dimension outwards: [elements, stride of target, stride of source].
@@ -51,7 +51,7 @@ def rows_of(target: torch.Tensor, source: torch.Tensor) -> Rows | None:
     ((count, to, of),) = outer or [[1, width, width]]
     if to < width or of < width:
         return None
-    return Rows(count, width * size, to * size, of * size)
+    return PitchedRows(count, width * size, to * size, of * size)
 
 
 def chunks(

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from weightsync.shm.incoming_version import Lying
     from weightsync.vllm.cuda.blocks import Block, Blocks
     from weightsync.vllm.cuda.device_patch import DevicePatch
-    from weightsync.vllm.cuda.uploader import Pace, Uploader
+    from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import LoadPlan
     from weightsync.vllm.plan.view_cache import Read
 
-__all__ = ["Ahead", "Lender"]
+__all__ = ["BlockCopier", "PrefetchedBlocks"]
 
 
-class Lender(Protocol):
+class BlockCopier(Protocol):
     """Copies blocks from trainers' GPUs."""
 
     def note(self, turn: int, where: Lying) -> None:
@@ -39,7 +39,7 @@ class Lender(Protocol):
 
 
 @dataclass
-class Ahead:
+class PrefetchedBlocks:
     """Blocks of a version that comes in, in staging memory.
 
     Attributes:
@@ -49,7 +49,7 @@ class Ahead:
         memory: Where it is sent.
         there: The blocks that are there, by where they begin.
         sent: Bytes that were sent for them.
-        lent: Some were copied from a trainer's GPU, and are proved by their digests alone.
+        has_ipc_blocks: Some were copied from a trainer's GPU: their digests alone prove them.
         compared: Content digest of what was live when all of it was compared with that; "": it was
             not.
         patch: What it changes there; None: so much that a copy is less work, or there was no memory
@@ -62,7 +62,7 @@ class Ahead:
     memory: torch.Tensor
     there: set[int] = field(default_factory=set)
     sent: int = 0
-    lent: bool = False
+    has_ipc_blocks: bool = False
     compared: str = ""
     patch: DevicePatch | None = None
 
@@ -96,10 +96,10 @@ class Ahead:
         read: Read,
         turns: Iterable[tuple[int, Lying | None]],
         uploader: Uploader,
-        pace: Pace,
+        pace: StreamThrottle,
         stop: Callable[[], bool],
         sent: Callable[[Block], None],
-        lender: Lender | None = None,
+        copier: BlockCopier | None = None,
     ) -> None:
         """Send each block as soon as all shards that it is made of lie on a GPU, or have come.
 
@@ -114,7 +114,7 @@ class Ahead:
             pace: Of its stream.
             stop: Asked before every piece; True raises `StoppedError`.
             sent: Called with each block whose copy was queued.
-            lender: Copies from GPUs; None: nobody does.
+            copier: Copies from GPUs; None: nobody does.
         """
         waiting = _by_turn(blocks.all, read.turns)
         missing = {block.at: len(_turns(block, read.turns)) for block in blocks.all}
@@ -122,20 +122,20 @@ class Ahead:
         before = uploader.sent
         queued: set[int] = set()
         try:
-            for turn, lies in turns:
-                if lies is not None and lender is not None:
-                    lender.note(turn, lies)
-                left = missing if lies is None else unknown
+            for turn, extents in turns:
+                if extents is not None and copier is not None:
+                    copier.note(turn, extents)
+                left = missing if extents is None else unknown
                 for block in waiting[turn]:
                     left[block.at] -= 1
                     if left[block.at] or block.at in self.there or block.at in queued:
                         continue
-                    if lies is None:
+                    if extents is None:
                         send_block(block, read.sources, self.memory, uploader, pace, stop)
-                    elif lender is None or not lender.take(block, self.memory, stop):
+                    elif copier is None or not copier.take(block, self.memory, stop):
                         continue
                     else:
-                        self.lent = True
+                        self.has_ipc_blocks = True
                     sent(block)
                     queued.add(block.at)
                 if len(self.there) + len(queued) == len(blocks.all):

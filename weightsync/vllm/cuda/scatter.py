@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.cuda.memory_budget import Room
+    from weightsync.vllm.cuda.memory_budget import MemoryBudget
 
 __all__ = ["Scatter", "Scatters", "launch_of", "needed"]
 
@@ -132,13 +132,13 @@ class Scatters:
     """Makes the elements of a patch, in device memory that is kept from one to the next.
 
     Args:
-        room: Where it comes from.
+        budget: Where it comes from.
         device: Where the parameters lie.
         kernels: Write them; None: PyTorch's do.
     """
 
-    def __init__(self, room: Room, device: torch.device, kernels: Kernels | None) -> None:
-        self._room = room
+    def __init__(self, budget: MemoryBudget, device: torch.device, kernels: Kernels | None) -> None:
+        self._budget = budget
         self._device = device
         self._kernels = kernels
         self._memory: torch.Tensor | None = None
@@ -179,7 +179,7 @@ class Scatters:
     def drop(self) -> None:
         """Give the memory back."""
         if self._memory is not None:
-            self._room.give_back(self._memory.nbytes)
+            self._budget.give_back(self._memory.nbytes)
             self._memory = None
 
     def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:
@@ -191,7 +191,7 @@ class Scatters:
         if self._memory is None or self._memory.nbytes < size:
             self.drop()
             # A little more, so that the next one finds room in it.
-            self._memory = self._room.take(size + size // 8)
+            self._memory = self._budget.take(size + size // 8)
             if self._memory is None:
-                self._memory = self._room.take(size)
+                self._memory = self._budget.take(size)
         return self._memory

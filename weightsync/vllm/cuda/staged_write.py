@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.cuda.blocks import Block, Blocks
-    from weightsync.vllm.cuda.memory_budget import Room
-    from weightsync.vllm.cuda.read_progress import Reading
-    from weightsync.vllm.cuda.uploader import Pace, Uploader
+    from weightsync.vllm.cuda.memory_budget import MemoryBudget
+    from weightsync.vllm.cuda.read_progress import ReadProgress
+    from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
     from weightsync.vllm.plan.live_params import Targets
 
 __all__ = ["Arena", "Staged", "send_block", "send_blocks"]
@@ -30,24 +30,24 @@ class Arena:
     """Device memory for one whole version, kept from one to the next.
 
     Args:
-        room: Where it comes from.
+        budget: Where it comes from.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
         self._memory: torch.Tensor | None = None
 
     def reserve(self, size: int) -> torch.Tensor | None:
         """Return memory of at least `size` bytes for a new version; None: there is no room."""
         if self._memory is None or self._memory.nbytes < size:
             self.drop()
-            self._memory = self._room.take(size)
+            self._memory = self._budget.take(size)
         return self._memory
 
     def drop(self) -> None:
         """Give the memory back."""
         if self._memory is not None:
-            self._room.give_back(self._memory.nbytes)
+            self._budget.give_back(self._memory.nbytes)
             self._memory = None
 
 
@@ -113,7 +113,7 @@ class Staged:
     def _sides(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         return block.live(self.targets), block.staged(self.memory)
 
-    def write(self, crew: Crew) -> None:
+    def write(self, threads: SliceThreads) -> None:
         """Queue every copy; addresses stay as they are."""
         self.make_views()
         launches = self._spans.copies if self._spans is not None else []
@@ -125,11 +125,11 @@ class Staged:
             live, staged = self._copies[index - len(launches)]
             live.copy_(staged, non_blocking=True)
 
-        write_each(crew, copy, [1] * len(launches) + [live.nbytes for live, _ in self._copies])
+        write_each(threads, copy, [1] * len(launches) + [live.nbytes for live, _ in self._copies])
 
-    def verify(self, crew: Crew) -> list[str]:
+    def verify(self, threads: SliceThreads) -> list[str]:
         """Return the parameters that do not hold what was staged."""
-        del crew
+        del threads
         self.make_views()
         assert self._comparison is not None  # noqa: S101 - it has just been made
         if self._spans is not None:
@@ -146,9 +146,9 @@ def send_blocks(
     sources: Sequence[torch.Tensor],
     memory: torch.Tensor,
     uploader: Uploader,
-    pace: Pace,
+    pace: StreamThrottle,
     stop: Callable[[], bool],
-    reading: Reading,
+    reading: ReadProgress,
     there: Container[int] = (),
     sent: Callable[[Block], None] = lambda _: None,
 ) -> None:
@@ -185,7 +185,7 @@ def send_block(
     sources: Sequence[torch.Tensor],
     memory: torch.Tensor,
     uploader: Uploader,
-    pace: Pace,
+    pace: StreamThrottle,
     stop: Callable[[], bool],
 ) -> None:
     """Queue the slices of one block; see `send_blocks`."""

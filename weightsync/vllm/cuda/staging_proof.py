@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.gpu.device_digest import Digests, digestible
 from weightsync.vllm.apply.device_ops import StagingProof
-from weightsync.vllm.cuda.stream_pool import Beside
+from weightsync.vllm.cuda.stream_pool import StreamPool
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 if TYPE_CHECKING:
@@ -62,15 +62,15 @@ class Proof:
             self._rows[block.at] = begin, len(self._order)
         tensors = [self._whole[index] for index in self._order]
         self._digests = Digests(kernels, tensors) if tensors else None
-        self._beside = Beside(memory.device)
+        self._streams = StreamPool(memory.device)
 
     def close(self) -> None:
         """Wait for all digests that were begun, before its memory is given back."""
-        self._beside.close()
+        self._streams.close()
 
     def settle(self) -> None:
         """Have the current stream wait for all digests that were begun."""
-        self._beside.settle()
+        self._streams.settle()
 
     def covers(self, block: Block) -> bool:
         """Tell whether the digests prove all of a block, and no other proof is needed."""
@@ -87,7 +87,7 @@ class Proof:
         begin, end = self._rows[block.at]
         if self._digests is None or begin == end:
             return
-        with self._beside.use():
+        with self._streams.use():
             self._digests.queue(begin, end)
 
     def end(self, target: RankPrepared, stop: Callable[[], bool]) -> StagingProof:

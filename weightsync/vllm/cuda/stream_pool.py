@@ -11,13 +11,13 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Beside"]
+__all__ = ["StreamPool"]
 
 #: So that one long piece of work keeps none of the others waiting.
 _STREAMS = 4
 
 
-class Beside:
+class StreamPool:
     """Gives streams out in turn.
 
     Args:

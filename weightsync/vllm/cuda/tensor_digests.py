@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync.vllm.cuda.uploader import Pace
+    from weightsync.vllm.cuda.uploader import StreamThrottle
 
 __all__ = ["digests_of"]
 
@@ -26,7 +26,7 @@ _AT_ONCE = 16
 def digests_of(
     kernels: Kernels,
     tensors: Mapping[_Key, torch.Tensor],
-    pace: Pace | None = None,
+    pace: StreamThrottle | None = None,
     stop: Callable[[], bool] = bool,
 ) -> dict[_Key, bytes]:
     """Return the digests of tensors by their keys, but for those that are not `digestible`.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.vllm.cuda.pitched_rows import chunks, rows_of
-from weightsync.vllm.plan.int_views import StoppedError, memory_of, words_of
+from weightsync.vllm.plan.int_views import StoppedError, as_ints, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weightsync.vllm.cuda.cuda_runtime import Runtime
 
-__all__ = ["CHUNK", "Pace", "Uploader"]
+__all__ = ["CHUNK", "StreamThrottle", "Uploader"]
 
 #: Bytes that are under way at a time. With a second piece queued behind it a step of vLLM came to
 #: a stop until the queue was empty: on an H200 steps of 5 ms took 20 to 25 while a tensor of 1.1 GB
@@ -23,7 +23,7 @@ CHUNK = 16 << 20
 _LITTLE = 1 << 20
 
 
-class Pace:
+class StreamThrottle:
     """Has one piece of work done on a stream at a time. Who waits sleeps, without the GIL.
 
     Args:
@@ -92,7 +92,11 @@ class Uploader:
         return chunks(target, source, self._bounce.nbytes)
 
     def send_all(
-        self, target: torch.Tensor, source: torch.Tensor, pace: Pace, stop: Callable[[], bool]
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        pace: StreamThrottle,
+        stop: Callable[[], bool],
     ) -> None:
         """Send a slice in small pieces, beside whatever else uses the bus.
 
@@ -115,16 +119,16 @@ class Uploader:
             source: On the host, of the same shape; if converted, a piece from `pieces`.
         """
         if target.dtype == source.dtype:
-            self._copy(words_of(target), words_of(source))
+            self._copy(as_ints(target), as_ints(source))
         else:
             for to, of in self.pieces(target, source):
                 to.copy_(self.fetch(of))
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Return a piece on the device, until the next one is fetched."""
-        room = self._bounce[: source.nbytes].view(source.dtype).view(source.shape)
-        self._copy(words_of(room), words_of(source))
-        return room
+        scratch = self._bounce[: source.nbytes].view(source.dtype).view(source.shape)
+        self._copy(as_ints(scratch), as_ints(source))
+        return scratch
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if target.is_contiguous() and source.is_contiguous():
@@ -147,6 +151,6 @@ class Uploader:
             # One row is as long. Through a temporary of torch, which waits.
             target.copy_(source)
             return
-        room = self._whole[: whole.nbytes].view(whole.dtype)
-        room.copy_(whole, non_blocking=True)
-        target.copy_(room.as_strided(source.shape, source.stride()))
+        scratch = self._whole[: whole.nbytes].view(whole.dtype)
+        scratch.copy_(whole, non_blocking=True)
+        target.copy_(scratch.as_strided(source.shape, source.stride()))

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.apply.parallel import Crew
+from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.device_patch import DevicePatch
 from weightsync.vllm.cuda.direct_write import Direct
 from weightsync.vllm.cuda.patch_find import PatchFinder, fill, groups_of
-from weightsync.vllm.cuda.read_progress import Reading
+from weightsync.vllm.cuda.read_progress import ReadProgress
 from weightsync.vllm.cuda.scatter import Scatter, launch_of
 from weightsync.vllm.cuda.staged_write import Staged, send_blocks
 from weightsync.vllm.cuda.tensor_digests import digests_of
-from weightsync.vllm.cuda.uploader import Pace
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.cuda.uploader import StreamThrottle
+from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.live_params import LiveParameters, Targets
 from weightsync.vllm.plan.load_plan import Slice, Strides
 
@@ -62,7 +62,7 @@ def _warm_up(
     mask: torch.Tensor,
     kernels: Kernels | None,
 ) -> None:
-    device, crew = mask.device, Crew(1)
+    device, threads = mask.device, SliceThreads(1)
     model = torch.nn.Module()
     for name, width in (("whole", _SIDE), ("left", _SIDE // 2)):
         model.register_buffer(name, torch.zeros(_SIDE, width, dtype=to, device=device))
@@ -81,26 +81,26 @@ def _warm_up(
     )
     targets.views()
     memory = torch.zeros(blocks.size, dtype=torch.uint8, device=device)
-    pace = Pace(device)
-    reading = Reading([0, 0], 1, lambda _: None)
+    pace = StreamThrottle(device)
+    reading = ReadProgress([0, 0], 1, lambda _: None)
     send_blocks(blocks, sources, memory, uploader, pace, bool, reading)
     staged = Staged(targets, blocks.all, memory, mask, kernels)
-    _patch(staged, pace, crew)
+    _patch(staged, pace, threads)
     direct = Direct(targets, slices, sources, range(2), uploader, mask, [None] * 2, None)
     if kernels is not None:
         digests_of(kernels, dict(enumerate(targets.views())))
     for work in (staged, direct):
-        work.write(crew)
-        work.verify(crew)
+        work.write(threads)
+        work.verify(threads)
 
 
-def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
+def _patch(staged: Staged, pace: StreamThrottle, threads: SliceThreads) -> None:
     found = PatchFinder().find(staged, pace, bool)
     if found is None:
         return
     made = {}
     for width, count in found.counts.items():
-        row = words_of(staged.targets.param("whole")).reshape(-1)
+        row = as_ints(staged.targets.param("whole")).reshape(-1)
         positions = torch.zeros(count, dtype=torch.int64, device=row.device)
         whole = torch.zeros(count, dtype=torch.int64, device=row.device)
         values = row.new_zeros(count)
@@ -118,5 +118,5 @@ def _patch(staged: Staged, pace: Pace, crew: Crew) -> None:
         scatter.positions.zero_()
     rest = Staged(staged.targets, found.dense, staged.memory, staged.mask, staged.kernels)
     patch = DevicePatch("", staged.targets, list(made.values()), rest)
-    patch.write(crew)
-    patch.verify(crew)
+    patch.write(threads)
+    patch.verify(threads)

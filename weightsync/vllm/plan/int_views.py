@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "StoppedError",
     "array_of",
+    "as_ints",
     "cast",
     "memory_of",
     "pieces",
     "tensor_digest_of",
-    "words_of",
 ]
 
 #: Bytes between two looks at whether somebody wants it to stop: some milliseconds.
@@ -41,7 +41,7 @@ class StoppedError(Exception):
     """The server let go of this work."""
 
 
-def words_of(tensor: torch.Tensor) -> torch.Tensor:
+def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as integers, without a copy."""
     return tensor.view(_WORDS[tensor.element_size()])
 
@@ -51,18 +51,18 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 
     Numpy works in the calling thread alone and without the GIL.
     """
-    array: NDArray[Any] = words_of(tensor).numpy()
+    array: NDArray[Any] = as_ints(tensor).numpy()
     return array
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the integers from a tensor's first element to its last, gaps included, as one row."""
     if tensor.numel() == 0:
-        return words_of(tensor).reshape(-1)
+        return as_ints(tensor).reshape(-1)
     extent = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return words_of(tensor.as_strided((extent,), (1,)))
+    return as_ints(tensor.as_strided((extent,), (1,)))
 
 
 def pieces(tensor: torch.Tensor, elements: int) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ class Background:
     Args:
         name: Of the rank, `dp/pp/tp`.
         socket: Where status pages are, by the arguments of a call.
-        stand_aside: What the thread of a job does first.
+        enter: What the thread of a job does first.
         dropped: Called with the apply id of a job that was cancelled, in its thread.
 
     Attributes:
@@ -41,29 +41,29 @@ class Background:
         self,
         name: str,
         socket: Callable[[Mapping[str, Any]], str],
-        stand_aside: Callable[[], None],
+        enter: Callable[[], None],
         dropped: Callable[[str], None],
     ) -> None:
         self.job = Job("")
         self._name = name
         self._socket = socket
-        self._stand_aside = stand_aside
+        self._enter = enter
         self._dropped = dropped
         self._page: tuple[str, PageWriter] | None = None
 
     @property
     def busy(self) -> str:
         """Apply id of the job that runs, unless it reads ahead; "": none does."""
-        return self.job.apply_id if self.job.running() and not self.job.ahead else ""
+        return self.job.apply_id if self.job.running() and not self.job.prefetches else ""
 
     def settle(self) -> str:
         """End a job that reads ahead; return the apply id of what still runs; "": nothing."""
-        if self.job.ahead:
+        if self.job.prefetches:
             self.job.cancelled.set()
         return self.job.apply_id if self.job.running() else ""
 
     def start(
-        self, args: Mapping[str, Any], work: Work, *, stages: bool = False, ahead: bool = False
+        self, args: Mapping[str, Any], work: Work, *, stages: bool = False, prefetches: bool = False
     ) -> None:
         """Start a job, and end one that gives way.
 
@@ -74,16 +74,16 @@ class Background:
             args: Of the call.
             work: What it does.
             stages: See `Job`.
-            ahead: See `Job`; such a job always gives way.
+            prefetches: See `Job`; such a job always gives way.
 
         Raises:
             RefusedCallError: Another job is at work.
         """
         before = self.job
-        gives_way = ahead or bool(args.get("gives_way"))
-        job = Job(str(args["apply_id"]), gives_way, stages=stages, ahead=ahead)
+        gives_way = prefetches or bool(args.get("gives_way"))
+        job = Job(str(args["apply_id"]), gives_way, stages=stages, prefetches=prefetches)
         if before.gives_way:
-            if before.ahead and args.get("ahead") == before.apply_id:
+            if before.prefetches and args.get("ahead") == before.apply_id:
                 before.follower = job
             before.cancelled.set()
         if before.running() and not before.cancelled.is_set():
@@ -98,13 +98,13 @@ class Background:
     def _run(self, job: Job, before: Job, args: dict[str, Any], work: Work) -> None:
         if before.thread is not None:
             before.thread.join()
-        self._stand_aside()
+        self._enter()
         begin = time.perf_counter()
         try:
             page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
             known = {"apply_id": job.apply_id, "ticket": args.get("ticket")}
-            job.tell = lambda read: page.write({**known, "phase": "running", "read": read})
-            job.tell(0)
+            job.progress = lambda read: page.write({**known, "phase": "running", "read": read})
+            job.progress(0)
         except Exception:
             logger.exception("weightsync: no status page for apply %s", job.apply_id)
             return

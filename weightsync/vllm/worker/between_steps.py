@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync import failpoints
-from weightsync.vllm.worker.consensus import NoAgreementError
+from weightsync.vllm.worker.consensus import NoConsensusError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weightsync.vllm.worker.consensus import Peers
+    from weightsync.vllm.worker.consensus import RankGroup
 
 __all__ = ["EXIT_STATUS", "Committing", "end_process", "switch"]
 
@@ -69,7 +69,7 @@ def end_process() -> None:
 def switch(
     rank: Committing,
     args: Mapping[str, Any],
-    peers: Peers,
+    ranks: RankGroup,
     end: Callable[[], None] = end_process,
 ) -> dict[str, Any]:
     """Return with every rank on the new version, or every rank on the base, or not at all.
@@ -80,7 +80,7 @@ def switch(
     Args:
         rank: This rank.
         args: `apply_id`, `base_id`, `limit_s`: longest wait for the other ranks, and `call`.
-        peers: All ranks.
+        ranks: All ranks.
         end: Ends this process.
     """
     order = _Order(
@@ -88,20 +88,20 @@ def switch(
     )
     begin = time.perf_counter()
     try:
-        reply = _switched(rank, order, peers)
+        reply = _switched(rank, order, ranks)
     except Exception as error:
         # Whatever it is: nobody knows what the ranks would take their next step on.
         logger.critical("weightsync: %s; this worker ends, restart vLLM", error)
         end()
         raise
     seconds = time.perf_counter() - begin
-    held = {"content_digest": rank.proved, "switch_s": seconds}
-    return reply | {"apply_id": order.apply_id, **held}
+    outcome = {"content_digest": rank.proved, "switch_s": seconds}
+    return reply | {"apply_id": order.apply_id, **outcome}
 
 
-def _switched(rank: Committing, order: _Order, peers: Peers) -> dict[str, Any]:
+def _switched(rank: Committing, order: _Order, ranks: RankGroup) -> dict[str, Any]:
     def agree(stage: str, *, yes: bool) -> bool:
-        return peers.all_agree(f"{order.call} {stage}", order.limit_s, yes=yes)
+        return ranks.all_agree(f"{order.call} {stage}", order.limit_s, yes=yes)
 
     ready = rank.holds(order.base_id)
     if not agree("begin", yes=ready):
@@ -116,7 +116,7 @@ def _switched(rank: Committing, order: _Order, peers: Peers) -> dict[str, Any]:
     if not agree("restored", yes=rank.holds(order.base_id)):
         text = back.get("error") or "another rank failed"
         msg = f"the base could not be put back ({text})"
-        raise NoAgreementError(msg)
+        raise NoConsensusError(msg)
     return {**back, "ok": False, "error": error}
 
 

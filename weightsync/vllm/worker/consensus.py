@@ -18,14 +18,14 @@ from weightsync import failpoints
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Alone", "GroupPeers", "NoAgreementError", "Peers", "tensor_peers"]
+__all__ = ["Alone", "GlooRankGroup", "NoConsensusError", "RankGroup", "tensor_rank_group"]
 
 
-class NoAgreementError(Exception):
+class NoConsensusError(Exception):
     """Nobody knows what the other ranks have said; its text is one sentence."""
 
 
-class Peers(Protocol):
+class RankGroup(Protocol):
     """The ranks that take a step together."""
 
     def all_agree(self, question: str, limit_s: float, *, yes: bool) -> bool:
@@ -51,7 +51,7 @@ class Alone:
         return _said(yes)
 
 
-class GroupPeers:
+class GlooRankGroup:
     """The ranks of a gloo group. After a NoAgreementError the group cannot be used any more.
 
     Args:
@@ -76,11 +76,11 @@ class GroupPeers:
         except RuntimeError as error:
             text = str(error).splitlines()[0][:200]
             msg = f"the ranks did not agree within {limit_s:g} s ({text})"
-            raise NoAgreementError(msg) from error
+            raise NoConsensusError(msg) from error
         agreed, least, most = votes.tolist()
         if least != asked or -most != asked:
             msg = "the ranks were asked different questions"
-            raise NoAgreementError(msg)
+            raise NoConsensusError(msg)
         return bool(agreed)
 
 
@@ -89,9 +89,9 @@ def _said(yes: bool) -> bool:  # noqa: FBT001 - the one thing it is about
     return yes and failpoints.lie("worker.opinion") != "no"
 
 
-def tensor_peers() -> Peers:
+def tensor_rank_group() -> RankGroup:
     """Return the tensor-parallel ranks of the vLLM worker that this process is."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    return Alone() if group.world_size == 1 else GroupPeers(group.cpu_group)
+    return Alone() if group.world_size == 1 else GlooRankGroup(group.cpu_group)

@@ -14,7 +14,7 @@ import torch
 from weightsync import failpoints
 from weightsync.model.manifest import Layout
 from weightsync.vllm.apply.device_ops import PrefetchRequest
-from weightsync.vllm.apply.parallel import Crew, crew_size
+from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count
 from weightsync.vllm.apply.prepared import describe
 from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.in_place import why_not_plain
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Holding:
+class _LiveState:
     """What the live parameters were last proved to hold."""
 
     apply_id: str = ""
@@ -92,7 +92,7 @@ class Rank:
         self._live = LiveParameters(model)
         self._views = ViewCache(self._live)
         # What writes in a pause; what runs beside generation has threads of its own.
-        self._crew = Crew(crew_size(device, ranks))
+        self._threads = SliceThreads(commit_thread_count(device, ranks))
         self._plans = PlanCache()
         self._prepared: dict[str, RankPrepared] = {}
         self._ops = ops
@@ -101,7 +101,7 @@ class Rank:
         self._unmapping: threading.Thread | None = None
         #: Segments that are read ahead, which may be gone for the server at any time.
         self._reading: tuple[str, ...] = ()
-        self._holding = _Holding()
+        self._live_state = _LiveState()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,11 +116,11 @@ class Rank:
         With `settle` whatever reads ahead is ended, and counts as busy until it has.
         """
         failpoints.hit("worker.state")
-        held = self._holding
+        live = self._live_state
         return {
-            "apply_id": held.apply_id,
-            "content_digest": held.proved,
-            "dirty": held.dirty,
+            "apply_id": live.apply_id,
+            "content_digest": live.proved,
+            "dirty": live.dirty,
             "prepared": sorted(self._prepared),
             "busy": self._background.settle() if args.get("settle") else self._background.busy,
             "segments": len(self._mappings),
@@ -181,7 +181,7 @@ class Rank:
         A prepare that names its `apply_id` as `ahead` reads the rest, and waits for what all of it
         is just found to change.
         """
-        self._background.start(args, self._prefetch, stages=self._ops.stages, ahead=True)
+        self._background.start(args, self._prefetch, stages=self._ops.stages, prefetches=True)
         return {}
 
     def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,27 +194,27 @@ class Rank:
         target = self._known(apply_id)
         failpoints.hit("worker.commit")
         self._end_staging()
-        held, sent = self._holding, self._ops.sent
-        writer = self._ops.writer(target, held.proved)
-        held.apply_id, held.content_digest, held.dirty = apply_id, "", True
+        live, sent = self._live_state, self._ops.sent
+        writer = self._ops.writer(target, live.proved)
+        live.apply_id, live.content_digest, live.dirty = apply_id, "", True
         begin = time.perf_counter()
-        held.writes += 1
+        live.writes += 1
         try:
             with torch.inference_mode():
-                writer.write(self._crew)
+                writer.write(self._threads)
                 self._ops.synchronize()
                 written = time.perf_counter()
                 failpoints.hit("worker.written")
-                wrong = writer.verify(self._crew)
+                wrong = writer.verify(self._threads)
         finally:
-            held.writes += 1
+            live.writes += 1
             self._ops.invalidate(target)
         done = time.perf_counter()
         if not wrong:
-            held.content_digest, held.dirty = target.content_digest, False
+            live.content_digest, live.dirty = target.content_digest, False
         reply = {
             "apply_id": apply_id,
-            "content_digest": held.content_digest,
+            "content_digest": live.content_digest,
             "written_bytes": writer.nbytes,
             "patched": writer.patched,
             "compared_all": writer.compared_all,
@@ -232,7 +232,7 @@ class Rank:
     @property
     def proved(self) -> str:
         """Content digest of what the live parameters hold whole; "" if unknown or half written."""
-        return self._holding.proved
+        return self._live_state.proved
 
     def holds(self, apply_id: str) -> bool:
         """Whether the live parameters are proved to hold that prepared version."""
@@ -354,7 +354,7 @@ class Rank:
             claim = not args.get("proof_only")
             proved = self._compare(target, job.cancelled.is_set, claim=claim)
         self._prepared[job.apply_id] = target
-        writer = self._ops.writer(target, self._holding.proved)
+        writer = self._ops.writer(target, self._live_state.proved)
         report = {"slices": len(plan.slices), "bytes": writer.nbytes, "patched": writer.patched}
         report |= {"h2d_bytes": self._ops.sent - sent + prep.prefetched, **self._ops.memory_stats()}
         report |= prep.proof.report(layout)
@@ -382,7 +382,7 @@ class Rank:
                     read,
                     reader.layout,
                     turns(reader, job),
-                    self._holding.proved,
+                    self._live_state.proved,
                     lambda: job.unwanted,
                 )
                 self._ops.prefetch(request, job.cancelled.is_set)
@@ -396,12 +396,12 @@ class Rank:
         # beside it would shorten no pause. What is live already needs none either.
         stage = bool(args.get("base")) and not args.get("compare_live")
         ticket, stop = str(args.get("ahead", "")), job.cancelled.is_set
-        return self._ops.prepare(target, base, job.tell, stop, stage=stage, ticket=ticket)
+        return self._ops.prepare(target, base, job.progress, stop, stage=stage, ticket=ticket)
 
     def _base(self, apply_id: str, plan: LoadPlan) -> RankPrepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
         base = self._prepared.get(apply_id)
-        if base is None or base.plan is not plan or base.content_digest != self._holding.proved:
+        if base is None or base.plan is not plan or base.content_digest != self._live_state.proved:
             return None
         return base
 
@@ -414,15 +414,15 @@ class Rank:
         self, target: RankPrepared, stop: Callable[[], bool], *, claim: bool = True
     ) -> dict[str, Any]:
         failpoints.hit("worker.verify")
-        writes = self._holding.writes
+        writes = self._live_state.writes
         wrong = self._ops.compare(target, stop)
-        held = self._holding
-        if held.writes != writes or writes % 2:
+        live = self._live_state
+        if live.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
             raise RefusedCallError(msg)
         if not wrong and claim:
-            held.apply_id, held.content_digest = target.apply_id, target.content_digest
-            held.dirty = False
-        elif wrong and held.content_digest == target.content_digest:
-            held.content_digest, held.dirty = "", True
+            live.apply_id, live.content_digest = target.apply_id, target.content_digest
+            live.dirty = False
+        elif wrong and live.content_digest == target.content_digest:
+            live.content_digest, live.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}

@@ -38,9 +38,9 @@ class Job:
         apply_id: What it works on.
         gives_way: Whether the next job may end it, and what it works on then stays; see `unwanted`.
         stages: Whether it writes staging memory.
-        ahead: Whether it reads what still comes in; at last it looks at what is live.
-        tell: Called with n when it will not read the first n shards of its version any more, in the
-            order of `Layout.largest_first`.
+        prefetches: Whether it reads what still comes in; at last it looks at what is live.
+        progress: Called with n when it will not read the first n shards of its version any
+            more, in the order of `Layout.largest_first`.
         over: All is done but the telling: who is told may ask for the next one at once.
         follower: Goes on from what this one leaves, and waits for it.
     """
@@ -48,8 +48,8 @@ class Job:
     apply_id: str
     gives_way: bool = False
     stages: bool = False
-    ahead: bool = False
-    tell: Callable[[int], None] = _nobody
+    prefetches: bool = False
+    progress: Callable[[int], None] = _nobody
     over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
@@ -77,8 +77,8 @@ class Job:
 
 def refused(error: PlanRefusedError) -> dict[str, Any]:
     """Return what a report or a reply tells of a refusal: the first names, and how many."""
-    told = {"names": error.names[:NAMES], "names_total": len(error.names)}
-    return {"error": str(error), "refused": True, **told}
+    offenders = {"names": error.names[:NAMES], "names_total": len(error.names)}
+    return {"error": str(error), "refused": True, **offenders}
 
 
 def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.worker.between_steps import switch
-from weightsync.vllm.worker.consensus import tensor_peers
+from weightsync.vllm.worker.consensus import tensor_rank_group
 from weightsync.vllm.worker.rank import Rank
 from weightsync.vllm.worker.rank_job import RefusedCallError, refused
 
@@ -98,7 +98,7 @@ def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
 def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     _stand(worker)
     rank = _rank_of(worker)
-    return switch(rank, args, tensor_peers())
+    return switch(rank, args, tensor_rank_group())
 
 
 def _stand(worker: Any) -> None:

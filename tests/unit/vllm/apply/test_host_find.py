@@ -10,10 +10,10 @@ import torch
 
 from weightsync.vllm.apply import host_find
 from weightsync.vllm.apply.host_find import Differences, find_differences
-from weightsync.vllm.apply.parallel import Crew
+from weightsync.vllm.apply.parallel import SliceThreads
 from weightsync.vllm.apply.writes import differ, put
 from weightsync.vllm.plan import int_views
-from weightsync.vllm.plan.int_views import StoppedError, memory_of, words_of
+from weightsync.vllm.plan.int_views import StoppedError, as_ints, memory_of
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Slice, Strides
 
@@ -38,7 +38,7 @@ def _find(
     item = Slice("t", "p", source or _whole(old), target or _whole(live), old.dtype != live.dtype)
     parts = [view_of(tensor, item.source) for tensor in (old, new)]
     place = view_of(live, item.target)
-    return find_differences([item], [parts[0]], [parts[1]], [place], Crew(1), bool)
+    return find_differences([item], [parts[0]], [parts[1]], [place], SliceThreads(1), bool)
 
 
 def _patched(live: torch.Tensor, found: Differences | None) -> int:
@@ -53,14 +53,14 @@ def _patched(live: torch.Tensor, found: Differences | None) -> int:
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(words_of(left.contiguous()), words_of(right.contiguous()))
+    return torch.equal(as_ints(left.contiguous()), as_ints(right.contiguous()))
 
 
 def _flipped(tensor: torch.Tensor, share: float, seed: int = 0) -> torch.Tensor:
     """Return a copy in which one bit of about `share` of the elements is another."""
     made = tensor.clone()
     chosen = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < share
-    words_of(made)[chosen] ^= 1
+    as_ints(made)[chosen] ^= 1
     return made
 
 
@@ -71,7 +71,7 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: Any) -> None:
     raw = torch.randint(0, 2, (*shape, size.element_size()), dtype=torch.uint8)
     old = raw.reshape(-1).view(dtype).reshape(shape).clone()
     new = _flipped(old, 0.02)
-    count = int((words_of(old) != words_of(new)).sum())
+    count = int((as_ints(old) != as_ints(new)).sum())
     live = old.clone()
     assert _patched(live, _find(old, new, live)) == count
     assert _same(live, new)
@@ -144,7 +144,7 @@ def test_what_changed_much_is_copied_and_what_is_known_to_be_the_same_not_read()
     old = [torch.randn(999), torch.randn(3000), torch.randn(5000)]
     new = [_flipped(old[0], 0.5), _flipped(old[1], 0.01), old[2] + 1]
     known: list[torch.Tensor | None] = [old[0], old[1], None]
-    found = find_differences(_slices(*old), known, new, old, Crew(2), bool)
+    found = find_differences(_slices(*old), known, new, old, SliceThreads(2), bool)
     assert found is not None
     assert (found.dense, set(found.changes)) == ({0}, {1})
 
@@ -153,11 +153,11 @@ def test_a_third_is_little_and_more_is_much() -> None:
     old = [torch.zeros(300), torch.zeros(900)]
     new = [tensor.clone() for tensor in old]
     new[0][::3] = 1
-    found = find_differences(_slices(*old), list(old), new, old, Crew(1), bool)
+    found = find_differences(_slices(*old), list(old), new, old, SliceThreads(1), bool)
     assert found is not None
     assert (found.dense, len(found.changes[0].positions)) == (set(), 100)
     new[0][1] = 1
-    found = find_differences(_slices(*old), list(old), new, old, Crew(1), bool)
+    found = find_differences(_slices(*old), list(old), new, old, SliceThreads(1), bool)
     assert found is not None
     assert (found.dense, found.changes) == ({0}, {})
 
@@ -169,7 +169,7 @@ def test_there_is_no_patch_when_it_moves_half_as_much_as_a_copy() -> None:
         new = [tensor.clone() for tensor in old]
         for tensor, many in zip(new, (count // 2, count - count // 2), strict=True):
             tensor[:many] = 1
-        found = find_differences(_slices(*old), list(old), new, old, Crew(1), bool)
+        found = find_differences(_slices(*old), list(old), new, old, SliceThreads(1), bool)
         assert (found is not None) is patched
 
 
@@ -185,7 +185,7 @@ def test_a_slice_that_begins_with_another_content_is_not_read_to_its_end(
         asked.append(1)
         return False
 
-    found = find_differences(_slices(*old), [old[0], None], new, old, Crew(1), stop)
+    found = find_differences(_slices(*old), [old[0], None], new, old, SliceThreads(1), stop)
     assert found is not None
     assert (found.dense, len(asked)) == ({0}, 1)
 
@@ -200,7 +200,7 @@ def test_it_stops_between_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     old = [torch.zeros(1000)]
     with pytest.raises(StoppedError):
-        find_differences(_slices(*old), list(old), old, old, Crew(1), stop)
+        find_differences(_slices(*old), list(old), old, old, SliceThreads(1), stop)
     assert len(asked) == 3
 
 

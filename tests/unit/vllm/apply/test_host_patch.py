@@ -14,13 +14,13 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
 from weightsync.vllm.apply import expected_digests, host_find, host_patch
-from weightsync.vllm.plan.int_views import tensor_digest_of, words_of
+from weightsync.vllm.plan.int_views import as_ints, tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.support.staging import Staging, Version
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ def _nudged(tensors: Tensors, *names: str, at: int = 1) -> Tensors:
     """Return a version in which one element of each named tensor differs by one bit."""
     made = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in names:
-        words = words_of(made[name]).reshape(-1)
+        words = as_ints(made[name]).reshape(-1)
         words[at % len(words)] ^= 1
     return made
 
@@ -49,7 +49,7 @@ def rank(staging: Staging, stage: Callable[[Tensors], Version]) -> Worker:
 def _holds(rank: Worker, tensors: Tensors, **options: Any) -> bool:
     wanted = load_for_real(ToyModel(rank=rank.rank, **options), tensors)
     return all(
-        torch.equal(words_of(rank.model.get_parameter(name)), words_of(parameter))
+        torch.equal(as_ints(rank.model.get_parameter(name)), as_ints(parameter))
         for name, parameter in wanted.named_parameters()
     )
 
@@ -183,15 +183,15 @@ def test_a_patch_that_fails_is_restored_in_full(
 def test_an_element_that_does_not_hold_is_found_in_the_pause_and_any_bit_after_it(
     rank: Worker, stage: Callable[[Tensors], Version], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = host_patch.Patch.write
+    write = host_patch.HostPatch.write
     rank.job("prepare", "two", stage(_nudged(toy_tensors(1), "k", "down")), base="base")
 
-    def damage(self: host_patch.Patch, crew: Crew) -> None:
-        write(self, crew)
+    def damage(self: host_patch.HostPatch, threads: SliceThreads) -> None:
+        write(self, threads)
         (change,) = [change for change in self.changes if change.param == "down"]
         self.targets.memory("down")[change.positions.long()] ^= 2
 
-    monkeypatch.setattr(host_patch.Patch, "write", damage)
+    monkeypatch.setattr(host_patch.HostPatch, "write", damage)
     reply = rank.call("commit", apply_id="two")
     assert (reply["ok"], reply["mismatched"]) == (False, ["down"])
     monkeypatch.undo()

@@ -12,14 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weightsync.vllm.apply.parallel import Crew, crew_size, taking_turns  # noqa: E402 - torch may be missing
+from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count, taking_turns  # noqa: E402 - torch may be missing
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_every_slice_is_done_once(size: int, count: int) -> None:
     done: list[int] = []
-    Crew(size).each(done.append, list(range(count)))
+    SliceThreads(size).each(done.append, list(range(count)))
     assert sorted(done) == list(range(count))
 
 
@@ -33,7 +33,7 @@ def test_threads_work_at_once_on_every_core_and_the_largest_goes_first() -> None
         met.wait()
         cores.append(len(os.sched_getaffinity(0)))
 
-    Crew(3).each(work, [1, 30, 20, 10, 0, 5])
+    SliceThreads(3).each(work, [1, 30, 20, 10, 0, 5])
     assert sorted(first[:3]) == [1, 2, 3]
     assert cores == [os.cpu_count()] * 6
 
@@ -52,23 +52,23 @@ def test_a_failure_is_raised_when_nothing_is_written_any_more() -> None:
         running.remove(index)
 
     with pytest.raises(OSError, match="broken"):
-        Crew(2).each(work, [100, 99, *range(50)])
+        SliceThreads(2).each(work, [100, 99, *range(50)])
     assert running == []
 
 
 def test_inference_tensors_are_written_by_every_thread() -> None:
     with torch.inference_mode():
         tensors = [torch.zeros(4) for _ in range(8)]
-    Crew(3).each(lambda index: tensors[index].fill_(index), [1] * 8)
+    SliceThreads(3).each(lambda index: tensors[index].fill_(index), [1] * 8)
     assert [int(tensor[0]) for tensor in tensors] == list(range(8))
 
 
 def test_ranks_share_the_cores_and_a_gpu_needs_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
-    assert crew_size(torch.device("cpu"), 1) == 8
-    assert crew_size(torch.device("cpu"), 4) == 3
-    assert crew_size(torch.device("cpu"), 16) == 1
-    assert crew_size(torch.device("cuda", 0), 1) == 1
+    assert commit_thread_count(torch.device("cpu"), 1) == 8
+    assert commit_thread_count(torch.device("cpu"), 4) == 3
+    assert commit_thread_count(torch.device("cpu"), 16) == 1
+    assert commit_thread_count(torch.device("cuda", 0), 1) == 1
 
 
 def test_threads_take_short_turns_for_a_while() -> None:

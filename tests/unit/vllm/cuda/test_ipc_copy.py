@@ -320,7 +320,7 @@ def test_what_the_trainer_has_written_to_is_read_again(
     size = _lie(coming, gpu, *_ALL, tensors=told)
     _until(lambda: not _at_work(worker))
     assert gpu.copied == size
-    begun = worker._weightsync_rank._ops._ahead  # type: ignore[attr-defined] # as it is set up
+    begun = worker._weightsync_rank._ops._prefetched  # type: ignore[attr-defined] # as it is set up
     assert (begun.patch is not None) is patched
     coming.come(*_ALL)
     sent.clear()
@@ -371,7 +371,7 @@ def test_it_ends_before_vllm_takes_the_parameters_away(
     assert worker.call("state", settle=True)["busy"] == "early"
     go.set()
     _until(lambda: worker.call("state", settle=True)["busy"] == "")
-    begun = worker._weightsync_rank._ops._ahead  # type: ignore[attr-defined] # as it is set up
+    begun = worker._weightsync_rank._ops._prefetched  # type: ignore[attr-defined] # as it is set up
     assert begun.patch is None
 
 

@@ -17,8 +17,8 @@ from weightsync.vllm.cuda.blocks import Block
 from weightsync.vllm.cuda.patch_find import PatchFinder, PieceGroup, fill, groups_of
 from weightsync.vllm.cuda.scatter import Scatter
 from weightsync.vllm.cuda.staged_write import Staged
-from weightsync.vllm.cuda.uploader import Pace
-from weightsync.vllm.plan.int_views import StoppedError, words_of
+from weightsync.vllm.cuda.uploader import StreamThrottle
+from weightsync.vllm.plan.int_views import StoppedError, as_ints
 from weightsync.vllm.plan.load_plan import Strides
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def _staged(dtype: torch.dtype, kernels: HostKernels | None) -> tuple[Staged, to
     torch.manual_seed(width)
     live = torch.randint(256, (at,), dtype=torch.uint8)
     memory = live.clone()
-    words = memory.view(words_of(live.view(dtype)).dtype)
+    words = memory.view(as_ints(live.view(dtype)).dtype)
     words[torch.rand(len(words)) < 1 / 9] ^= 1
     row: Any = _Targets(live.view(dtype))
     mask = torch.zeros(8192, dtype=torch.bool)
-    return Staged(row, blocks, memory, mask, kernels), words_of(live.view(dtype))
+    return Staged(row, blocks, memory, mask, kernels), as_ints(live.view(dtype))
 
 
 def _groups(staged: Staged, kernels: HostKernels) -> dict[Any, PieceGroup]:
@@ -79,7 +79,7 @@ def _groups(staged: Staged, kernels: HostKernels) -> dict[Any, PieceGroup]:
 
 
 def _found(finder: Finder, row: torch.Tensor, chosen: list[bool]) -> Any:
-    step = Pace(torch.device("cpu")).step
+    step = StreamThrottle(torch.device("cpu")).step
     counts = finder.count(step)
     some = sum(count for count, wanted in zip(counts, chosen, strict=True) if wanted)
     positions = torch.full((some + 7,), -1, dtype=torch.int64)
@@ -141,7 +141,7 @@ def _take(group: PieceGroup, row: torch.Tensor, count: int, step: Any) -> torch.
 @pytest.mark.parametrize("kind", [KernelFinder, TorchFinder])
 def test_what_is_written_meanwhile_is_noticed(kind: Any) -> None:
     group, row = _finding(kind)
-    step = Pace(torch.device("cpu")).step
+    step = StreamThrottle(torch.device("cpu")).step
     count = sum(group.finder.count(step))
     row[2000] ^= 1
     assert _take(group, row, count, step).item() != 0
@@ -153,7 +153,7 @@ def test_a_patch_of_parameters_that_are_written_meanwhile_is_refused(
 ) -> None:
     monkeypatch.setattr(patch_find, "_WORTH", 1)
     staged, row = _staged(torch.float32, HostKernels() if own else None)
-    pace = Pace(torch.device("cpu"))
+    pace = StreamThrottle(torch.device("cpu"))
     found = PatchFinder().find(staged, pace, bool)
     assert found is not None
     places = torch.zeros(found.counts[4], dtype=torch.int64)
@@ -166,7 +166,7 @@ def test_a_patch_of_parameters_that_are_written_meanwhile_is_refused(
 @pytest.mark.parametrize("kind", [KernelFinder, TorchFinder])
 def test_it_stops(kind: Any) -> None:
     group, row = _finding(kind)
-    pace = Pace(torch.device("cpu"))
+    pace = StreamThrottle(torch.device("cpu"))
     with pytest.raises(StoppedError):
         group.finder.count(pace.steps(lambda: True))
     count = sum(group.finder.count(pace.step))

@@ -11,15 +11,15 @@ import torch
 from weightsync.vllm.cuda.bit_compare import Comparison
 from weightsync.vllm.cuda.blocks import lay_out, wide
 from weightsync.vllm.cuda.pitched_rows import chunks, rows_of
-from weightsync.vllm.cuda.uploader import Pace, Uploader
-from weightsync.vllm.plan.int_views import StoppedError, words_of
+from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
+from weightsync.vllm.plan.int_views import StoppedError, as_ints
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Slice, Strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weightsync.vllm.cuda.pitched_rows import Rows
+    from weightsync.vllm.cuda.pitched_rows import PitchedRows
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ class _Runtime:
     def __init__(self) -> None:
         self.calls = 0
 
-    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: Rows) -> None:
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, rows: PitchedRows) -> None:
         self.calls += 1
         for row in range(rows.count):
             to = target.data_ptr() + row * rows.target_pitch
@@ -71,7 +71,7 @@ def test_every_source_arrives(kind: str, gaps: bool, by_rows: bool, bounce: int)
     untouched = frame.clone()
     runtime: Any = _Runtime() if by_rows else None
     uploader = Uploader(torch.zeros(2 * bounce, dtype=torch.uint8), runtime)
-    uploader.send_all(target, source, Pace(_CPU), bool)
+    uploader.send_all(target, source, StreamThrottle(_CPU), bool)
     assert torch.equal(target, source)
     if gaps and source.dim() and source.numel():
         assert torch.equal(frame[..., last:], untouched[..., last:])
@@ -116,7 +116,7 @@ def test_it_stops_between_two_pieces() -> None:
 
     uploader = Uploader(torch.zeros(64, dtype=torch.uint8), None)
     with pytest.raises(StoppedError):
-        uploader.send_all(torch.zeros(1000), torch.ones(1000), Pace(_CPU), stop)
+        uploader.send_all(torch.zeros(1000), torch.ones(1000), StreamThrottle(_CPU), stop)
     assert uploader.sent == 64
 
 
@@ -182,4 +182,4 @@ def test_the_widest_integers_that_fit() -> None:
         assert {side.element_size() for side in sides} == {width}
     turned = _numbered(4, 6).t()
     assert wide(turned, turned.clone())[0].shape == (6, 4)
-    assert words_of(turned).shape == (6, 4)
+    assert as_ints(turned).shape == (6, 4)

@@ -13,9 +13,9 @@ from tests.unit.vllm.worker.test_rank import Worker, adopted, give_device
 from weightsync.shm.status_page import PageWriter
 from weightsync.vllm.cuda import cuda_ops as device_
 from weightsync.vllm.cuda import patch_find, read_progress
-from weightsync.vllm.cuda.uploader import Pace, Uploader
+from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.int_views import as_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ _FILES = (("down", "q", "q_bias"), ("scale",), ("head", "k"), ("embed", "k_bias"
 _ROOM = Amount(1 << 20)
 
 
-class _Late(Pace):
+class _Late(StreamThrottle):
     """A device that copies nothing before it is waited for."""
 
     queued: ClassVar[list[Callable[[], None]]] = []
@@ -48,7 +48,7 @@ def _files(tensors: Tensors) -> list[bytes]:
 def _nudged() -> Tensors:
     made = {name: tensor.clone() for name, tensor in toy_tensors(1).items()}
     for name in ("q", "k_bias"):
-        words_of(made[name]).reshape(-1)[0] ^= 1 << 20
+        as_ints(made[name]).reshape(-1)[0] ^= 1 << 20
     return made
 
 
@@ -119,7 +119,7 @@ def test_what_was_told_as_read_is_never_read_again(
                 _spoil(version, shard)
         write(self, report)
 
-    monkeypatch.setattr(device_, "Pace", _Late)
+    monkeypatch.setattr(device_, "StreamThrottle", _Late)
     monkeypatch.setattr(Uploader, "send", later)
     monkeypatch.setattr(PageWriter, "write", spoiling)
     report = worker.job("prepare", "two", version, base="base")
@@ -129,7 +129,7 @@ def test_what_was_told_as_read_is_never_read_again(
     wanted = load_for_real(ToyModel(rank=rank, dtype=dtype), tensors)
     for name, parameter in wanted.named_parameters():
         held = worker.model.get_parameter(name)
-        assert torch.equal(words_of(held), words_of(parameter)), name
+        assert torch.equal(as_ints(held), as_ints(parameter)), name
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.vllm.cuda import device_patch, patch_find, staged_write
 from weightsync.vllm.cuda.cuda_ops import _SCRATCH, CudaOps
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.worker import worker_methods as worker_
 
 if TYPE_CHECKING:
@@ -75,14 +75,14 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 def _nudged(*names: str) -> Tensors:
     made = {name: tensor.clone() for name, tensor in toy_tensors(1).items()}
     for name in names:
-        words_of(made[name]).reshape(-1)[0] ^= 1 << 20
+        as_ints(made[name]).reshape(-1)[0] ^= 1 << 20
     return made
 
 
 def _holds(rank: Worker, tensors: Tensors, dtype: Any = torch.float32) -> bool:
     wanted = load_for_real(ToyModel(rank=rank.rank, dtype=dtype), tensors)
     return all(
-        torch.equal(words_of(rank.model.get_parameter(name)), words_of(parameter))
+        torch.equal(as_ints(rank.model.get_parameter(name)), as_ints(parameter))
         for name, parameter in wanted.named_parameters()
     )
 
@@ -211,9 +211,9 @@ def test_an_element_of_a_patch_that_was_not_written_is_named(
     worker.job("prepare", "two", stage(_nudged("k", "down")), base="base")
     write = device_patch.DevicePatch.write
 
-    def damage(self: Any, crew: Any) -> None:
-        write(self, crew)
-        words_of(worker.model.down.data)[0, 0] ^= 2
+    def damage(self: Any, threads: Any) -> None:
+        write(self, threads)
+        as_ints(worker.model.down.data)[0, 0] ^= 2
 
     monkeypatch.setattr(device_patch.DevicePatch, "write", damage)
     reply = worker.call("commit", apply_id="two")

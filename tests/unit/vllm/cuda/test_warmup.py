@@ -22,9 +22,9 @@ def test_a_patch_is_written_whatever_the_dtypes(
     written: list[int] = []
     write = DevicePatch.write
 
-    def noted(self: DevicePatch, crew: Any) -> None:
+    def noted(self: DevicePatch, threads: Any) -> None:
         written.append(sum(scatter.positions.numel() for scatter in self.scatters))
-        write(self, crew)
+        write(self, threads)
 
     monkeypatch.setattr(DevicePatch, "write", noted)
     uploader = Uploader(torch.empty(2 << 20, dtype=torch.uint8), None)

@@ -23,7 +23,7 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
 from weightsync.vllm.worker import worker_methods
-from weightsync.vllm.worker.consensus import GroupPeers
+from weightsync.vllm.worker.consensus import GlooRankGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +50,7 @@ def main() -> None:
     """Adopt one version, then switch as told."""
     number, folder, limit_s = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
     group = _group(number, folder)
-    vars(worker_methods)["tensor_peers"] = lambda: GroupPeers(group)
+    vars(worker_methods)["tensor_rank_group"] = lambda: GlooRankGroup(group)
     staging = Staging(folder / f"{number}.sock")
     versions = {seed: staging.stage_files([save(toy_tensors(seed))]) for seed in (1, 2)}
     rank = Worker(load_for_real(ToyModel(rank=number), toy_tensors(1)), staging, number)

@@ -19,7 +19,7 @@ from weightsync.shm.incoming_version import ArrivalWriter
 from weightsync.vllm.cuda import patch_find
 from weightsync.vllm.cuda.uploader import Uploader
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import words_of
+from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.worker import arrival_order
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _size(worker: Worker, coming: _Coming, sent: list[int]) -> int:
 def _holds(worker: Worker, seed: int, dtype: Any = torch.float32) -> bool:
     wanted = load_for_real(ToyModel(rank=worker.rank, dtype=dtype), toy_tensors(seed))
     return all(
-        torch.equal(words_of(worker.model.get_parameter(name)), words_of(parameter))
+        torch.equal(as_ints(worker.model.get_parameter(name)), as_ints(parameter))
         for name, parameter in wanted.named_parameters()
     )
 

@@ -21,7 +21,7 @@ from weightsync.vllm.worker import worker_methods
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
-    from weightsync.vllm.apply.parallel import Crew
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.env import Amount
 
 
@@ -389,8 +389,8 @@ def test_flipped_live_bit_changed_segment_and_skipped_slice_are_caught(
     assert (report["proved"], report["mismatched"]) == (False, ["head"])
     assert rank.call("state")["content_digest"] == ""
 
-    def skip(self: host_ops.HostWriter, crew: Crew) -> None:
-        del crew
+    def skip(self: host_ops.HostWriter, threads: SliceThreads) -> None:
+        del threads
         pairs = list(zip(self.target.targets.views(), self.target.sources, strict=True))
         for target, source in pairs[:-1]:
             target.copy_(source)
@@ -405,8 +405,8 @@ def test_write_that_fails_in_the_middle_leaves_the_rank_dirty(
     second = staging.stage_files([save(toy_tensors(2))])
     rank.job("prepare", "two", second)
 
-    def fail(self: host_ops.HostWriter, crew: Crew) -> None:
-        del crew
+    def fail(self: host_ops.HostWriter, threads: SliceThreads) -> None:
+        del threads
         self.target.targets.views()[0].fill_(1)
         raise OSError("torn")
 
