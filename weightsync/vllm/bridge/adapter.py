@@ -28,7 +28,7 @@ from weightsync.vllm.bridge.rank_replies import Pairing, agreed
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
 from weightsync.vllm.bridge.support import check_pause, config_refusals
-from weightsync.vllm.worker.worker_methods import METHODS, rank_names
+from weightsync.vllm.worker_protocol import METHODS, rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -179,7 +179,7 @@ class VllmEngine:
             WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
                 ENGINE_AWAY when vLLM could not carry the call out.
         """
-        known = METHODS - {SWITCH}
+        known = METHODS.keys() - {SWITCH}
         if method not in known:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"

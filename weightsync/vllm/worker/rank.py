@@ -175,7 +175,7 @@ class Rank:
         self._background.start(args, self._prepare, stages=self._ops.stages)
         return {}
 
-    def ahead(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def prefetch(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Start reading a version that still comes in; the next job ends it.
 
         A prepare that names its `apply_id` as `ahead` reads the rest, and waits for what all of it
@@ -295,7 +295,7 @@ class Rank:
         def digest(index: int) -> None:
             found[rest[index]] = tensor_digest_of(tensors[rest[index]])
 
-        self._crew.each(digest, [tensors[name].nbytes for name in rest])
+        self._threads.each(digest, [tensors[name].nbytes for name in rest])
         return found
 
     def _socket(self, args: Mapping[str, Any]) -> str:

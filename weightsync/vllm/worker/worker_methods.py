@@ -21,48 +21,18 @@ from weightsync.vllm.worker.between_steps import switch
 from weightsync.vllm.worker.consensus import tensor_rank_group
 from weightsync.vllm.worker.rank import Rank
 from weightsync.vllm.worker.rank_job import RefusedCallError, refused
+from weightsync.vllm.worker_protocol import METHODS, rank_name, rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from weightsync.vllm.apply.device_ops import DeviceOps
 
-__all__ = ["METHODS", "install", "rank_name", "rank_names"]
+__all__ = ["install"]
 
 logger = logging.getLogger(__name__)
 
-#: Names of the methods on vLLM's workers.
-METHODS = frozenset(
-    f"weightsync_{word}"
-    for word in (
-        "hello",
-        "capture",
-        "check",
-        "ahead",
-        "prepare",
-        "commit",
-        "switch",
-        "verify",
-        "state",
-        "release",
-    )
-)
 _ATTRIBUTE = "_weightsync_rank"
-
-
-def rank_name(parallel: Any, rank: int) -> str:
-    """Return `dp/pp/tp` of a worker from vLLM's ParallelConfig and its rank in the executor."""
-    dp = getattr(parallel, "data_parallel_index", None)
-    if dp is None:
-        dp = parallel.data_parallel_rank
-    tp_size = parallel.tensor_parallel_size
-    return f"{dp}/{rank // tp_size}/{rank % tp_size}"
-
-
-def rank_names(parallel: Any) -> tuple[str, ...]:
-    """Return the names of all workers of one engine in the order of `collective_rpc` replies."""
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return tuple(rank_name(parallel, rank) for rank in range(size))
 
 
 def _rank_of(worker: Any) -> Rank:
@@ -133,7 +103,7 @@ def _falsified(word: str, reply: dict[str, Any]) -> dict[str, Any]:
     return reply | {field: value or "falsified"}
 
 
-def _method(word: str) -> Callable[..., dict[str, Any]]:
+def _method(name: str, word: str) -> Callable[..., dict[str, Any]]:
     def method(self: Any, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
         # The name of the call goes back with the reply: vLLM pairs them by order only.
         call = (args or {}).get("call", "")
@@ -146,16 +116,16 @@ def _method(word: str) -> Callable[..., dict[str, Any]]:
         except RefusedCallError as error:
             return reply | {"ok": False, "error": str(error)}
         except Exception as error:
-            logger.exception("weightsync_%s failed", word)
+            logger.exception("%s failed", name)
             return reply | {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
-    method.__name__ = f"weightsync_{word}"
+    method.__name__ = name
     method.__doc__ = f"See Rank.{word}; never raises."
     return method
 
 
 def install(worker_class: type) -> None:
     """Put the worker methods on vLLM's worker base class. Repeating it is harmless."""
-    for name in METHODS:
+    for name, word in METHODS.items():
         if not hasattr(worker_class, name):
-            setattr(worker_class, name, _method(name.removeprefix("weightsync_")))
+            setattr(worker_class, name, _method(name, word))
