@@ -2,7 +2,7 @@
 // for all parameters, or in a few.
 //
 // Compiled by NVRTC when a worker starts, and by a trainer that encodes deltas on its GPU;
-// `kernels.py` launches it and says what the arguments are.
+// `device_kernels.py` launches it and says what the arguments are.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

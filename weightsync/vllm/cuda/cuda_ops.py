@@ -222,16 +222,15 @@ class CudaOps:
             return Prep()
         if memory is None:
             logger.info("weightsync: no room on the device for %d bytes", laid.blocks.size)
-            if base is not None:
-                self._ready[target] = _Ready(None, self._found_on_host(target, base, stop))
+            patch = self._found_on_host(target, base, stop) if base is not None else None
+            self._ready[target] = _Ready(None, patch)
             return Prep()
         if begun is not None and not begun.is_of(ticket, target.segments, target.targets, memory):
             begun = None
         proof = self._proof_of(laid, target.plan, memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
-        read_progress = ReadProgress(
-            target.turns, len(target.segments), progress if proof is None else _nothing
-        )
+        report = progress if proof is None else _nothing
+        read_progress = ReadProgress(target.turns, len(target.segments), report)
         rest = target, laid, memory, proof, read_progress, base, stop
         proved = self._staged_and_proved(begun, *rest)
         if proved.unlike and begun is not None and begun.has_ipc_blocks:
