@@ -94,8 +94,8 @@ class EngineSettings:
         """
         env = os.environ if environment is None else environment
         engine = socket_path(env.get("WEIGHTSYNC_ENGINE_SOCKET") or _DEFAULT_SOCKET)
-        beside = str(os.path.join(os.path.dirname(engine), "segments.sock"))  # noqa: PTH118, PTH120
-        segments = socket_path(env.get("WEIGHTSYNC_SEGMENT_SOCKET") or beside)
+        sibling = str(os.path.join(os.path.dirname(engine), "segments.sock"))  # noqa: PTH118, PTH120
+        segments = socket_path(env.get("WEIGHTSYNC_SEGMENT_SOCKET") or sibling)
         switch = env.get("WEIGHTSYNC_CPU_PLAIN_WEIGHTS", "").strip()
         if switch not in _SWITCH_VALUES:
             msg = f"WEIGHTSYNC_CPU_PLAIN_WEIGHTS is {switch!r}; set it to 0 or 1"

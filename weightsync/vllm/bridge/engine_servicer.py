@@ -37,7 +37,7 @@ _STATES = {
 }
 
 
-def _told(
+def _with_status(
     method: Callable[[Any, Any, Any], Awaitable[_Answer]],
 ) -> Callable[[Any, Any, Any], Awaitable[_Answer]]:
     """Let every error of a call reach the server as a status with a reason."""
@@ -79,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._segment_socket = segment_socket
         self._driver = ""
 
-    @_told
+    @_with_status
     async def Hello(self, request: Any, context: Any) -> pb.HelloResponse:
         """Compare versions and tell what the engine is."""
         if request.protocol != PROTOCOL_VERSION:
@@ -104,7 +104,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             model=info.model,
         )
 
-    @_told
+    @_with_status
     async def Pause(self, request: Any, context: Any) -> pb.PauseResponse:
         """Stop generation under a lease."""
         self._check_driver(request)
@@ -118,7 +118,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await failpoints.reach("bridge.paused")
         return pb.PauseResponse(lease_id=lease.lease_id, mode=lease.mode)
 
-    @_told
+    @_with_status
     async def RenewLease(self, request: Any, context: Any) -> pb.RenewLeaseResponse:
         """Prolong a lease."""
         self._check_driver(request)
@@ -127,7 +127,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await self._engine.renew(request.lease_id, seconds)
         return pb.RenewLeaseResponse()
 
-    @_told
+    @_with_status
     async def Resume(self, request: Any, context: Any) -> pb.ResumeResponse:
         """Start generation."""
         self._check_driver(request)
@@ -137,7 +137,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await failpoints.reach("bridge.resumed")
         return pb.ResumeResponse(label_set=label_set)
 
-    @_told
+    @_with_status
     async def Switch(self, request: Any, context: Any) -> pb.SwitchResponse:
         """Change the version between two steps."""
         self._check_driver(request)
@@ -158,14 +158,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             label_set=outcome.label_set,
         )
 
-    @_told
+    @_with_status
     async def Fence(self, request: Any, context: Any) -> pb.FenceResponse:
         """Keep the engine paused and refuse requests."""
         self._check_driver(request)
         await self._engine.fence(request.reason)
         return pb.FenceResponse()
 
-    @_told
+    @_with_status
     async def CallWorkers(self, request: Any, context: Any) -> pb.CallWorkersResponse:
         """Run a worker method on every rank."""
         self._check_driver(request)
@@ -175,7 +175,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await failpoints.reach("bridge.called")
         return pb.CallWorkersResponse(replies_json=[json.dumps(r).encode() for r in replies])
 
-    @_told
+    @_with_status
     async def OfferCheckpoint(self, request: Any, context: Any) -> pb.OfferCheckpointResponse:
         """Send the checkpoint's descriptors over the segment socket."""
         self._check_driver(request)
@@ -183,7 +183,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         files = await self._engine.offer_checkpoint(socket, request.offer_id)
         return pb.OfferCheckpointResponse(files=files)
 
-    @_told
+    @_with_status
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
         """Tell whether the engine lives."""
         del request, context

@@ -68,9 +68,9 @@ class MemoryBudget:
         total = self._total()
         if self._amount is not None:
             return self._amount.of(total)
-        held = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+        reserved = torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
         # vLLM fills its share by and by: its activations were measured, and are not held now.
-        owed = max(0, int(total * self._share) - held)
+        owed = max(0, int(total * self._share) - reserved)
         return max(0, self._free() - owed - _RESERVE)
 
     def _total(self) -> int:
