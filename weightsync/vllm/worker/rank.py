@@ -266,7 +266,7 @@ class Rank:
             self._prepared.pop(apply_id, None)
         busy = self._background.busy
         if args.get("segments") is not None and not busy:
-            self._unmap_aside(self._mappings.ids.difference(map(str, args["segments"])))
+            self._unmap_in_background(self._mappings.ids.difference(map(str, args["segments"])))
         mapped = sorted(self._mappings.ids)
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
@@ -311,7 +311,7 @@ class Rank:
         if job.stages and job.running():
             job.end()
 
-    def _unmap_aside(self, gone: frozenset[str]) -> None:
+    def _unmap_in_background(self, gone: frozenset[str]) -> None:
         if self._ops.registrar is None:
             self._unmap(gone)
         elif gone and (self._unmapping is None or not self._unmapping.is_alive()):
