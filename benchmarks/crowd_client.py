@@ -19,7 +19,7 @@ from weightsync_client.source.shards import Shard
 from weightsync_client.source.source import make_source
 from weightsync_client.transport import messages
 from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.stream import Lane, Messages
+from weightsync_client.transport.stream import Messages, StreamConnection
 
 __all__ = ["main"]
 
@@ -38,7 +38,7 @@ def main() -> None:
             words += np.uint64(0x0101010101010101)
         else:
             if lane is None or joined != order["endpoint"]:
-                lane, joined = Lane(Link(address), order["endpoint"]), order["endpoint"]
+                lane, joined = StreamConnection(Link(address), order["endpoint"]), order["endpoint"]
             error = lane.carry(_messages(order["push_id"], shards, lane))
             if error is not None:
                 raise error
@@ -64,7 +64,7 @@ def _numbered(shard: Shard, index: int) -> Shard:
     return replace(shard, index=index, entry=replace(shard.entry, name=f"{index}.safetensors"))
 
 
-def _messages(push_id: str, shards: list[Shard], lane: Lane) -> Messages:
+def _messages(push_id: str, shards: list[Shard], lane: StreamConnection) -> Messages:
     yield messages.join_message(push_id)
     for shard in shards:
         yield from messages.layout_messages(shard)

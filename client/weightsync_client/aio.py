@@ -41,7 +41,7 @@ from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Patience
+from weightsync_client.rpc.retry import RetryBudget
 from weightsync_client.source.source import PushSource
 
 __all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
@@ -61,7 +61,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 async def _patiently(
     send: Callable[[calls.Call[T]], Awaitable[T]], call: calls.Call[T], retry: Retry | None
 ) -> T:
-    patience = Patience(retry, call.timeout_s)
+    patience = RetryBudget(retry, call.timeout_s)
     while True:
         try:
             return await send(replace(call, timeout_s=patience.left_s))

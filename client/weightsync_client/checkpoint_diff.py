@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightsync_client.source.source import Source
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["Difference", "TensorDifference", "compare"]
+__all__ = ["CheckpointDiff", "TensorDifference", "compare"]
 
 _NO_DIGEST = "0" * 32
 _FLOATS = frozenset(
@@ -59,7 +59,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CheckpointDiff:
     """What differs between two checkpoints.
 
     Attributes:
@@ -85,7 +85,7 @@ class Difference:
     distances: dict[str, int] = field(default_factory=dict)
 
 
-def compare(before: Source, after: Source) -> Difference:
+def compare(before: Source, after: Source) -> CheckpointDiff:
     """Compare two checkpoints bit by bit; one tensor of each is held at a time.
 
     Raises:
@@ -102,7 +102,7 @@ def compare(before: Source, after: Source) -> Difference:
         by_coding[tensor.coding] += tensor.delta_bytes
         distances.update(tensor.distances)
     elements, changed = (sum(getattr(t, what) for t in tensors) for what in ("elements", "changed"))
-    return Difference(
+    return CheckpointDiff(
         tensors,
         only_before=tuple(sorted(old.keys() - new.keys())),
         only_after=tuple(sorted(new.keys() - old.keys())),
@@ -203,7 +203,7 @@ def _low(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-def largest(difference: Difference, count: int) -> Iterator[TensorDifference]:
+def largest(difference: CheckpointDiff, count: int) -> Iterator[TensorDifference]:
     """Yield the tensors that changed, most changed elements first."""
     ordered = sorted(difference.tensors, key=lambda t: (-t.changed, t.name))
     yield from (tensor for tensor in ordered[:count] if tensor.changed)

@@ -40,11 +40,11 @@ from weightsync_client.options import (
 )
 from weightsync_client.pull import PulledTensor, Puller
 from weightsync_client.push.handle import PushHandle
-from weightsync_client.push.history import Memory
-from weightsync_client.push.policy import Delivery
+from weightsync_client.push.history import PushHistory
+from weightsync_client.push.policy import PushPolicy
 from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Patience
+from weightsync_client.rpc.retry import RetryBudget
 from weightsync_client.source.source import PushSource, make_source
 
 __all__ = ["Client", "default_holder"]
@@ -58,7 +58,7 @@ def default_holder() -> str:
 
 
 def _patiently(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: Retry | None) -> T:
-    patience = Patience(retry, call.timeout_s)
+    patience = RetryBudget(retry, call.timeout_s)
     while True:
         try:
             return send(replace(call, timeout_s=patience.left_s))
@@ -100,7 +100,7 @@ class Client:
         self._model = model
         self._channel = self._link.channel()
         self._stub = pb_grpc.WeightSyncStub(self._channel)
-        self._memory = Memory(address)
+        self._memory = PushHistory(address)
         self._handles: weakref.WeakSet[PushHandle] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -186,9 +186,9 @@ class Client:
         source: PushSource,
         options: PushOptions,
         on_source_free: Callable[[], None] | None = None,
-    ) -> Delivery:
+    ) -> PushPolicy:
         shard_bytes = options.get("shard_bytes", SHARD_BYTES)
-        return Delivery(
+        return PushPolicy(
             self._link,
             self._invoke,
             self.model,

@@ -18,20 +18,20 @@ from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.callers import caller_name
-from weightsync_server.auth.listeners import Doors
+from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine import Applier, Journal, Keeper
+from weightsync_server.engine import Applier, EngineSupervisor, Journal
 from weightsync_server.engine.drivers.bridge import BridgeEngine
-from weightsync_server.ingest.ingest_pool import Ingesters
-from weightsync_server.invariants import Census, count_lost
+from weightsync_server.ingest.ingest_pool import IngestPool
+from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import ModelVersions
 from weightsync_server.ops.metrics import Metrics, MetricsEndpoint
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock
-from weightsync_server.push import Pushes, PushLimits, start_lending
+from weightsync_server.push import PushLimits, PushService, start_lending
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.rpc import (
     PUSH,
@@ -47,7 +47,7 @@ from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetric
 from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.store.server_identity import server_identity
-from weightsync_server.workers.fetch import Collector, FetcherPool
+from weightsync_server.workers.fetch import FetcherPool, GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ class App:
         self._engine_args = tuple(engine_args)
         self._stack = contextlib.AsyncExitStack()
         self._drain_s = settings.drain_timeout_s
-        self._doors: Doors
+        self._doors: Listeners
         self.addresses: list[str] = []
         self.metrics_port = 0
 
@@ -109,7 +109,7 @@ class App:
         settings = self._settings
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
-        self._doors = Doors(settings)
+        self._doors = Listeners(settings)
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -120,10 +120,10 @@ class App:
         settings.run_dir.mkdir(parents=True, exist_ok=True)
         segments = SegmentServer(settings.segment_socket)
         stack.callback(segments.close)
-        with refusing("naming this server"):
+        with translate_os_errors("naming this server"):
             identity = server_identity(settings.state_dir)
         store = open_store(settings.store_url, identity)
-        with refusing("opening the journal"):
+        with translate_os_errors("opening the journal"):
             journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
@@ -131,9 +131,9 @@ class App:
         count_lost(store, {record.version for record in versions.list()}, journal, metrics)
         stack.push_async_callback(versions.close)
         versions.folder.on_fold = metrics.deltas.count_fold
-        ingesters = Ingesters(settings, metrics)
+        ingesters = IngestPool(settings, metrics)
         versions.keeper.mappers.append(ingesters.forget)
-        pushes = Pushes({settings.name: versions}, limits=_limits(settings), meters=metrics)
+        pushes = PushService({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
             scrubbing = asyncio.create_task(Scrubber(versions, settings.scrub_bytes_per_s).run())
@@ -141,7 +141,7 @@ class App:
         stack.push_async_callback(pushes.close)
         lender = None
         if settings.same_host:
-            collector = Collector(on_restart=metrics.count_fetcher_restart)
+            collector = GpuFetchPool(on_restart=metrics.count_fetcher_restart)
             stack.push_async_callback(collector.close)
             versions.keeper.mappers.append(collector.forget)
             silence_s = settings.push_idle_timeout_s
@@ -150,7 +150,7 @@ class App:
         health_service = HealthServicer()
         for name in (PUSH, SERVING):
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        keeper = Keeper(
+        keeper = EngineSupervisor(
             engine,
             versions,
             segments,
@@ -166,7 +166,9 @@ class App:
             versions, pushes, applier, status, lender, ingesters.endpoints
         )
         _track(metrics, versions, budget, processes, pushes)
-        census = Census(versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue])
+        census = InvariantMonitor(
+            versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue]
+        )
         census.start()
         stack.push_async_callback(census.stop)
         audit, interceptors = self._bind(metrics, servicer, health_service)
@@ -254,7 +256,7 @@ class App:
         self,
         stack: contextlib.AsyncExitStack,
         health_service: HealthServicer,
-        ingesters: Ingesters,
+        ingesters: IngestPool,
     ) -> None:
         await self._doors.start()
 
@@ -328,7 +330,7 @@ def _track(
     versions: ModelVersions,
     budget: SegmentBudget,
     processes: Processes,
-    pushes: Pushes,
+    pushes: PushService,
 ) -> None:
     def committed_ns() -> int:
         commit = versions.get(versions.live).commit if versions.live else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weightsync_server.residency.budget import SegmentBudget
     from weightsync_server.store.protocol import Store
 
-__all__ = ["Census", "count_lost"]
+__all__ = ["InvariantMonitor", "count_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 30.0
 
 
-class Census:
+class InvariantMonitor:
     """Counts a violation once, when two looks in a row see the same: work is between two steps.
 
     Args:

@@ -13,23 +13,23 @@ from weightsync.model.manifest import Manifest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.accepted_tensors import AcceptedTensors
 from weightsync_server.catalog.epochs import Epochs
-from weightsync_server.catalog.feed import Feed
-from weightsync_server.catalog.garbage_collector import Collector
-from weightsync_server.catalog.layout_cache import Layouts
-from weightsync_server.catalog.pins import Marks
+from weightsync_server.catalog.feed import ChangeFeed
+from weightsync_server.catalog.garbage_collector import GarbageCollector
+from weightsync_server.catalog.layout_cache import LayoutCache
+from weightsync_server.catalog.pins import Pins
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.retention import Retention
-from weightsync_server.catalog.serving import History
-from weightsync_server.catalog.table import Catalog
-from weightsync_server.deltas import Builder, ChainLimits, Folder
+from weightsync_server.catalog.serving import ServingHistory
+from weightsync_server.catalog.table import VersionTable
+from weightsync_server.deltas import ChainLimits, Compactor, Materializer
 from weightsync_server.ops.tasks import to_end
 from weightsync_server.residency.adoption import adopt, borrow
-from weightsync_server.residency.incoming import Arrivals
-from weightsync_server.residency.orphans import Orphans
-from weightsync_server.residency.segments import SegmentKeeper
+from weightsync_server.residency.incoming import IncomingVersions
+from weightsync_server.residency.orphans import OrphanReaper
+from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.residency.slot_pool import SlotPool
 from weightsync_server.residency.stager import Stager
-from weightsync_server.store.disk_quota import DiskBudget
+from weightsync_server.store.disk_quota import DiskQuota
 from weightsync_server.store.protocol import CommitRecord
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Layout
     from weightsync.shm.segment_socket import OfferedFile, SegmentServer
-    from weightsync_server.catalog.feed import Change
+    from weightsync_server.catalog.feed import VersionEvent
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.deltas import PushedDelta
     from weightsync_server.ops.meters import Fetchers
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelVersions"]
 
 
-class ModelVersions(Catalog):
+class ModelVersions(VersionTable):
     """All versions of one model. A committed version never changes; numbers only rise.
 
     State changes on the event loop only. Call `open` before anything else.
@@ -83,17 +83,17 @@ class ModelVersions(Catalog):
         disk_floor_bytes: int = 0,
         reserved: int = 0,
     ) -> None:
-        super().__init__(name, Marks(name, store), reserved)
+        super().__init__(name, Pins(name, store), reserved)
         self.store = store
-        self.disk = DiskBudget(store, disk_floor_bytes)
+        self.disk = DiskQuota(store, disk_floor_bytes)
         self.fetchers = fetchers
         self.live = 0
         self.epochs = Epochs(name, store)
-        self.keeper = SegmentKeeper(budget, server, fetchers)
-        self._collector = Collector(self, retention or Retention())
-        self.orphans = Orphans(self, self._collector.spawn)
-        self.builder = Builder(self)
-        self.folder = Folder(self, chains or ChainLimits())
+        self.keeper = SegmentAllocator(budget, server, fetchers)
+        self._collector = GarbageCollector(self, retention or Retention())
+        self.orphans = OrphanReaper(self, self._collector.spawn)
+        self.builder = Materializer(self)
+        self.folder = Compactor(self, chains or ChainLimits())
         self.pool = SlotPool(
             slots,
             self.keeper,
@@ -102,11 +102,11 @@ class ModelVersions(Catalog):
             durable=store.durable,
         )
         self.pool.on_wait = self.folder.stand_back
-        self.layouts = Layouts()
-        self._feed = Feed()
-        self._history = History()
+        self.layouts = LayoutCache()
+        self._feed = ChangeFeed()
+        self._history = ServingHistory()
         self._stager = Stager(self)
-        self.arrivals = Arrivals(self.keeper)
+        self.arrivals = IncomingVersions(self.keeper)
         self.accepted = AcceptedTensors()
 
     async def open(self, records: Iterable[CommitRecord]) -> None:
@@ -160,7 +160,7 @@ class ModelVersions(Catalog):
 
         return self._history.before(self.live, good)
 
-    def watch(self) -> AsyncIterator[Change]:
+    def watch(self) -> AsyncIterator[VersionEvent]:
         """Yield the present state of every version, oldest first, then each change."""
         return self._feed.watch(record.to_info() for record in reversed(self.list()))
 

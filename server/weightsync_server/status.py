@@ -8,13 +8,13 @@ from weightsync import __version__, clock
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.engine import Keeper
+    from weightsync_server.engine import EngineSupervisor
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
-    from weightsync_server.push import Pushes
+    from weightsync_server.push import PushService
     from weightsync_server.residency.budget import SegmentBudget
     from weightsync_server.store.protocol import Store
-    from weightsync_server.workers.runtime.process_pool import Crew
+    from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 __all__ = ["Processes", "StatusSource"]
 
@@ -22,8 +22,8 @@ __all__ = ["Processes", "StatusSource"]
 class Processes(NamedTuple):
     """What the server keeps running beside itself."""
 
-    fetchers: Crew
-    ingesters: Crew
+    fetchers: ProcessPool
+    ingesters: ProcessPool
 
 
 class StatusSource:
@@ -42,8 +42,8 @@ class StatusSource:
     def __init__(
         self,
         versions: ModelVersions,
-        pushes: Pushes,
-        keeper: Keeper,
+        pushes: PushService,
+        keeper: EngineSupervisor,
         budget: SegmentBudget,
         processes: Processes,
         store: Store,

@@ -12,7 +12,7 @@ import xxhash
 
 from weightsync.delta import DeltaError, apply_change, decode_tensor, kernels, parse_shard, patch
 from weightsync.delta.coding import Coding, Counts, Positions, Values, total_bytes
-from weightsync.delta.delta_manifest import Manifest, Record, write_manifest
+from weightsync.delta.delta_manifest import DeltaManifest, Record, write_manifest
 from weightsync.delta.delta_shard import header_of
 from weightsync.errors import Reason
 
@@ -114,7 +114,9 @@ def _mutated(delta: ShardDelta, rng: random.Random, blind: Callable[[bytes, int]
         stored = tuple(len(plane) for stream in planes for plane in stream)
         checks = xxhash.xxh3_64_digest(joined[0]), xxhash.xxh3_64_digest(joined[1])
         records.append(dataclasses.replace(record, stored=stored, checks=checks))
-    told = Manifest(delta.index, delta.base_content_digest, delta.layout_digest, tuple(records))
+    told = DeltaManifest(
+        delta.index, delta.base_content_digest, delta.layout_digest, tuple(records)
+    )
     manifest = write_manifest(told, zstd=rng.random() < 0.2)
     return (
         header_of(delta.index, len(manifest), *map(len, sections)) + manifest + b"".join(sections)

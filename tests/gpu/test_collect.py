@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
-from weightsync.shm.same_host_client import Borrower, Placed  # noqa: E402
+from weightsync.shm.same_host_client import IpcPlacement, SameHostClient  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
-from weightsync_client.transport.cuda_ipc import Collection  # noqa: E402
+from weightsync_client.transport.cuda_ipc import CudaIpcTransport  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -37,13 +37,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Indices of the shards that the server copied."""
     shards: list[int] = []
-    finish = Collection.finish
+    finish = CudaIpcTransport.finish
 
-    def note(self: Collection, borrower: Borrower, then: Any) -> None:
+    def note(self: CudaIpcTransport, borrower: SameHostClient, then: Any) -> None:
         shards.extend(shard.index for shard in self._begun)
         finish(self, borrower, then)
 
-    monkeypatch.setattr(Collection, "finish", note)
+    monkeypatch.setattr(CudaIpcTransport, "finish", note)
     return shards
 
 
@@ -149,15 +149,15 @@ def test_memory_that_was_not_told_of_is_not_read(
     address: str, offset: int, own: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = torch.full((1 << 20,), 7, device="cuda", dtype=torch.uint8)
-    placed = Collection._placed
+    placed = CudaIpcTransport._placed
 
-    def lie(self: Collection, shard: Any) -> Placed | None:
+    def lie(self: CudaIpcTransport, shard: Any) -> IpcPlacement | None:
         found = placed(self, shard)
         assert found is not None
         handles = found.handles if own else [bytes(64)]
         return found._replace(handles=handles, places=[(0, offset)])
 
-    monkeypatch.setattr(Collection, "_placed", lie)
+    monkeypatch.setattr(CudaIpcTransport, "_placed", lie)
     with Client(address) as client:
         result = client.push({"t": tensor}, delta="never")
         assert result.way == way

@@ -15,7 +15,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
-from weightsync.shm.same_host_client import Borrower
+from weightsync.shm.same_host_client import SameHostClient
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Push:
         stub.PushWeights(iter([join, *layouts]), timeout=TIMEOUT_S)
         offer = begun.same_host_offer
         with contextlib.suppress(OSError, EOFError, WeightSyncError):
-            borrower = Borrower(offer.socket, offer.secret)
+            borrower = SameHostClient(offer.socket, offer.secret)
             with contextlib.closing(borrower):
                 for shard in _whole(self.shards):
                     lent = borrower.borrow(shard.index)

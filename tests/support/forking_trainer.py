@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.shm import same_host_client
 from weightsync.shm.huge_pages import Mapping
-from weightsync.shm.same_host_client import Borrower
+from weightsync.shm.same_host_client import SameHostClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +84,7 @@ def _standing(moment: str, stand: Callable[[], None]) -> None:
 
 
 def _hand_off(path: str, secret: str) -> None:
-    borrower = Borrower(path, secret)
+    borrower = SameHostClient(path, secret)
     lent = borrower.borrow(0)
     mapping = same_host_client.map_lent(lent, SIZE)
     mapping.view[:4] = b"mine"
@@ -96,7 +96,7 @@ def _hand_off(path: str, secret: str) -> None:
 def _fork_inside(path: str, secret: str) -> None:
     def fork() -> None:
         if os.fork() == 0:
-            Borrower(path, secret).close()
+            SameHostClient(path, secret).close()
             os._exit(0)
         _wait_for_child()
 

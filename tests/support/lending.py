@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 from tests.unit.server.world import content, simple
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import Borrower, Placed
+from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.unit.server.world import Shard
-    from weightsync.shm.same_host_server import Lent
+    from weightsync.shm.same_host_server import WriteLease
     from weightsync.v1 import weightsync_pb2_grpc
 
 __all__ = ["MODEL", "Trainer", "begun", "close_all"]
 
 MODEL = "default"
-_borrowers: list[Borrower] = []
+_borrowers: list[SameHostClient] = []
 
 
 def close_all() -> None:
@@ -69,10 +69,10 @@ class Trainer:
         self.content = content(self.shards)
         self.reply = begun(stub, self.shards, key, version)
         offer = self.reply.same_host_offer
-        self.borrower = Borrower(offer.socket, offer.secret)
+        self.borrower = SameHostClient(offer.socket, offer.secret)
         _borrowers.append(self.borrower)
 
-    def write(self, lent: Lent, data: bytes) -> None:
+    def write(self, lent: WriteLease, data: bytes) -> None:
         """Write from the begin of a shard's memory on."""
         assert os.pwrite(lent.fd, data, 0) == len(data)
 
@@ -86,12 +86,12 @@ class Trainer:
         self.borrower.give_back(lent)
         self.borrower.written(index, shard.digests if digests is None else digests)
 
-    def placed(self, index: int) -> Placed:
+    def placed(self, index: int) -> IpcPlacement:
         """Return where a shard would lie on a GPU that no server has."""
         shard = self.shards[index]
         start = len(shard.data) - max(entry.end for entry in shard.entries)
         places = [(0, entry.begin) for entry in shard.entries]
-        return Placed(b"\7" * 16, shard.data[:start], [b"\1" * HANDLE_BYTES], places)
+        return IpcPlacement(b"\7" * 16, shard.data[:start], [b"\1" * HANDLE_BYTES], places)
 
     def commit(self) -> pb.CommitPushResponse:
         """Commit."""

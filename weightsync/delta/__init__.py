@@ -6,7 +6,7 @@ and decoding release the GIL in their heavy parts.
 
 from __future__ import annotations
 
-from weightsync.delta.decoder import Patch, apply_change, decode_tensor, patch
+from weightsync.delta.decoder import ElementUpdate, apply_change, decode_tensor, patch
 from weightsync.delta.delta_errors import DeltaError
 from weightsync.delta.delta_shard import ShardDelta, TensorChange, parse_shard
 from weightsync.delta.encoder import EncodedShard, Encoder, Item, Later, TensorStats, encode_shard
@@ -16,11 +16,11 @@ from weightsync.delta.kernels import warm_up
 __all__ = [
     "Changes",
     "DeltaError",
+    "ElementUpdate",
     "EncodedShard",
     "Encoder",
     "Item",
     "Later",
-    "Patch",
     "ShardDelta",
     "TensorChange",
     "TensorStats",

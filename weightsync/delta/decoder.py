@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from weightsync.delta.delta_shard import Plane, TensorChange
     from weightsync.delta.kernels.shapes import Bytes, Indices, Words
 
-__all__ = ["Patch", "apply_change", "decode_tensor", "patch"]
+__all__ = ["ElementUpdate", "apply_change", "decode_tensor", "patch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class ElementUpdate:
     """New values of a tensor: harmless to apply twice, and free of the shard's memory.
 
     Attributes:
@@ -39,17 +39,17 @@ class Patch:
     value: Words
     start: int = 0
 
-    def within(self, start: int, stop: int) -> Patch:
+    def within(self, start: int, stop: int) -> ElementUpdate:
         """Return the part that touches elements `start` to `stop` only; a view, same positions."""
         if self.index is None:
             first = min(max(start - self.start, 0), len(self.value))
             last = min(max(stop - self.start, first), len(self.value))
-            return Patch(None, self.value[first:last], self.start + first)
+            return ElementUpdate(None, self.value[first:last], self.start + first)
         # In the index's own dtype: another one would have it copied.
         most = np.iinfo(self.index.dtype).max
         ends = np.array([min(max(at, 0), most) for at in (start, stop)], self.index.dtype)
         first, last = np.searchsorted(self.index, ends)
-        return Patch(self.index[first:last], self.value[first:last])
+        return ElementUpdate(self.index[first:last], self.value[first:last])
 
 
 def _unpacked(planes: Iterable[Plane]) -> list[Bytes]:
@@ -80,10 +80,10 @@ def _values(change: TensorChange) -> Words:
     return value
 
 
-def _dense(change: TensorChange) -> Patch:
+def _dense(change: TensorChange) -> ElementUpdate:
     (plane,) = _unpacked(change.values)
     # A copy: the shard's memory is used again, and a patch may be kept.
-    return Patch(None, plane.copy().view(f"<u{change.width}"))
+    return ElementUpdate(None, plane.copy().view(f"<u{change.width}"))
 
 
 def _check_size(change: TensorChange, data: NDArray[np.uint8]) -> None:
@@ -96,7 +96,7 @@ def _check_size(change: TensorChange, data: NDArray[np.uint8]) -> None:
         )
 
 
-def decode_tensor(change: TensorChange, base: NDArray[np.uint8]) -> Patch:
+def decode_tensor(change: TensorChange, base: NDArray[np.uint8]) -> ElementUpdate:
     """Return the new values of a tensor; the base is only read, and only where it changes.
 
     Takes about 6 bytes per change of a two-byte dtype, and the unpacked planes.
@@ -118,10 +118,12 @@ def decode_tensor(change: TensorChange, base: NDArray[np.uint8]) -> Patch:
             chosen().add(base, index, value)
     except Broken as error:
         raise invalid(f"tensor {change.name[:100]!a}: {error}") from None
-    return Patch(index, value)
+    return ElementUpdate(index, value)
 
 
-def apply_change(change: TensorChange, target: NDArray[np.uint8]) -> tuple[Patch, Patch]:
+def apply_change(
+    change: TensorChange, target: NDArray[np.uint8]
+) -> tuple[ElementUpdate, ElementUpdate]:
     """Patch a tensor that holds the base's bytes, in one pass; nothing is written on an error.
 
     Args:
@@ -144,10 +146,10 @@ def apply_change(change: TensorChange, target: NDArray[np.uint8]) -> tuple[Patch
         raise invalid(f"tensor {change.name[:100]!a}: {error}") from None
     old = np.empty_like(value)
     chosen().shift(target, index, value, old)
-    return Patch(index, value), Patch(index, old)
+    return ElementUpdate(index, value), ElementUpdate(index, old)
 
 
-def patch(target: NDArray[np.uint8], change: Patch) -> Patch:
+def patch(target: NDArray[np.uint8], change: ElementUpdate) -> ElementUpdate:
     """Write new values into a tensor and return the patch that undoes it.
 
     Nothing is written where a position lies outside. Applying a patch twice is harmless, but keep
@@ -168,7 +170,7 @@ def patch(target: NDArray[np.uint8], change: Patch) -> Patch:
                 Reason.REQUEST_INVALID,
                 f"a patch of {change.value.nbytes} bytes does not fit into {len(target)}",
             )
-        undo = Patch(None, run.copy().view(change.value.dtype), change.start)
+        undo = ElementUpdate(None, run.copy().view(change.value.dtype), change.start)
         np.copyto(run, change.value.view(np.uint8))
         return undo
     old = np.empty_like(change.value)
@@ -176,4 +178,4 @@ def patch(target: NDArray[np.uint8], change: Patch) -> Patch:
         chosen().scatter(target, change.index, change.value, old)
     except Broken as error:
         raise DeltaError(Reason.REQUEST_INVALID, f"a patch does not fit: {error}") from None
-    return Patch(change.index, old)
+    return ElementUpdate(change.index, old)

@@ -30,7 +30,7 @@ from weightsync.model.layout import MAX_DIMS, MAX_NAME_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["CHECK_BYTES", "Manifest", "Record", "read_manifest", "write_manifest"]
+__all__ = ["CHECK_BYTES", "DeltaManifest", "Record", "read_manifest", "write_manifest"]
 
 MAGIC = b"WSD1"
 CHECK_BYTES = 8
@@ -68,7 +68,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DeltaManifest:
     """What one delta shard holds, and of which base.
 
     Attributes:
@@ -122,7 +122,7 @@ def _write_record(record: Record, before: bytes) -> Iterable[bytes]:
     yield record.checks[1]
 
 
-def write_manifest(manifest: Manifest, *, zstd: bool = False) -> bytes:
+def write_manifest(manifest: DeltaManifest, *, zstd: bool = False) -> bytes:
     """Return the bytes of a manifest, its checksum included."""
     parts: list[bytes] = []
     before = b""
@@ -265,7 +265,9 @@ def _records(stored: memoryview, size: int, count: int) -> memoryview:
         raise invalid(f"the delta's manifest: {error}") from None
 
 
-def read_manifest(data: memoryview, expect: Mapping[str, tuple[str, tuple[int, ...]]]) -> Manifest:
+def read_manifest(
+    data: memoryview, expect: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> DeltaManifest:
     """Return what `write_manifest` wrote, all of it checked against the base's tensors.
 
     Args:
@@ -292,4 +294,4 @@ def read_manifest(data: memoryview, expect: Mapping[str, tuple[str, tuple[int, .
         records.append(record)
     if reader.left:
         raise invalid(f"the delta's manifest has {reader.left} bytes after its last record")
-    return Manifest(index, base.hex(), layout.hex(), tuple(records))
+    return DeltaManifest(index, base.hex(), layout.hex(), tuple(records))

@@ -20,7 +20,7 @@ from weightsync.delta.coding import (
 )
 from weightsync.delta.compression import pack
 from weightsync.delta.delta_errors import DeltaError
-from weightsync.delta.delta_manifest import Manifest, Record, write_manifest
+from weightsync.delta.delta_manifest import DeltaManifest, Record, write_manifest
 from weightsync.delta.delta_shard import header_of
 from weightsync.delta.found_changes import Changes, coded_changes
 from weightsync.delta.kernels import chosen
@@ -348,7 +348,7 @@ def _assemble(
     zstd: bool,
 ) -> NDArray[np.uint8]:
     records = tuple(tensor.record for tensor in tensors if tensor.record)
-    told = Manifest(index, base_content_digest, layout_digest, records)
+    told = DeltaManifest(index, base_content_digest, layout_digest, records)
     manifest = write_manifest(told, zstd=zstd)
     positions = [plane for tensor in tensors for plane in tensor.positions]
     values = [plane for tensor in tensors for plane in tensor.values]

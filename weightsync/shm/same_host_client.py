@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.huge_pages import Mapping
-from weightsync.shm.same_host_server import Lent
+from weightsync.shm.same_host_server import WriteLease
 from weightsync.wire.fd_passing import receive, receive_fds, send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Borrower", "Placed", "map_lent"]
+__all__ = ["IpcPlacement", "SameHostClient", "map_lent"]
 
 #: Seconds of a trainer's patience; making a shard durable is not waited for.
 _ANSWER_S = 60.0
 
 
-class Placed(NamedTuple):
+class IpcPlacement(NamedTuple):
     """Where a shard lies on a GPU.
 
     Attributes:
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
     places: Sequence[tuple[int, int]]
 
 
-class Borrower:
+class SameHostClient:
     """A trainer's connection to a lending socket; its methods may be called by several threads.
 
     Args:
@@ -70,7 +70,7 @@ class Borrower:
             self._socket.close()
             raise
 
-    def borrow(self, shard: int) -> Lent:
+    def borrow(self, shard: int) -> WriteLease:
         """Return the memory of a shard; end it with `give_back`.
 
         Raises:
@@ -87,9 +87,9 @@ class Borrower:
                     self._borrowed.add(fd)
             except EOFError:
                 raise _ended() from None
-            return Lent(fd, huge)
+            return WriteLease(fd, huge)
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: WriteLease) -> None:
         """Close what `borrow` returned."""
         with _no_fork:
             self._borrowed.discard(lent.fd)
@@ -105,7 +105,7 @@ class Borrower:
         with self._lock:
             self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
 
-    def lying(self, shards: dict[int, Placed]) -> None:
+    def lying(self, shards: dict[int, IpcPlacement]) -> None:
         """Tell where shards lie that `collect` will be called for, where the server wants to know.
 
         Args:
@@ -120,7 +120,7 @@ class Borrower:
                 told = {index: _told(where) for index, where in shards.items()}
                 self._ask({"op": "lying", "shards": told})
 
-    def collect(self, shard: int, where: Placed) -> str:
+    def collect(self, shard: int, where: IpcPlacement) -> str:
         """Have the server copy a shard from a GPU; return why it declines, else "".
 
         The tensors must stay as they are until `collected` returns, and their memory must not be
@@ -177,7 +177,7 @@ class Borrower:
         return answer
 
 
-def _told(where: Placed) -> dict[str, Any]:
+def _told(where: IpcPlacement) -> dict[str, Any]:
     return {
         "device": where.device.hex(),
         "handles": [handle.hex() for handle in where.handles],
@@ -185,7 +185,7 @@ def _told(where: Placed) -> dict[str, Any]:
     }
 
 
-def map_lent(lent: Lent, size: int) -> Mapping:
+def map_lent(lent: WriteLease, size: int) -> Mapping:
     """Return the first `size` bytes of lent memory, mapped; no child that is forked has them.
 
     Raises:
@@ -202,7 +202,7 @@ def map_lent(lent: Lent, size: int) -> Mapping:
 
 
 #: A child that is forked, as a data loader is, gets all descriptors and would stay a writer.
-_open: weakref.WeakSet[Borrower] = weakref.WeakSet()
+_open: weakref.WeakSet[SameHostClient] = weakref.WeakSet()
 #: Held, for moments only, from where something is there until it is known what a child must not
 #: keep of it, and by who forks; who forks while holding it does not wait for itself.
 _no_fork = threading.RLock()

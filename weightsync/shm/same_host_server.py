@@ -50,7 +50,7 @@ from weightsync.wire.fd_passing import accept_each, listen, receive, send, send_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MOST_PLACES", "Desk", "LendingServer", "Lent", "Peer"]
+__all__ = ["MOST_PLACES", "LendingServer", "PeerCredentials", "SameHostHandler", "WriteLease"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,27 +63,27 @@ MOST = 32
 _REDEEM_S = 5.0
 
 
-class Peer(NamedTuple):
+class PeerCredentials(NamedTuple):
     """The process at the other end, by the kernel's word at the time of its connect."""
 
     pid: int
     uid: int
 
 
-class Lent(NamedTuple):
+class WriteLease(NamedTuple):
     """Memory of a shard: a writable descriptor, and whether it lies in huge pages."""
 
     fd: int
     huge: bool
 
 
-class Desk(Protocol):
+class SameHostHandler(Protocol):
     """Answers one connection; called by one thread at a time."""
 
     def redeem(self, secret: str) -> None:
         """Open the push that the secret is for."""
 
-    def lend(self, shard: int) -> Lent:
+    def lend(self, shard: int) -> WriteLease:
         """Return the memory of a shard, whose descriptor the caller closes once it was sent."""
 
     def written(self, shard: int, digests: bytes) -> None:
@@ -117,7 +117,11 @@ class LendingServer:
     """
 
     def __init__(
-        self, path: Path, desk: Callable[[Peer], Desk], silence_s: float, mode: int = 0o660
+        self,
+        path: Path,
+        desk: Callable[[PeerCredentials], SameHostHandler],
+        silence_s: float,
+        mode: int = 0o660,
     ) -> None:
         self.path = path
         self._desk = desk
@@ -162,7 +166,7 @@ class LendingServer:
     def _serve(self, peer: socket.socket) -> None:
         credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", credentials)
-        desk = self._desk(Peer(pid, uid))
+        desk = self._desk(PeerCredentials(pid, uid))
         try:
             peer.settimeout(_REDEEM_S)
             self._answer(peer, lambda: _redeemed(desk, receive(peer)))
@@ -180,13 +184,15 @@ class LendingServer:
                 self._peers.discard(peer)
             peer.close()
 
-    def _answer(self, peer: socket.socket, ask: Callable[[], Lent | dict[str, Any] | None]) -> None:
+    def _answer(
+        self, peer: socket.socket, ask: Callable[[], WriteLease | dict[str, Any] | None]
+    ) -> None:
         try:
             answer = ask()
         except WeightSyncError as error:
             send(peer, {"error": error.message, "reason": error.reason.value})
             raise _RefusedError from error
-        if not isinstance(answer, Lent):
+        if not isinstance(answer, WriteLease):
             send(peer, answer or {})
             return
         try:
@@ -200,7 +206,7 @@ class _RefusedError(Exception):
     """The peer was told why; nothing more is done for it on this connection."""
 
 
-def _redeemed(desk: Desk, request: dict[str, Any]) -> dict[str, Any]:
+def _redeemed(desk: SameHostHandler, request: dict[str, Any]) -> dict[str, Any]:
     if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
         msg = "the first request must redeem a secret"
         raise ValueError(msg)
@@ -208,7 +214,7 @@ def _redeemed(desk: Desk, request: dict[str, Any]) -> dict[str, Any]:
     return {"knows": ["lying"]}
 
 
-def _asked(desk: Desk, request: dict[str, Any]) -> Lent | dict[str, Any] | None:
+def _asked(desk: SameHostHandler, request: dict[str, Any]) -> WriteLease | dict[str, Any] | None:
     op, shard = request.get("op"), request.get("shard")
     if op == "alive":
         return None

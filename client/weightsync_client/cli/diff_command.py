@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from weightsync.model.manifest import MAX_VERSION
-from weightsync_client.checkpoint_diff import Difference, compare, largest
+from weightsync_client.checkpoint_diff import CheckpointDiff, compare, largest
 from weightsync_client.cli import render
 from weightsync_client.cli.cli_options import Address, Json, Model, connect
 from weightsync_client.options import DEFAULT_ADDRESS, SHARD_BYTES
@@ -57,7 +57,7 @@ def _source(given: str, address: str, model: str | None, stack: ExitStack) -> So
     return make_source(path, SHARD_BYTES)
 
 
-def _show(found: Difference, rows: int) -> None:
+def _show(found: CheckpointDiff, rows: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -104,7 +104,7 @@ def _show(found: Difference, rows: int) -> None:
             console.print(f"{what}: {name}")
 
 
-def _show_distances(echo: Callable[[str], None], found: Difference) -> None:
+def _show_distances(echo: Callable[[str], None], found: CheckpointDiff) -> None:
     counted = sum(found.distances.values())
     if counted:
         echo("distance in ulps, of changed elements")

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
 from weightsync_client.errors import refuse
-from weightsync_client.push.warmup import Warmth, compile_codec
-from weightsync_client.snapshot.link_speed import Pace
-from weightsync_client.snapshot.snapshot_store import Snapshot, read_held
-from weightsync_client.source.layout_cache import Outlines
+from weightsync_client.push.warmup import Warmup, compile_codec
+from weightsync_client.snapshot.link_speed import LinkSpeed
+from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_held
+from weightsync_client.source.layout_cache import LayoutCache
 
 if TYPE_CHECKING:
     from weightsync_client.source.source import Source
     from weightsync_client.types import Version
 
-__all__ = ["Memory"]
+__all__ = ["PushHistory"]
 
 
-class Memory:
+class PushHistory:
     """What a client remembers from push to push.
 
     Args:
@@ -29,10 +29,10 @@ class Memory:
     """
 
     def __init__(self, address: str) -> None:
-        self.outlines = Outlines()
-        self.snapshot = Snapshot()
-        self.pace = Pace(address)
-        self.codec = Warmth(compile_codec)
+        self.outlines = LayoutCache()
+        self.snapshot = SnapshotStore()
+        self.pace = LinkSpeed(address)
+        self.codec = Warmup(compile_codec)
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.copied = False
         #: It was tried whether the server does that.

@@ -16,7 +16,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
-from weightsync_client.push.session import NOTHING_SENT, Push
+from weightsync_client.push.session import NOTHING_SENT, PushSession
 from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
 from weightsync_client.rpc.retry import Invoke
 from weightsync_client.rpc.validate import metadata, text, whole_number
@@ -26,16 +26,16 @@ from weightsync_client.types import PushKind, PushResult
 from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
-    from weightsync_client.push.history import Memory
+    from weightsync_client.push.history import PushHistory
     from weightsync_client.rpc.channels import Link
     from weightsync_client.snapshot.delta_shards import DeltaShards
     from weightsync_client.snapshot.host_tensor import HeldTensor
-    from weightsync_client.snapshot.snapshot import Held, Taking
-    from weightsync_client.source.shards import Keeper
+    from weightsync_client.snapshot.snapshot import Snapshot, SnapshotCapture
+    from weightsync_client.source.shards import ByteSink
     from weightsync_client.source.source import Source
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["Delivery"]
+__all__ = ["PushPolicy"]
 
 # Where a delta fails so, all of the tensors may do better: the server lacks the base, found other
 # bytes than those that were made of ours, or knows no deltas.
@@ -77,7 +77,7 @@ def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
         yield tensors.pop()
 
 
-class Delivery:
+class PushPolicy:
     """One push; `run` is called once.
 
     Args:
@@ -99,7 +99,7 @@ class Delivery:
         source: Source,
         options: PushOptions,
         retry: Retry,
-        memory: Memory,
+        memory: PushHistory,
         on_source_free: Callable[[], None] | None = None,
     ) -> None:
         whole_number("streams", options.get("streams", 1), 1)
@@ -125,7 +125,7 @@ class Delivery:
         self._run_id = self._metadata.get("run_id", "")
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._push: Push | None = None
+        self._push: PushSession | None = None
         self._ticket = memory.snapshot.line_up() if self._wanted != "never" else None
         #: What a try as a delta has used up of an iterable.
         self._read: dict[str, HeldTensor] = {}
@@ -243,7 +243,7 @@ class Delivery:
         tensors = self._source.tensors
         return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
 
-    def _changes(self, base: Held) -> DeltaShards:
+    def _changes(self, base: Snapshot) -> DeltaShards:
         from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
         from weightsync_client.snapshot.grouping import as_they_come, by_size
         from weightsync_client.snapshot.sampling import sampled
@@ -291,7 +291,7 @@ class Delivery:
     def _kept(self, reason: Fallback) -> PushResult:
         """Send all, and keep it for the next delta once it is committed."""
         snapshot, source = self._memory.snapshot, self._source
-        taking: Taking | None
+        taking: SnapshotCapture | None
         if source.flow is None:
             taking = snapshot.take(source.tensors)
         else:
@@ -309,7 +309,7 @@ class Delivery:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result
 
-    def _sent(self, push: Push, reason: Fallback | str) -> PushResult:
+    def _sent(self, push: PushSession, reason: Fallback | str) -> PushResult:
         result = push.run()
         self._memory.copied = push.copied and not result.durable
         if result.way is Way.STREAM:
@@ -322,11 +322,11 @@ class Delivery:
         self,
         source: Source,
         reason: Fallback | str = "",
-        keeper: Keeper | None = None,
-    ) -> Push:
+        keeper: ByteSink | None = None,
+    ) -> PushSession:
         request = self._request(source, reason)
         with self._lock:
-            self._push = Push(
+            self._push = PushSession(
                 self._link,
                 self._invoke,
                 request,

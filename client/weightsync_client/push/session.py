@@ -19,18 +19,18 @@ from weightsync_client.errors import (
 )
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Asking, Invoke
-from weightsync_client.source.shards import Keeper, Shard
+from weightsync_client.rpc.retry import Invoke, RetryingCalls
+from weightsync_client.source.shards import ByteSink, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport import messages
 from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.grpc_transport import Done, Opened, Sending
-from weightsync_client.transport.shm_transport import SameHost, why_streamed
+from weightsync_client.transport.grpc_transport import Done, GrpcTransport, OpenedPush
+from weightsync_client.transport.shm_transport import ShmTransport, why_streamed
 from weightsync_client.types import PushResult
 from weightsync_client.ways import Streamed
 
-__all__ = ["NOTHING_SENT", "Push"]
+__all__ = ["NOTHING_SENT", "PushSession"]
 
 NOTHING_SENT = "nothing was sent, and no version was made"
 _UNKNOWN = (
@@ -43,7 +43,7 @@ _UNKNOWN = (
 _FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE, Reason.WRITER_LEFT})
 
 
-class Push:
+class PushSession:
     """One push; `run` is called once.
 
     Args:
@@ -66,10 +66,10 @@ class Push:
         options: PushOptions,
         retry: Retry,
         on_source_free: Callable[[], None] | None = None,
-        keeper: Keeper | None = None,
+        keeper: ByteSink | None = None,
     ) -> None:
         self._link = link
-        self._ask = Asking(link, invoke, retry, lambda: self._sending.stop)
+        self._ask = RetryingCalls(link, invoke, retry, lambda: self._sending.stop)
         self._request = request
         self._source = source
         self._options = options
@@ -92,11 +92,11 @@ class Push:
         why = why_streamed(link.address, source, options)
         facts = link, self._ask, source, why, keeper, self._count
         collects = options.get("same_host", "auto") == "auto"
-        self._same_host = SameHost(*facts, collects=collects)
+        self._same_host = ShmTransport(*facts, collects=collects)
         self._reset()
 
     def _reset(self) -> None:
-        self._sending = Sending(
+        self._sending = GrpcTransport(
             self._link,
             self._ask,
             self._source,
@@ -187,7 +187,7 @@ class Push:
             raise self._sending.error
         if self._same_host.reason:
             self._sending.run(
-                Opened(
+                OpenedPush(
                     push_id=reply.push_id,
                     endpoints=self._link.endpoints(reply.data_endpoints),
                     chunk_bytes=self._chunk_bytes,

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Warmth", "compile_codec"]
+__all__ = ["Warmup", "compile_codec"]
 
 
-class Warmth:
+class Warmup:
     """Compiles in a thread of its own, once; until then what is compiled is slower.
 
     Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.rpc.channels import Link
 
-__all__ = ["Asking", "Invoke", "Patience"]
+__all__ = ["Invoke", "RetryBudget", "RetryingCalls"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Invoke(Protocol):
         """Return what the call's answer says."""
 
 
-class Patience:
+class RetryBudget:
     """How long one call is asked again.
 
     Args:
@@ -68,7 +68,7 @@ class Patience:
         return None if last or error.reason not in _AWAY else pause
 
 
-class Asking:
+class RetryingCalls:
     """Asks again until there is an answer, the retries are used up, or `stop` is set.
 
     Args:

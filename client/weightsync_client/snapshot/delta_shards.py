@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync_client.snapshot.host_tensor import HeldTensor
-    from weightsync_client.snapshot.snapshot import Held
+    from weightsync_client.snapshot.snapshot import Snapshot
     from weightsync_client.source.tensors import SourceTensor
 
 __all__ = ["DeltaShards", "default_threads"]
@@ -53,7 +53,7 @@ class DeltaShards(Iterable[Shard]):
     def __init__(
         self,
         groups: Iterator[list[SourceTensor]],
-        base: Held,
+        base: Snapshot,
         *,
         zstd: bool,
         most_changed: float = 1.0,

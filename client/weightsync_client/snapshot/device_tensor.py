@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from weightsync.delta import TensorChange
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync_client.snapshot.differing import Difference
+    from weightsync_client.snapshot.differing import ChangedElements
     from weightsync_client.snapshot.searching import Pair
     from weightsync_client.source.tensors import Scratch, SourceTensor
 
@@ -119,7 +119,7 @@ class DeviceTensor:
         kind = _WORDS[self._width]
         return self._data.view(kind), self._flat(tensor).view(kind)
 
-    def found(self, difference: Difference, new: torch.Tensor) -> None:
+    def found(self, difference: ChangedElements, new: torch.Tensor) -> None:
         """Keep what `advance` needs, whichever is less."""
         index, after = difference.index, difference.after
         few = index.nbytes + after.nbytes < new.nbytes
@@ -188,7 +188,7 @@ def _changes_of(
 
 def _found(
     kernels: Kernels | None, pairs: Sequence[Pair]
-) -> tuple[list[Difference], list[torch.Tensor]]:
+) -> tuple[list[ChangedElements], list[torch.Tensor]]:
     """Return what differs in each pair, and flags that tell whether one was written meanwhile."""
     ours = [kernels is not None and fits(*pair) for pair in pairs]
     known = [pair for pair, own in zip(pairs, ours, strict=True) if own]
@@ -204,7 +204,7 @@ def _digests(
     kernels: Kernels | None,
     pairs: Sequence[tuple[DeviceTensor, SourceTensor]],
     words: Sequence[Pair],
-    found: Sequence[Difference],
+    found: Sequence[ChangedElements],
 ) -> DeviceDigests | None:
     """Have the device digest what has changed; None: the host does."""
     if kernels is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Difference", "differing", "on_host"]
+__all__ = ["ChangedElements", "differing", "on_host"]
 
 #: Elements that are compared at a time: positions take eight bytes before they are narrowed.
 _PIECE = 1 << 26
@@ -28,7 +28,7 @@ _PINNED = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ChangedElements:
     """What differs between a tensor before and after, on its device.
 
     Attributes:
@@ -42,7 +42,7 @@ class Difference:
     after: torch.Tensor
 
 
-def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Difference]:
+def differing(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[ChangedElements]:
     """Return what differs in each of several tensors of one device, which is asked once.
 
     Args:
@@ -68,7 +68,7 @@ def _counts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
     return found
 
 
-def _difference(old: torch.Tensor, new: torch.Tensor, counts: Iterator[int]) -> Difference:
+def _difference(old: torch.Tensor, new: torch.Tensor, counts: Iterator[int]) -> ChangedElements:
     narrow = torch.int32 if len(old) < 1 << 31 else torch.int64
     # A piece's count is taken for every piece, also where nothing differs.
     found = [
@@ -77,9 +77,9 @@ def _difference(old: torch.Tensor, new: torch.Tensor, counts: Iterator[int]) -> 
         if count
     ]
     if not found:
-        return Difference(torch.empty(0, dtype=narrow, device=old.device), old[:0], new[:0])
+        return ChangedElements(torch.empty(0, dtype=narrow, device=old.device), old[:0], new[:0])
     index = found[0] if len(found) == 1 else torch.cat(found)
-    return Difference(index, old.index_select(0, index), new.index_select(0, index))
+    return ChangedElements(index, old.index_select(0, index), new.index_select(0, index))
 
 
 def _positions(marks: torch.Tensor, count: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightsync.wire.addresses import is_private
 
-__all__ = ["Pace"]
+__all__ = ["LinkSpeed"]
 
 #: Bytes per second below which zstd saves more time than it takes: both sides together, on one
 #: core, between 110 and 270 MB/s at 1 to 30 % of changes.
@@ -13,7 +13,7 @@ _SLOW = 150e6
 _LEAST_BYTES = 8 << 20
 
 
-class Pace:
+class LinkSpeed:
     """Measures pushes in full; those of deltas mostly wait for their encoder.
 
     Args:

@@ -13,7 +13,7 @@ from weightsync_client.source.tensors import Scratch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from weightsync_client.snapshot.snapshot import Held
+    from weightsync_client.snapshot.snapshot import Snapshot
     from weightsync_client.source.tensors import SourceTensor
 
 __all__ = ["Sample", "sampled"]
@@ -47,7 +47,7 @@ def _places(tensors: Sequence[SourceTensor], total: int) -> Iterator[tuple[Sourc
         passed += tensor.size
 
 
-def sampled(tensors: Sequence[SourceTensor], base: Held, *, zstd: bool) -> Sample:
+def sampled(tensors: Sequence[SourceTensor], base: Snapshot, *, zstd: bool) -> Sample:
     """Return how a delta would come out, roughly; zeros for what is small anyway."""
     total = sum(tensor.size for tensor in tensors)
     if total < _LEAST_BYTES:

@@ -16,7 +16,7 @@ import torch
 from weightsync.gpu.device_digest import Digests, digestible
 from weightsync.gpu.device_kernels import Kernels, Launch
 from weightsync.gpu.spans import THREADS, cut
-from weightsync_client.snapshot.differing import Difference
+from weightsync_client.snapshot.differing import ChangedElements
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class Searched(NamedTuple):
         changed: An integer on the device: other than 0 if a tensor was written meanwhile.
     """
 
-    differences: list[Difference]
+    differences: list[ChangedElements]
     changed: torch.Tensor
 
 
@@ -101,7 +101,7 @@ def _taken(
     borders: torch.Tensor,
     places: torch.Tensor,
     changed: torch.Tensor,
-) -> Difference:
+) -> ChangedElements:
     """Return what differs in a pair of which it is known how much; `places` is scratch."""
     old, new = pair
     narrow = torch.int32 if len(old) < 1 << 31 else torch.int64
@@ -112,7 +112,7 @@ def _taken(
         row = old.data_ptr()
         _queue(kernels, "take_changes", old, table, borders, row, places, after, changed)
     index = places.to(narrow, copy=True)
-    return Difference(index, old.index_select(0, index), after)
+    return ChangedElements(index, old.index_select(0, index), after)
 
 
 def _queue(

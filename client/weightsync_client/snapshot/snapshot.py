@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from weightsync_client.source.tensors import Scratch, SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["FlowTaking", "Held", "Taking"]
+__all__ = ["Snapshot", "SnapshotCapture", "StreamingCapture"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Snapshot:
     """A version's bytes, held whole.
 
     Attributes:
@@ -93,7 +93,7 @@ class Held:
             tensor.forget()
 
 
-class Taking:
+class SnapshotCapture:
     """Bytes of a version that is being sent; they become a snapshot once it is committed.
 
     Args:
@@ -121,7 +121,9 @@ class Taking:
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.device is not None
 
-    def whole(self, result: PushResult, run_id: str, digests: Mapping[str, bytes]) -> Held | None:
+    def whole(
+        self, result: PushResult, run_id: str, digests: Mapping[str, bytes]
+    ) -> Snapshot | None:
         """Return the version that was committed; None if its bytes did not come by here."""
         # Whoever keeps the push, keeps us as well, and the next version may need the room.
         tensors, self._tensors = self._tensors, {}
@@ -131,12 +133,12 @@ class Taking:
         for name, tensor in tensors.items():
             tensor.seal(digests[name])
         signature = signature_of((n, tensors[n].dtype, tensors[n].shape) for n in sorted(tensors))
-        return Held(
+        return Snapshot(
             result.version, result.content_digest, result.size_bytes, signature, run_id, tensors
         )
 
 
-class FlowTaking(Taking):
+class StreamingCapture(SnapshotCapture):
     """The same for tensors that come one after the other, while there is room for them.
 
     Args:

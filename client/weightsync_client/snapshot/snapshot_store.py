@@ -15,7 +15,7 @@ from weightsync.model.digest import content_digest
 from weightsync_client.errors import refuse
 from weightsync_client.push_reasons import Fallback, Unfit
 from weightsync_client.snapshot.copy_budget import room_for, roomy
-from weightsync_client.snapshot.snapshot import FlowTaking, Held, Taking
+from weightsync_client.snapshot.snapshot import Snapshot, SnapshotCapture, StreamingCapture
 from weightsync_client.source.tensors import Scratch, settle
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weightsync_client.source.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["Snapshot", "read_held"]
+__all__ = ["SnapshotStore", "read_held"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _make(
     return made
 
 
-def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
+def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Snapshot:
     """Return a copy of tensors; its version is not known yet.
 
     Raises:
@@ -79,10 +79,10 @@ def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Held:
     for tensor in tensors:
         held[tensor.name].fill(tensor, scratch)
     digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
-    return Held(0, digest, layout.size, layout.signature, "", held)
+    return Snapshot(0, digest, layout.size, layout.signature, "", held)
 
 
-class Snapshot:
+class SnapshotStore:
     """What the next delta is made against: the last version that was kept, or nothing.
 
     Never a mixture: a version takes its place when its commit is acknowledged, whole. A push that
@@ -93,7 +93,7 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self.held: Held | None = None
+        self.held: Snapshot | None = None
         self._changed = threading.Condition()
         self._turns: deque[object] = deque()
 
@@ -127,7 +127,7 @@ class Snapshot:
         finally:
             self.leave(ticket)
 
-    def base_of(self, layout: Layout | None, run_id: str) -> Held:
+    def base_of(self, layout: Layout | None, run_id: str) -> Snapshot:
         """Return the version that a delta of such a version can be made against.
 
         Args:
@@ -149,7 +149,7 @@ class Snapshot:
             )
         return held
 
-    def take(self, tensors: Sequence[SourceTensor]) -> Taking | None:
+    def take(self, tensors: Sequence[SourceTensor]) -> SnapshotCapture | None:
         """Return where the bytes of a push in full are kept; None where there is no room."""
         devices, enough = roomy(tensors)
         wanted = {tensor.device for tensor in tensors if tensor.device is not None}
@@ -159,11 +159,11 @@ class Snapshot:
         if not enough:
             return None
         try:
-            return Taking(_make(tensors, devices))
+            return SnapshotCapture(_make(tensors, devices))
         except MemoryError:
             return None
 
-    def take_flow(self, read: Mapping[str, HeldTensor]) -> FlowTaking:
+    def take_flow(self, read: Mapping[str, HeldTensor]) -> StreamingCapture:
         """Return where the bytes of a push in full are kept that come one after the other.
 
         Args:
@@ -171,11 +171,11 @@ class Snapshot:
         """
         if self.held is not None and not room_for(self.held.size):
             self.held = None
-        return FlowTaking(read)
+        return StreamingCapture(read)
 
     def advance(
         self,
-        base: Held,
+        base: Snapshot,
         result: PushResult,
         run_id: str,
         blobs: Sequence[NDArray[np.uint8]],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["Outlines"]
+__all__ = ["LayoutCache"]
 
 
 class _Outline(NamedTuple):
@@ -33,7 +33,7 @@ class _Outline(NamedTuple):
         return shards
 
 
-class Outlines:
+class LayoutCache:
     """Knows how the tensors of the last call lay; threads may share it. It keeps no tensor."""
 
     def __init__(self) -> None:

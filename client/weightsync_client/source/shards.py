@@ -20,9 +20,9 @@ from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.source.tensors import Read, Scratch, SourceTensor
 
 __all__ = [
+    "ByteSink",
     "Frame",
     "Keep",
-    "Keeper",
     "Part",
     "Shard",
     "ShardReader",
@@ -46,7 +46,7 @@ Part = bytes | memoryview
 Keep = Callable[[str, int, memoryview], None]
 
 
-class Keeper(Protocol):
+class ByteSink(Protocol):
     """Keeps the bytes of every tensor that is sent."""
 
     def keep(self, name: str, offset: int, piece: memoryview) -> None:

@@ -17,11 +17,11 @@ from weightsync.model.manifest import Layout
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.copy_memory import CopyMemory
-from weightsync_client.source.layout_cache import Outlines
+from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
 
-__all__ = ["Change", "Flow", "PushSource", "Source", "make_source"]
+__all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -29,7 +29,7 @@ _INDEX = "model.safetensors.index.json"
 PushSource = Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
 
 
-class Change(Protocol):
+class DeltaSource(Protocol):
     """A delta whose shards hold their own bytes: the caller's tensors are read for none of them."""
 
     @property
@@ -114,7 +114,7 @@ class Source:
     layout: Layout | None
     tensors: tuple[SourceTensor, ...] = ()
     flow: Flow | None = None
-    delta: Change | None = None
+    delta: DeltaSource | None = None
     ready: Callable[[], None] = lambda: None
 
     @property
@@ -132,7 +132,7 @@ class Source:
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
-def make_source(source: object, shard_bytes: int, outlines: Outlines | None = None) -> Source:
+def make_source(source: object, shard_bytes: int, outlines: LayoutCache | None = None) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
     Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
@@ -153,7 +153,7 @@ def make_source(source: object, shard_bytes: int, outlines: Outlines | None = No
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
         # These hold all of their tensors; what else can be iterated may make them one by one.
-        return _of_pairs(source, shard_bytes, outlines or Outlines())
+        return _of_pairs(source, shard_bytes, outlines or LayoutCache())
     if isinstance(source, Iterable):
         flow = Flow(iter(source), shard_bytes)
         return Source(flow.shards(), None, flow=flow)
@@ -166,7 +166,7 @@ def make_source(source: object, shard_bytes: int, outlines: Outlines | None = No
     )
 
 
-def _of_pairs(pairs: Iterable[object], shard_bytes: int, outlines: Outlines) -> Source:
+def _of_pairs(pairs: Iterable[object], shard_bytes: int, outlines: LayoutCache) -> Source:
     tensors = [_wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:

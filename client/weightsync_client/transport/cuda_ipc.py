@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.gpu.ipc import place_of
 from weightsync.model.digest import DIGEST_BYTES
-from weightsync.shm.same_host_client import Placed
+from weightsync.shm.same_host_client import IpcPlacement
 from weightsync.shm.same_host_server import MOST_PLACES
 from weightsync_client.source.tensors import Scratch, settle
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.shm.same_host_client import Borrower
-    from weightsync_client.source.shards import Keeper, Shard
+    from weightsync.shm.same_host_client import SameHostClient
+    from weightsync_client.source.shards import ByteSink, Shard
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["Collection"]
+__all__ = ["CudaIpcTransport"]
 
 #: Shards that are told one by one before all others are: the server is at work on them meanwhile.
 _FIRST = 3
 
 
-class Collection:
+class CudaIpcTransport:
     """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
 
     Args:
@@ -37,19 +37,19 @@ class Collection:
         keeper: Gets the bytes of every tensor; only those that it copies itself can go this way.
     """
 
-    def __init__(self, tensors: Mapping[str, SourceTensor], keeper: Keeper | None) -> None:
+    def __init__(self, tensors: Mapping[str, SourceTensor], keeper: ByteSink | None) -> None:
         self._tensors = tensors
         self._keeper = keeper
         self._begun: list[Shard] = []
         #: Where shards lie of which that was found out ahead, by index.
-        self._known: dict[int, Placed | None] = {}
+        self._known: dict[int, IpcPlacement | None] = {}
         #: Shards that the server could copy if their tensors lay on one GPU.
         self.mixed = 0
         #: Memory that must stay as it is.
         self._held: list[torch.Tensor] = []
 
     def begin(
-        self, borrower: Borrower, shards: Iterable[Shard], stop: threading.Event
+        self, borrower: SameHostClient, shards: Iterable[Shard], stop: threading.Event
     ) -> list[Shard]:
         """Have the server begin to copy what it can; return the shards that it does not.
 
@@ -74,7 +74,7 @@ class Collection:
             self._keep(shard)
         return left
 
-    def finish(self, borrower: Borrower, then: Callable[[Shard, list[bytes]], None]) -> None:
+    def finish(self, borrower: SameHostClient, then: Callable[[Shard, list[bytes]], None]) -> None:
         """Return once every shard was copied.
 
         Args:
@@ -94,9 +94,9 @@ class Collection:
         """Hold no memory any more: all was copied, or the connection has ended."""
         self._held.clear()
 
-    def _tell(self, borrower: Borrower, shards: Iterable[Shard]) -> None:
+    def _tell(self, borrower: SameHostClient, shards: Iterable[Shard]) -> None:
         self._known = {shard.index: self._found(shard) for shard in shards}
-        batch: dict[int, Placed] = {}
+        batch: dict[int, IpcPlacement] = {}
         places = 0
         for index, where in self._known.items():
             if where is None:
@@ -108,10 +108,10 @@ class Collection:
                 batch, places = {}, 0
         borrower.lying(batch)
 
-    def _placed(self, shard: Shard) -> Placed | None:
+    def _placed(self, shard: Shard) -> IpcPlacement | None:
         return self._known[shard.index] if shard.index in self._known else self._found(shard)
 
-    def _found(self, shard: Shard) -> Placed | None:
+    def _found(self, shard: Shard) -> IpcPlacement | None:
         """Return where a shard lies; None: not on one GPU, or not where the server can reach it."""
         tensors = [self._tensors.get(entry.name) for entry in shard.tensors]
         filled = [tensor for tensor in tensors if tensor is not None and tensor.size]
@@ -134,7 +134,7 @@ class Collection:
         handles = list(dict.fromkeys(place.handle for place in places))
         numbers = {handle: number for number, handle in enumerate(handles)}
         told = [(numbers[place.handle], place.offset) for place in places]
-        return Placed(places[0].uuid, _header(shard), handles, told)
+        return IpcPlacement(places[0].uuid, _header(shard), handles, told)
 
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.

@@ -14,21 +14,21 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import AbortedError, ClientError, passing
 from weightsync_client.options import Retry
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Asking
+from weightsync_client.rpc.retry import RetryingCalls
 from weightsync_client.source.shards import Keep, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.transport import messages
 from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.shard_queue import Job, Jobs
-from weightsync_client.transport.stream import Lane
+from weightsync_client.transport.shard_queue import Jobs, ShardJob
+from weightsync_client.transport.stream import StreamConnection
 
-__all__ = ["Done", "Opened", "Sending"]
+__all__ = ["Done", "GrpcTransport", "OpenedPush"]
 
 #: The tensors of one shard and their digests.
 Done = tuple[tuple[TensorEntry, ...], list[bytes]]
 
 
-class Opened(NamedTuple):
+class OpenedPush(NamedTuple):
     """A push that the server has opened.
 
     Attributes:
@@ -48,7 +48,7 @@ class Opened(NamedTuple):
     elsewhere: Container[int]
 
 
-class Sending:
+class GrpcTransport:
     """Sends the shards of one push; `run` is called once.
 
     Threads: `run` hands out shards, each lane sends with one, gRPC makes messages in one more per
@@ -73,7 +73,7 @@ class Sending:
     def __init__(
         self,
         link: Link,
-        ask: Asking,
+        ask: RetryingCalls,
         source: Source,
         retry: Retry,
         streams: int,
@@ -92,13 +92,13 @@ class Sending:
         self._keep = keep
         self._on_bytes = on_bytes
         self._on_taken = on_taken
-        self._opened: Opened
+        self._opened: OpenedPush
         self._lock = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._lanes: list[StreamConnection] = []
         self._jobs = Jobs()
         self._permits = threading.Semaphore(streams)
 
-    def run(self, opened: Opened) -> None:
+    def run(self, opened: OpenedPush) -> None:
         """Send every shard, or what the server lacks of it.
 
         Raises:
@@ -113,7 +113,9 @@ class Sending:
         # Pushes that have fewer lanes than there are endpoints do not all take the same ones.
         first = zlib.crc32(opened.push_id.encode())
         self._lanes = [
-            Lane(self._link, endpoints[(first + i) % len(endpoints)] if endpoints else "")
+            StreamConnection(
+                self._link, endpoints[(first + i) % len(endpoints)] if endpoints else ""
+            )
             for i in range(count)
         ]
         threads = [
@@ -143,7 +145,7 @@ class Sending:
         while not self.stop.is_set() and (shard := next(shards, None)) is not None:
             if shard.index in self._opened.elsewhere:
                 continue
-            job = Job(shard, ShardDigester(shard, self._keep))
+            job = ShardJob(shard, ShardDigester(shard, self._keep))
             job.take_up(self._opened.held.get(shard.index))
             job.layout_held |= self._opened.layout_known
             if not again:
@@ -173,7 +175,7 @@ class Sending:
 
     # One lane.
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, lane: StreamConnection) -> None:
         try:
             while not self.stop.is_set() and (job := self._next_job(lane)) is not None:
                 pending = [job]
@@ -184,15 +186,15 @@ class Sending:
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self.fail(error)
 
-    def _next_job(self, lane: Lane) -> Job | None:
+    def _next_job(self, lane: StreamConnection) -> ShardJob | None:
         try:
             return self._jobs.soon()
         except queue.Empty:
             return self._wait_alive(lane)
 
-    def _wait_alive(self, lane: Lane) -> Job | None:
+    def _wait_alive(self, lane: StreamConnection) -> ShardJob | None:
         """Wait for the next shard on a stream that tells the server that there will be one."""
-        found: list[Job | None] = []
+        found: list[ShardJob | None] = []
         while not found and not self.stop.is_set():
             error = lane.carry(self._jobs.heartbeats(self._opened.push_id, found))
             if error is not None and not _resumable(error):
@@ -201,7 +203,7 @@ class Sending:
                 self.stop.wait(self._retry.max_s)
         return found[0] if found else None
 
-    def _deliver(self, lane: Lane, pending: list[Job]) -> None:
+    def _deliver(self, lane: StreamConnection, pending: list[ShardJob]) -> None:
         failures = 0
         while True:
             error = lane.carry(self._messages(lane, pending))
@@ -218,7 +220,9 @@ class Sending:
             if failures >= self._retry.attempts:
                 raise error
 
-    def _messages(self, lane: Lane, pending: list[Job]) -> Generator[messages.Message, None, None]:
+    def _messages(
+        self, lane: StreamConnection, pending: list[ShardJob]
+    ) -> Generator[messages.Message, None, None]:
         yield messages.join_message(self._opened.push_id)
         for job in list(pending):
             yield from self._job_messages(lane, job)
@@ -227,7 +231,7 @@ class Sending:
             pending.append(next_job)
             yield from self._job_messages(lane, next_job)
 
-    def _job_messages(self, lane: Lane, job: Job) -> Iterator[messages.Message]:
+    def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
         if not job.layout_held:
             yield from messages.layout_messages(job.shard)
         reader = job.shard.open(lane.scratch)
@@ -244,14 +248,14 @@ class Sending:
             reader.close()
         yield from messages.digest_messages(job.shard, job.digester.digests)
 
-    def _finish(self, pending: list[Job]) -> None:
+    def _finish(self, pending: list[ShardJob]) -> None:
         with self._lock:
             for job in pending:
                 self.done.append((job.shard.tensors, job.digester.digests))
 
     # After a cut.
 
-    def _take_up(self, pending: list[Job]) -> bool:
+    def _take_up(self, pending: list[ShardJob]) -> bool:
         """Ask what the server holds; returns whether it holds more than when last asked."""
         reply = self._ask.get(self._opened.push_id)
         if reply.durability == pb.DURABILITY_FAILED:

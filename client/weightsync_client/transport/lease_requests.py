@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from weightsync.shm.same_host_client import Borrower
-    from weightsync.shm.same_host_server import Lent
+    from weightsync.shm.same_host_client import SameHostClient
+    from weightsync.shm.same_host_server import WriteLease
     from weightsync_client.source.shards import Shard
 
-__all__ = ["Errands"]
+__all__ = ["LeaseRequests"]
 
 _T = TypeVar("_T")
 
 
-class Errands:
+class LeaseRequests:
     """Borrows memory before it is needed, and gives it back while others go on writing.
 
     The connection answers one request at a time, so one thread does them all, in order. Its methods
@@ -36,7 +36,7 @@ class Errands:
 
     def __init__(
         self,
-        borrower: Borrower,
+        borrower: SameHostClient,
         shards: Iterator[Shard],
         ahead: int,
         on_error: Callable[[BaseException], None],
@@ -45,12 +45,12 @@ class Errands:
         self._shards = shards
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._borrowed: deque[tuple[Shard, Future[Lent]]] = deque()
+        self._borrowed: deque[tuple[Shard, Future[WriteLease]]] = deque()
         self._thread = ThreadPoolExecutor(1, "weightsync-errands")
         for _ in range(ahead):
             self._borrow()
 
-    def next(self) -> tuple[Shard, Lent] | None:
+    def next(self) -> tuple[Shard, WriteLease] | None:
         """Return a shard and its memory, which the caller gives back; None: there is none left.
 
         Raises:

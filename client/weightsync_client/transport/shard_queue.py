@@ -12,14 +12,14 @@ from weightsync_client.source.shards import Shard
 from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.messages import Message, heartbeat_message, join_message
 
-__all__ = ["Job", "Jobs"]
+__all__ = ["Jobs", "ShardJob"]
 
 #: Silence after which a lane tells the server that the source is still at work.
 _HEARTBEAT_S = 10.0
 
 
 @dataclass(slots=True)
-class Job:
+class ShardJob:
     """One shard to send.
 
     Attributes:
@@ -44,13 +44,13 @@ class Jobs:
     """The queue from the source to the lanes; None in it tells one lane that it is done."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ShardJob | None] = queue.SimpleQueue()
 
-    def put(self, job: Job | None) -> None:
+    def put(self, job: ShardJob | None) -> None:
         """Add a shard, or the end for one lane."""
         self._queue.put(job)
 
-    def soon(self) -> Job | None:
+    def soon(self) -> ShardJob | None:
         """Return the next shard, or None at the end.
 
         Raises:
@@ -58,7 +58,7 @@ class Jobs:
         """
         return self._queue.get(timeout=_HEARTBEAT_S)
 
-    def now(self) -> Job | None:
+    def now(self) -> ShardJob | None:
         """Return a shard that lies ready, if there is one."""
         with contextlib.suppress(queue.Empty):
             job = self._queue.get_nowait()
@@ -67,7 +67,9 @@ class Jobs:
             self._queue.put(None)
         return None
 
-    def heartbeats(self, push_id: str, found: list[Job | None]) -> Generator[Message, None, None]:
+    def heartbeats(
+        self, push_id: str, found: list[ShardJob | None]
+    ) -> Generator[Message, None, None]:
         """Yield the messages of a stream that stays open until there is something to `found`."""
         yield join_message(push_id)
         while not found:

@@ -10,8 +10,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_private
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.transport import messages
-from weightsync_client.transport.shm_writer import HandOff
-from weightsync_client.transport.stream import Lane
+from weightsync_client.transport.shm_writer import ShmWriter
+from weightsync_client.transport.stream import StreamConnection
 from weightsync_client.ways import Streamed, Way
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync_client.options import PushOptions
     from weightsync_client.rpc.channels import Link
-    from weightsync_client.rpc.retry import Asking
-    from weightsync_client.source.shards import Keeper
+    from weightsync_client.rpc.retry import RetryingCalls
+    from weightsync_client.source.shards import ByteSink
     from weightsync_client.source.source import Source
 
-__all__ = ["SameHost", "why_streamed"]
+__all__ = ["ShmTransport", "why_streamed"]
 
 
 def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed | None:
@@ -38,7 +38,7 @@ def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed
     return Streamed.ITERABLE if source.layout is None else None
 
 
-class SameHost:
+class ShmTransport:
     """What one push hands over; `run` may be called again after `reset`.
 
     Attributes:
@@ -57,10 +57,10 @@ class SameHost:
     def __init__(
         self,
         link: Link,
-        ask: Asking,
+        ask: RetryingCalls,
         source: Source,
         reason: Streamed | None,
-        keeper: Keeper | None,
+        keeper: ByteSink | None,
         on_bytes: Callable[[int], None],
         *,
         collects: bool = True,
@@ -78,7 +78,7 @@ class SameHost:
     def reset(self) -> None:
         """Forget what was handed over, for a push that begins again."""
         facts = self._source, self._keeper, self._on_bytes
-        self._work = HandOff(*facts, collects=self._collects)
+        self._work = ShmWriter(*facts, collects=self._collects)
 
     def give_up(self, reason: Streamed) -> None:
         """Hand nothing over any more."""
@@ -132,7 +132,7 @@ class SameHost:
         return held
 
     def _tell_layout(self, push_id: str) -> None:
-        lane = Lane(self._link, "")
+        lane = StreamConnection(self._link, "")
         try:
             parts = (messages.layout_messages(shard) for shard in self._source.shards)
             told = itertools.chain([messages.join_message(push_id)], *parts)

@@ -11,14 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
-from weightsync.shm.same_host_client import Borrower, map_lent
-from weightsync.shm.same_host_server import Lent
+from weightsync.shm.same_host_client import SameHostClient, map_lent
+from weightsync.shm.same_host_server import WriteLease
 from weightsync.shm.segments import reserved_size
-from weightsync_client.source.shards import Keeper, Part, Shard, pieces
+from weightsync_client.source.shards import ByteSink, Part, Shard, pieces
 from weightsync_client.source.tensors import Scratch
-from weightsync_client.transport.cuda_ipc import Collection
+from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.lease_requests import Errands
+from weightsync_client.transport.lease_requests import LeaseRequests
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.source.source import Source
 
-__all__ = ["HandOff"]
+__all__ = ["ShmWriter"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _ALIVE_S = 10.0
 _Write = Callable[[Sequence[Part], int], None]
 
 
-class HandOff:
+class ShmWriter:
     """Writes the shards of one push; `run` is called once.
 
     Args:
@@ -62,7 +62,7 @@ class HandOff:
     def __init__(
         self,
         source: Source,
-        keeper: Keeper | None,
+        keeper: ByteSink | None,
         on_bytes: Callable[[int], None],
         *,
         collects: bool = True,
@@ -77,7 +77,7 @@ class HandOff:
         self._stop = threading.Event()
         self._piece = _LEAST_PIECE
         self._cancelled = False
-        self._borrower: Borrower | None = None
+        self._borrower: SameHostClient | None = None
         self._error: BaseException | None = None
         #: Tensors and digests of every shard that the server took, by index.
         self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
@@ -94,7 +94,7 @@ class HandOff:
             WeightSyncError: It refused.
         """
         collection = self._collection()
-        self._borrower = Borrower(offer.socket, offer.secret)
+        self._borrower = SameHostClient(offer.socket, offer.secret)
         try:
             # The largest first, so that nobody begins one when the others have ended.
             waiting = sorted(
@@ -107,7 +107,7 @@ class HandOff:
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = max(_LEAST_PIECE, _PIECE * count)
             # One more than can be written: its memory is ready when a thread comes for it.
-            errands = Errands(self._borrower, iter(waiting), count + 1, self._fail)
+            errands = LeaseRequests(self._borrower, iter(waiting), count + 1, self._fail)
             try:
                 self._write_all(errands, count)
             finally:
@@ -120,9 +120,9 @@ class HandOff:
         if self._error is not None:
             raise self._error
 
-    def _collection(self) -> Collection:
+    def _collection(self) -> CudaIpcTransport:
         tensors = {tensor.name: tensor for tensor in self._source.tensors}
-        return Collection(tensors if self._collects else {}, self._keeper)
+        return CudaIpcTransport(tensors if self._collects else {}, self._keeper)
 
     def _note_mixed(self, shards: int) -> None:
         if shards:
@@ -139,7 +139,7 @@ class HandOff:
         self.copied.add(shard.index)
         self._on_bytes(shard.entry.size)
 
-    def _write_all(self, errands: Errands, count: int) -> None:
+    def _write_all(self, errands: LeaseRequests, count: int) -> None:
         threads = [
             threading.Thread(target=self._work, args=(errands,), name="weightsync-hand-off")
             for _ in range(count)
@@ -179,7 +179,7 @@ class HandOff:
         if self._borrower is not None:
             self._borrower.close()
 
-    def _work(self, errands: Errands) -> None:
+    def _work(self, errands: LeaseRequests) -> None:
         scratch = Scratch(views=True)
         try:
             with _own_streams(self._devices):
@@ -188,7 +188,9 @@ class HandOff:
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self._fail(error)
 
-    def _hand(self, errands: Errands, shard: Shard, lent: Lent, scratch: Scratch) -> None:
+    def _hand(
+        self, errands: LeaseRequests, shard: Shard, lent: WriteLease, scratch: Scratch
+    ) -> None:
         try:
             with _mapped(lent, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
@@ -229,7 +231,7 @@ class HandOff:
 
 
 @contextlib.contextmanager
-def _mapped(lent: Lent, size: int) -> Iterator[memoryview | None]:
+def _mapped(lent: WriteLease, size: int) -> Iterator[memoryview | None]:
     """Lend the memory itself where that is faster than pwrite(2)."""
     reserved = reserved_size(size)
     # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept

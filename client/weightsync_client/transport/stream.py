@@ -24,7 +24,7 @@ from weightsync_client.transport.messages import Message, serialize
 if TYPE_CHECKING:
     from weightsync_client.rpc.channels import Link
 
-__all__ = ["Feed", "Lane"]
+__all__ = ["RequestIterator", "StreamConnection"]
 
 Messages = Generator[Message, None, None]
 
@@ -41,7 +41,7 @@ _FOREIGN = frozenset(
 )
 
 
-class Feed(Iterator[Message]):
+class RequestIterator(Iterator[Message]):
     """Messages for one call, taken by gRPC's thread when the link has room for the next.
 
     Once `close` returned, no message is being made and none will be: the source is not in use.
@@ -80,7 +80,7 @@ class Feed(Iterator[Message]):
             self._messages.close()
 
 
-class Lane:
+class StreamConnection:
     """A connection of its own that carries one stream after the other.
 
     Args:
@@ -111,7 +111,7 @@ class Lane:
 
     def carry(self, messages: Messages) -> BaseException | None:
         """Send messages on a stream of their own; return what went wrong."""
-        feed = Feed(messages)
+        feed = RequestIterator(messages)
         try:
             self.send(feed)
         except ClientError as error:
@@ -141,7 +141,7 @@ class Lane:
             return error
         return refuse(Reason.SERVER_AWAY, f"a data port is not that of this server: {error}")
 
-    def send(self, feed: Feed) -> pb.PushWeightsResponse:
+    def send(self, feed: RequestIterator) -> pb.PushWeightsResponse:
         """Send what the feed gives and return the answer, which acknowledges every byte.
 
         Raises:

@@ -18,7 +18,7 @@ from weightsync_server.auth.roles import RULES, Role
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from weightsync_server.auth.caller import Attempt, Caller
+    from weightsync_server.auth.caller import Caller, RejectedCall
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["Audit"]
@@ -63,7 +63,7 @@ class Audit:
             for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)
         }
 
-    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """Count calls that were refused at the door; those of a principal get a line.
 
         Args:

@@ -12,15 +12,15 @@ from google.protobuf.message import DecodeError
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import release_with_call, to_status
-from weightsync_server.auth.caller import CALLER, Attempt, Caller
+from weightsync_server.auth.caller import CALLER, Caller, RejectedCall
 from weightsync_server.auth.roles import RULES, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from weightsync_server.auth.authenticator import Gate
+    from weightsync_server.auth.authenticator import Authenticator
 
-__all__ = ["MAX_MESSAGE_BYTES", "Auditor", "AuthorityInterceptor", "Told", "noting", "reader"]
+__all__ = ["MAX_MESSAGE_BYTES", "Auditor", "AuthorityInterceptor", "CallRecord", "noting", "reader"]
 
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = (4 << 20) + (64 << 10)
 class Auditor(Protocol):
     """Is told of every end; `weightsync_server.auth.audit.Audit` writes it down."""
 
-    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """A call was refused at the door, or so many alike were."""
 
     def write(self, caller: Caller, request: Any, response: Any, outcome: str) -> None:
@@ -41,7 +41,7 @@ class Auditor(Protocol):
 
 
 @dataclass
-class Told:
+class CallRecord:
     """What was said in a call.
 
     Attributes:
@@ -62,7 +62,7 @@ class AuthorityInterceptor(grpc.aio.ServerInterceptor):
         audit: Told of every end.
     """
 
-    def __init__(self, gate: Gate, model: str, audit: Auditor) -> None:
+    def __init__(self, gate: Authenticator, model: str, audit: Auditor) -> None:
         self.gate = gate
         self.model = model
         self.audit = audit
@@ -128,7 +128,7 @@ class _Entry:
         self._door = door
         self._method = method
         self._handler = handler
-        self._told = Told()
+        self._told = CallRecord()
         self._who = ""
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
@@ -227,7 +227,7 @@ class _Entry:
         except WeightSyncError as error:
             # The path is text from outside: cut.
             method = self._method.rpartition("/")[2][:64]
-            self._door.audit.refuse(error, Attempt(self._who, method, context.peer()))
+            self._door.audit.refuse(error, RejectedCall(self._who, method, context.peer()))
             await context.abort_with_status(to_status(error))
 
 
@@ -262,7 +262,7 @@ class _Opening:
 
 
 @contextlib.contextmanager
-def noting(audit: Auditor, caller: Caller, context: Any, told: Told) -> Iterator[None]:
+def noting(audit: Auditor, caller: Caller, context: Any, told: CallRecord) -> Iterator[None]:
     """Have the end of a call written down, if its work has begun.
 
     Args:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weightsync_server.auth.authority_file import AuthorityFile
     from weightsync_server.auth.endpoints import Endpoint
 
-__all__ = ["Gate"]
+__all__ = ["Authenticator"]
 
 _SCHEME = "Bearer "
 #: The same sentence for every failure: it tells nothing about tokens that exist.
@@ -24,7 +24,7 @@ _REMEDY = (
 )
 
 
-class Gate:
+class Authenticator:
     """Names the principal of each call that comes in on one endpoint.
 
     Args:

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from weightsync_server.auth.principals import Principal
     from weightsync_server.auth.roles import Role, Rule
 
-__all__ = ["CALLER", "Attempt", "Caller"]
+__all__ = ["CALLER", "Caller", "RejectedCall"]
 
 
-class Attempt(NamedTuple):
+class RejectedCall(NamedTuple):
     """A call that was refused at the door; what is not known is empty.
 
     Attributes:

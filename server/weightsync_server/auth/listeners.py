@@ -13,7 +13,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.named_methods import generic_only
 from weightsync.wire.unix_sockets import claimed, umask
 from weightsync_server.auth.auth_interceptor import MAX_MESSAGE_BYTES, AuthorityInterceptor
-from weightsync_server.auth.authenticator import Gate
+from weightsync_server.auth.authenticator import Authenticator
 from weightsync_server.auth.authority_file import AuthorityFile
 from weightsync_server.auth.tls import Certificates
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync_server.auth.endpoints import Endpoint
     from weightsync_server.settings import Settings
 
-__all__ = ["Doors"]
+__all__ = ["Listeners"]
 
 _OPTIONS = (
     # Two servers on one port would be a silent split brain.
@@ -50,7 +50,7 @@ _SOCKET_UMASK = 0o117
 _LOOK_S = 1.0
 
 
-class Doors:
+class Listeners:
     """Every address that the server listens on; nobody is served before `start`.
 
     Args:
@@ -97,7 +97,7 @@ class Doors:
         """
         bound = []
         for group in self._groups():
-            first = AuthorityInterceptor(Gate(group[0], self._file), self._model, audit)
+            first = AuthorityInterceptor(Authenticator(group[0], self._file), self._model, audit)
             server = grpc.aio.server(
                 interceptors=[first, *interceptors],
                 options=self._options,

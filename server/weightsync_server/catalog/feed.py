@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from weightsync.v1 import weightsync_pb2 as pb
 
-__all__ = ["Change", "Feed"]
+__all__ = ["ChangeFeed", "VersionEvent"]
 
 _QUEUE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class VersionEvent:
     """A version as it was after one change.
 
     Attributes:
@@ -35,18 +35,18 @@ class Change:
     initial: bool = False
 
 
-class Feed:
+class ChangeFeed:
     """Hands each change to all watchers without waiting for any of them."""
 
     def __init__(self) -> None:
         self.revision = 0
         self._closed = False
-        self._queues: set[asyncio.Queue[Change | None]] = set()
+        self._queues: set[asyncio.Queue[VersionEvent | None]] = set()
 
     def emit(self, info: pb.VersionInfo, *, deleted: bool = False) -> None:
         """Tell every watcher; one that is too slow to keep `_QUEUE` changes is dropped."""
         self.revision += 1
-        change = Change(info, self.revision, deleted)
+        change = VersionEvent(info, self.revision, deleted)
         for queue in list(self._queues):
             try:
                 queue.put_nowait(change)
@@ -62,17 +62,17 @@ class Feed:
             queue.put_nowait(None)
         self._queues.clear()
 
-    async def watch(self, present: Iterable[pb.VersionInfo]) -> AsyncIterator[Change]:
+    async def watch(self, present: Iterable[pb.VersionInfo]) -> AsyncIterator[VersionEvent]:
         """Yield `present`, then each change until the caller stops or the feed is closed.
 
         Raises:
             WeightSyncError: LIMIT_EXCEEDED when the caller is too slow.
         """
-        queue: asyncio.Queue[Change | None] = asyncio.Queue(_QUEUE)
+        queue: asyncio.Queue[VersionEvent | None] = asyncio.Queue(_QUEUE)
         if not self._closed:
             self._queues.add(queue)
         try:
-            for change in [Change(info, self.revision, initial=True) for info in present]:
+            for change in [VersionEvent(info, self.revision, initial=True) for info in present]:
                 yield change
             while True:
                 if queue.empty() and queue not in self._queues:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.retention import Retention
     from weightsync_server.model import ModelVersions
 
-__all__ = ["Collector"]
+__all__ = ["GarbageCollector"]
 
 logger = logging.getLogger(__name__)
 
 
-class Collector:
+class GarbageCollector:
     """Bounds memory and store; never touches what is live, leased, pinned or being written.
 
     Args:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
 
-__all__ = ["Marks"]
+__all__ = ["Pins"]
 
 
-class Marks:
+class Pins:
     """Pins, rejections and the highest number ever used.
 
     Attributes:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["History"]
+__all__ = ["ServingHistory"]
 
 _KEPT = 64
 
 
-class History:
+class ServingHistory:
     """Versions in the order in which they became live."""
 
     def __init__(self) -> None:

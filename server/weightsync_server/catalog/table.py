@@ -9,13 +9,13 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.catalog.pins import Marks
+    from weightsync_server.catalog.pins import Pins
     from weightsync_server.catalog.record import VersionRecord
 
-__all__ = ["Catalog"]
+__all__ = ["VersionTable"]
 
 
-class Catalog:
+class VersionTable:
     """The versions of one model by number.
 
     Args:
@@ -23,7 +23,7 @@ class Catalog:
         marks: Remember the numbers of deleted versions.
     """
 
-    def __init__(self, name: str, marks: Marks, reserved: int = 0) -> None:
+    def __init__(self, name: str, marks: Pins, reserved: int = 0) -> None:
         self.name = name
         self._marks = marks
         self._reserved = reserved

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from weightsync_server.deltas.bases import find_base
-from weightsync_server.deltas.compaction import ChainLimits, Folder
-from weightsync_server.deltas.materializer import Builder, Changed
+from weightsync_server.deltas.compaction import ChainLimits, Compactor
+from weightsync_server.deltas.materializer import Materializer, PatchInput
 from weightsync_server.deltas.pushed_delta import DeltaCounts, DeltaShard, PushedDelta
 
 __all__ = [
-    "Builder",
     "ChainLimits",
-    "Changed",
+    "Compactor",
     "DeltaCounts",
     "DeltaShard",
-    "Folder",
+    "Materializer",
+    "PatchInput",
     "PushedDelta",
     "find_base",
 ]

@@ -8,14 +8,14 @@ from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.table import Catalog
+    from weightsync_server.catalog.table import VersionTable
 
 __all__ = ["find_base", "mismatch"]
 
 _RUN = "run_id"
 
 
-def find_base(versions: Catalog, content_digest: str, run_id: str) -> VersionRecord:
+def find_base(versions: VersionTable, content_digest: str, run_id: str) -> VersionRecord:
     """Return the newest version with this content that a delta can be based on.
 
     Args:
@@ -41,7 +41,7 @@ def find_base(versions: Catalog, content_digest: str, run_id: str) -> VersionRec
     raise mismatch(versions, why)
 
 
-def mismatch(versions: Catalog, why: str) -> WeightSyncError:
+def mismatch(versions: VersionTable, why: str) -> WeightSyncError:
     """Return the refusal of a delta whose base cannot be had."""
     newest = versions.find(versions.newest)
     digest = newest.content_digest if newest is not None else ""

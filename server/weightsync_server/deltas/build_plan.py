@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Link", "Plan", "Start", "plan"]
+__all__ = ["ChainLink", "Plan", "Start", "plan"]
 
 #: What a byte costs, against one that is copied in memory: read from a disk and, of a delta,
 #: unpacked and scattered (1 % of changes take 0.7 copies of the whole, and 0.6 % of its bytes).
@@ -26,7 +26,7 @@ class Start(enum.Enum):
     LOAD = enum.auto()
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """One version of a chain.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     at: int
 
 
-def plan(chain: Sequence[Link], remains: str) -> Plan | None:
+def plan(chain: Sequence[ChainLink], remains: str) -> Plan | None:
     """Return the cheapest way to make the first version of a chain; None: there is none.
 
     Args:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from weightsync_server.deltas.pushed_delta import PushedDelta
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.slot import Slot
-    from weightsync_server.store.disk_quota import DiskShare
+    from weightsync_server.store.disk_quota import DiskReservation
 
-__all__ = ["ChainLimits", "Folder"]
+__all__ = ["ChainLimits", "Compactor"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ChainLimits:
     share: float = 0.5
 
 
-class Folder:
+class Compactor:
     """Rewrites the newest version in full when its chain is too long. No reader notices.
 
     It works from the version's slot, in the background, and stands back when somebody waits for
@@ -89,7 +89,7 @@ class Folder:
             await asyncio.wait([self._task])
 
     async def admit(
-        self, record: VersionRecord, manifest: Manifest, delta: PushedDelta, room: DiskShare
+        self, record: VersionRecord, manifest: Manifest, delta: PushedDelta, room: DiskReservation
     ) -> PushedDelta:
         """Return how a delta is to be kept: in full, where the chain would exceed every bound.
 
@@ -153,7 +153,9 @@ class Folder:
         record.commit, record.base = whole, None
         self._versions.changed(record)
 
-    async def _persist(self, record: VersionRecord, manifest: Manifest, room: DiskShare) -> None:
+    async def _persist(
+        self, record: VersionRecord, manifest: Manifest, room: DiskReservation
+    ) -> None:
         """Write the whole shards, proved once more, one after the other: pushes go first."""
         ours = self._versions
         try:

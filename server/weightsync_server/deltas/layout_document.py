@@ -9,7 +9,7 @@ from weightsync.shm.segments import Segment
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
-    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.segments import SegmentAllocator
     from weightsync_server.residency.slot import Slot
 
 __all__ = ["write_layout"]
@@ -18,7 +18,7 @@ _LENGTH_BYTES = 8
 _COPIED = 1 << 20
 
 
-async def write_layout(parcel: Slot, keeper: SegmentKeeper, manifest: Manifest) -> Segment:
+async def write_layout(parcel: Slot, keeper: SegmentAllocator, manifest: Manifest) -> Segment:
     """Return a segment of `parcel` with the layout of a manifest; written once per parcel.
 
     Raises:

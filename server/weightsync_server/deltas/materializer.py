@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.deltas.build_plan import Link, Plan, Start, plan
+from weightsync_server.deltas.build_plan import ChainLink, Plan, Start, plan
 from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.deltas.pushed_delta import DeltaShard, touched
 from weightsync_server.residency.loading import all_done, compare
-from weightsync_server.workers.fetch.delta_summary import DeltaTold
+from weightsync_server.workers.fetch.delta_summary import DeltaHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.slot import Slot
-    from weightsync_server.workers.fetch.delta_summary import Change
+    from weightsync_server.workers.fetch.delta_summary import TensorDelta
 
-__all__ = ["Builder", "Changed"]
+__all__ = ["Materializer", "PatchInput"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _AT_ONCE = 8
 _DAMAGE = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
 
 
-class Changed(NamedTuple):
+class PatchInput(NamedTuple):
     """Deltas to patch with, all proved, and the layout that they are of.
 
     Attributes:
@@ -53,7 +53,7 @@ class Changed(NamedTuple):
     deltas: Sequence[Sequence[DeltaShard]]
 
 
-class Builder:
+class Materializer:
     """Makes versions in slots that belong to them. Bytes of other slots are only read.
 
     Args:
@@ -109,7 +109,7 @@ class Builder:
                         raise
                     logger.warning("version %d is made again: %s", record.version, error.message)
 
-    async def change(self, slot: Slot, changed: Changed) -> list[list[bytes]]:
+    async def change(self, slot: Slot, changed: PatchInput) -> list[list[bytes]]:
         """Patch the bytes in a slot and return the digests of all tensors, shard by shard.
 
         Raises:
@@ -132,7 +132,7 @@ class Builder:
         index: int,
         entry: ShardEntry,
         source: Segment | str,
-    ) -> tuple[str, DeltaShard, list[Change]]:
+    ) -> tuple[str, DeltaShard, list[TensorDelta]]:
         """Prove that a delta shard is whole and of this layout.
 
         Args:
@@ -152,7 +152,7 @@ class Builder:
             await asyncio.to_thread(getattr, layout, "signature")
         told, changes = await self._versions.fetchers.inspect(document, entry, source)
         touches = await asyncio.to_thread(touched, layout, changes)
-        if told != DeltaTold(index, told.base_content_digest, layout.signature):
+        if told != DeltaHeader(index, told.base_content_digest, layout.signature):
             raise WeightSyncError(
                 Reason.SHARD_INVALID,
                 f"the delta in shard {index} tells that it is shard {told.shard} of layout "
@@ -172,7 +172,7 @@ class Builder:
 
     # Inside
 
-    def _links(self, record: VersionRecord) -> list[Link]:
+    def _links(self, record: VersionRecord) -> list[ChainLink]:
         durable = self._versions.store.durable
         links = []
         for one in record.chain:
@@ -182,7 +182,9 @@ class Builder:
             resident = one.slot is not None and one.residency == pb.RESIDENCY_STAGED
             size = commit.delta_bytes if one.base is not None else 0
             readable = durable and not one.damaged
-            links.append(Link(commit.manifest_digest, commit.size_bytes, size, resident, readable))
+            links.append(
+                ChainLink(commit.manifest_digest, commit.size_bytes, size, resident, readable)
+            )
         return links
 
     def _lost(self, record: VersionRecord) -> WeightSyncError:
@@ -231,7 +233,7 @@ class Builder:
             await ours.fetchers.load(path, size, segment)
         return segment
 
-    async def _patch(self, segment: Segment, index: int, changed: Changed) -> None:
+    async def _patch(self, segment: Segment, index: int, changed: PatchInput) -> None:
         for shards in changed.deltas:
             for shard in shards:
                 if index in shard.touches and changed.document is not None:
@@ -239,24 +241,24 @@ class Builder:
                         segment, index, changed.document, shard.entry, shard.source
                     )
 
-    async def _prove(self, segment: Segment, index: int, changed: Changed) -> list[bytes]:
+    async def _prove(self, segment: Segment, index: int, changed: PatchInput) -> list[bytes]:
         if changed.deltas:
             await failpoints.reach("delta.patched")
         return await self._versions.fetchers.digest(segment, changed.layout.shards[index])
 
     async def _stored(
         self, parcel: Slot, manifest: Manifest, deltas: Sequence[VersionRecord]
-    ) -> Changed:
+    ) -> PatchInput:
         """Return the stored deltas of these versions, newest first, all proved."""
         if not deltas:
-            return Changed(manifest.layout, None, ())
+            return PatchInput(manifest.layout, None, ())
         document = await write_layout(parcel, self._versions.keeper, manifest)
         found = []
         for record in reversed(deltas):
             if record not in self._known:
                 self._known[record] = await self._read(record, document, manifest.layout)
             found.append(self._known[record])
-        return Changed(manifest.layout, document, found)
+        return PatchInput(manifest.layout, document, found)
 
     async def _read(
         self, record: VersionRecord, document: Segment, layout: Layout

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Layout, Manifest, ShardEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.workers.fetch.delta_summary import Change
+    from weightsync_server.workers.fetch.delta_summary import TensorDelta
 
 __all__ = ["DeltaCounts", "DeltaShard", "PushedDelta"]
 
@@ -76,7 +76,7 @@ class PushedDelta:
         base: VersionRecord,
         canonical: Manifest,
         manifest: Manifest,
-        shards: Iterable[Iterable[Change]],
+        shards: Iterable[Iterable[TensorDelta]],
         *,
         kept: bool,
     ) -> PushedDelta:
@@ -123,7 +123,7 @@ class PushedDelta:
         return found
 
 
-def touched(layout: Layout, changes: Iterable[Change]) -> frozenset[int]:
+def touched(layout: Layout, changes: Iterable[TensorDelta]) -> frozenset[int]:
     """Return the canonical shards that hold changed tensors."""
     return frozenset(layout.tensors[change.tensor].shard for change in changes)
 

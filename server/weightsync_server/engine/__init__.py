@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from weightsync_server.engine.applier import Applier
 from weightsync_server.engine.journal import Journal
-from weightsync_server.engine.supervisor import Keeper
+from weightsync_server.engine.supervisor import EngineSupervisor
 
-__all__ = ["Applier", "Journal", "Keeper"]
+__all__ = ["Applier", "EngineSupervisor", "Journal"]

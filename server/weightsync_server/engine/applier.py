@@ -17,10 +17,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.calls import Calls
-from weightsync_server.engine.cutover import Attempt, Switch
+from weightsync_server.engine.cutover import Cutover, CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
 from weightsync_server.engine.rejecting import reject
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.residency.digests import digesting
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.idempotency import Reply, Request
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.session import Prepared, Session
-    from weightsync_server.engine.supervisor import Keeper
+    from weightsync_server.engine.session import EngineSession, PreparedVersion
+    from weightsync_server.engine.supervisor import EngineSupervisor
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.residency.leases import SlotLease
@@ -65,7 +65,7 @@ class Applier:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: EngineSupervisor,
         versions: ModelVersions,
         journal: Journal,
         metrics: Metrics,
@@ -178,7 +178,7 @@ class Applier:
                 return pb.ApplyVersionResponse(report=report)
             if request.clear_rejected:
                 await self._accept(session, live, target)
-            attempt = Attempt(target, live, spec, idempotency.cause(request))
+            attempt = CutoverPlan(target, live, spec, idempotency.cause(request))
             switch = self._switch(session)
             reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
             await switch.done(attempt, reply)
@@ -199,14 +199,14 @@ class Applier:
             target = await self._ready(session, live, self._versions.get(version), None)
             reason = request.reason or f"rolled back to version {version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
-            attempt, switch = Attempt(target, live, spec, cause), self._switch(session)
+            attempt, switch = CutoverPlan(target, live, spec, cause), self._switch(session)
             report = await self._make_live(session, switch, attempt)
             rejected = await reject(self._versions, left, reason)
             reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
             await switch.done(attempt, reply)
             return reply
 
-    def _choose(self, request: pb.ApplyVersionRequest, live: Prepared) -> VersionRecord:
+    def _choose(self, request: pb.ApplyVersionRequest, live: PreparedVersion) -> VersionRecord:
         if not request.version:
             record = self._versions.newest_applicable()
             return record if record.version > live.record.version else live.record
@@ -229,14 +229,14 @@ class Applier:
 
     async def _ready(
         self,
-        session: Session,
-        live: Prepared,
+        session: EngineSession,
+        live: PreparedVersion,
         record: VersionRecord,
         timeout_s: float | None,
         *,
         durable: bool = True,
-    ) -> Prepared:
-        with refusing("the apply"):
+    ) -> PreparedVersion:
+        with translate_os_errors("the apply"):
             await failpoints.reach("apply.begin")
         seconds = timeout_s or self._settings.prepare_timeout_s
         lease = await self._versions.stage(record.version, seconds, durable=durable)
@@ -251,12 +251,12 @@ class Applier:
 
     async def _proved(
         self,
-        session: Session,
-        live: Prepared,
+        session: EngineSession,
+        live: PreparedVersion,
         record: VersionRecord,
         lease: SlotLease,
         timeout_s: float,
-    ) -> Prepared:
+    ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with digesting(self._versions, lease) as digests:
             target = await session.prepare(
@@ -277,26 +277,30 @@ class Applier:
                 raise
         return target
 
-    async def _accept(self, session: Session, live: Prepared, target: Prepared) -> None:
+    async def _accept(
+        self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
+    ) -> None:
         try:
             await self._versions.clear_rejected(target.record.version)
         except BaseException:
             await self._drop(session, live, target)
             raise
 
-    async def _drop(self, session: Session, live: Prepared, target: Prepared) -> None:
+    async def _drop(
+        self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
+    ) -> None:
         target.lease.release()
         await session.hold(live)
 
-    def _switch(self, session: Session) -> Switch:
-        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+    def _switch(self, session: EngineSession) -> Cutover:
+        return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _make_live(
-        self, session: Session, switch: Switch, attempt: Attempt
+        self, session: EngineSession, switch: Cutover, attempt: CutoverPlan
     ) -> pb.ApplyReport:
         target, base = attempt.target, attempt.base
         try:
-            with refusing("the apply"):
+            with translate_os_errors("the apply"):
                 await failpoints.reach("apply.prepared")
                 switched = await switch.run(attempt)
         except BaseException as error:
@@ -321,7 +325,7 @@ class Applier:
         return replies.applied(target, base.record.version, attempt.spec, switched)
 
     async def _failed(
-        self, session: Session, switch: Switch, attempt: Attempt, error: WeightSyncError
+        self, session: EngineSession, switch: Cutover, attempt: CutoverPlan, error: WeightSyncError
     ) -> None:
         error.metadata["apply_id"] = attempt.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
@@ -331,7 +335,9 @@ class Applier:
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
             await session.hold(attempt.base)
 
-    def _plan(self, target: Prepared, spec: PauseSpec, *, read_from_store: bool) -> pb.ApplyPlan:
+    def _plan(
+        self, target: PreparedVersion, spec: PauseSpec, *, read_from_store: bool
+    ) -> pb.ApplyPlan:
         strategy = replies.strategy(patched=target.patched)
         rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
         return pb.ApplyPlan(
@@ -352,7 +358,7 @@ def _check_prepare_timeout(request: pb.ApplyVersionRequest) -> None:
         )
 
 
-def _check_capable(session: Session, spec: PauseSpec) -> None:
+def _check_capable(session: EngineSession, spec: PauseSpec) -> None:
     if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
         raise WeightSyncError(
             Reason.ENGINE_REFUSED,
@@ -361,7 +367,7 @@ def _check_capable(session: Session, spec: PauseSpec) -> None:
         )
 
 
-def _live(session: Session) -> Prepared:
+def _live(session: EngineSession) -> PreparedVersion:
     if session.live is None:
         raise WeightSyncError(
             Reason.ENGINE_AWAY,

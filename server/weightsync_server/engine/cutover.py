@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync_server.engine.idempotency import Reply
     from weightsync_server.engine.journal import Answer, Journal
-    from weightsync_server.engine.session import Pause, Prepared, Session
+    from weightsync_server.engine.session import EngineSession, Pause, PreparedVersion
     from weightsync_server.engine.worker_reports import RankCommit
     from weightsync_server.ops.metrics import Metrics
 
-__all__ = ["Attempt", "Switch", "Switched"]
+__all__ = ["Cutover", "CutoverPlan", "CutoverResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _RESUMES, _AGAIN_S = 3, 0.1
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CutoverPlan:
     """One apply.
 
     Attributes:
@@ -54,14 +54,14 @@ class Attempt:
         cause: Who asked.
     """
 
-    target: Prepared
-    base: Prepared
+    target: PreparedVersion
+    base: PreparedVersion
     spec: PauseSpec
     cause: Cause
 
 
 @dataclass
-class Switched:
+class CutoverResult:
     """What one pause did; times in seconds."""
 
     pause_mode: str = ""
@@ -96,7 +96,7 @@ def _failures(replies: list[RankCommit], digest: str) -> list[str]:
     ]
 
 
-def _restored(base: Prepared, failures: list[str]) -> WeightSyncError:
+def _restored(base: PreparedVersion, failures: list[str]) -> WeightSyncError:
     return WeightSyncError(
         Reason.APPLY_RESTORED,
         f"the apply failed and version {base.record.version} was restored and verified on "
@@ -105,7 +105,7 @@ def _restored(base: Prepared, failures: list[str]) -> WeightSyncError:
     )
 
 
-def _intent(attempt: Attempt) -> Entry:
+def _intent(attempt: CutoverPlan) -> Entry:
     target, base = attempt.target, attempt.base.record.version
     return Entry("INTENT", target.apply_id, target.record.version, base, attempt.cause)
 
@@ -116,7 +116,7 @@ def _ended(entry: Entry, answer: Answer) -> Entry:
     return replace(entry, event="DONE", cause=cause, answer=answer if cause.key else None)
 
 
-class Switch:
+class Cutover:
     """Makes one prepared version live, or puts the old one back.
 
     Args:
@@ -131,7 +131,7 @@ class Switch:
     """
 
     def __init__(
-        self, session: Session, journal: Journal, metrics: Metrics, commit_timeout_s: float
+        self, session: EngineSession, journal: Journal, metrics: Metrics, commit_timeout_s: float
     ) -> None:
         self._session = session
         self._journal = journal
@@ -139,7 +139,7 @@ class Switch:
         self._timeout_s = commit_timeout_s
         self.compared_all = True
 
-    async def run(self, attempt: Attempt) -> Switched:
+    async def run(self, attempt: CutoverPlan) -> CutoverResult:
         """Return when the engine generates on the target, proved on every rank; `done` must follow.
 
         Raises:
@@ -148,7 +148,7 @@ class Switch:
                 ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are asked.
             OSError: Nothing was paused or written.
         """
-        result = Switched()
+        result = CutoverResult()
         await failpoints.reach("apply.intent")
         self._refuse_second(attempt.cause)
         await self._write(_intent(attempt))
@@ -168,7 +168,7 @@ class Switch:
         self._observe(result)
         return result
 
-    async def done(self, attempt: Attempt, reply: Reply) -> None:
+    async def done(self, attempt: CutoverPlan, reply: Reply) -> None:
         """Write down that a run has ended well, and what its caller is told.
 
         After the resume, so that no fsync lies in the pause: after a crash in between the ranks
@@ -179,7 +179,7 @@ class Switch:
             await self._write(self._stored(done, attempt.target))
             await failpoints.reach("apply.done")
 
-    async def restored(self, attempt: Attempt, message: str) -> None:
+    async def restored(self, attempt: CutoverPlan, message: str) -> None:
         """Write down that a run has ended with the base, and what its caller is told."""
         done = self._entry("DONE", attempt.base)
         done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
@@ -188,25 +188,25 @@ class Switch:
                 self._stored(_ended(done, idempotency.refused(message)), attempt.base)
             )
 
-    async def place(self, target: Prepared) -> None:
+    async def place(self, target: PreparedVersion) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
 
         Raises:
             WeightSyncError: ENGINE_FENCED with the reason.
         """
         await self._write(self._entry("INTENT", target))
-        failures = await self._commit(target, Switched())
+        failures = await self._commit(target, CutoverResult())
         if failures:
             await self._fence(failures)
 
-    def intended(self, held: Prepared) -> Entry | None:
+    def intended(self, held: PreparedVersion) -> Entry | None:
         """Return the apply that nobody saw the end of, if it made every rank hold this."""
         last = self._journal.last
         if last is None or (last.event, last.version) != ("INTENT", held.record.version):
             return None
         return last
 
-    async def record(self, held: Prepared, *, rejected: bool = False) -> None:
+    async def record(self, held: PreparedVersion, *, rejected: bool = False) -> None:
         """Write down what every rank holds, when that is not what the journal says already.
 
         Args:
@@ -224,13 +224,13 @@ class Switch:
         with self._told():
             await self._write(self._stored(entry, held))
 
-    async def _made_live(self, attempt: Attempt, result: Switched) -> None:
+    async def _made_live(self, attempt: CutoverPlan, result: CutoverResult) -> None:
         if attempt.spec.mode == BETWEEN_STEPS:
             await self._between(attempt, result)
         else:
             await self._paused(attempt, result)
 
-    async def _between(self, attempt: Attempt, result: Switched) -> None:
+    async def _between(self, attempt: CutoverPlan, result: CutoverResult) -> None:
         target, base = attempt.target, attempt.base
         result.pause_mode = BETWEEN_STEPS
         order = SwitchOrder(
@@ -272,7 +272,7 @@ class Switch:
         await failpoints.reach("apply.committed")
         return written
 
-    async def _paused(self, attempt: Attempt, result: Switched) -> None:
+    async def _paused(self, attempt: CutoverPlan, result: CutoverResult) -> None:
         async with self._session.paused(attempt.spec) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             failures = await self._tried(lambda: self._commit(attempt.target, result))
@@ -293,13 +293,13 @@ class Switch:
                 "this call was answered already, and nothing was done again; repeat it",
             )
 
-    def _bounded(self, attempt: Attempt) -> contextlib.AbstractContextManager[None]:
+    def _bounded(self, attempt: CutoverPlan) -> contextlib.AbstractContextManager[None]:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
         longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
         longest += 2 * _RESUMES * QUICK_S
         return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
 
-    async def _commit(self, target: Prepared, result: Switched) -> list[str]:
+    async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
         try:
             result.ranks = await self._session.ranks.commit(
                 target.apply_id, target.record.version, self._timeout_s
@@ -320,7 +320,7 @@ class Switch:
         self._count(target, result)
         return _failures(result.ranks, target.digest)
 
-    def _count(self, target: Prepared, result: Switched) -> None:
+    def _count(self, target: PreparedVersion, result: CutoverResult) -> None:
         self._metrics.set_served(
             {
                 rank.rank: target.record.version if rank.content_digest == target.digest else 0
@@ -330,10 +330,10 @@ class Switch:
         result.commit_s = max(rank.commit_s for rank in result.ranks)
         result.verify_s = max(rank.verify_s for rank in result.ranks)
 
-    async def _restore(self, base: Prepared, pause: Pause, failures: list[str]) -> Never:
+    async def _restore(self, base: PreparedVersion, pause: Pause, failures: list[str]) -> Never:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
         await failpoints.reach("apply.restore")
-        result = Switched()
+        result = CutoverResult()
         again = await self._commit(base, result)
         if again:
             await self._fence(failures + again)
@@ -356,7 +356,7 @@ class Switch:
             "live version again, else restart vLLM",
         )
 
-    async def _resume(self, pause: Pause, held: Prepared) -> None:
+    async def _resume(self, pause: Pause, held: PreparedVersion) -> None:
         for _ in range(_RESUMES):
             try:
                 await self._session.resume(pause, held)
@@ -379,7 +379,7 @@ class Switch:
             retry_after_s=1.0,
         ) from failure
 
-    def _entry(self, event: str, held: Prepared) -> Entry:
+    def _entry(self, event: str, held: PreparedVersion) -> Entry:
         # A version that is placed again keeps its way back.
         version, (live, before) = held.record.version, self._journal.live
         return Entry(event, held.apply_id, version, before if version == live else live)
@@ -401,10 +401,10 @@ class Switch:
         except (OSError, WeightSyncError) as error:
             logger.critical("what is live is not written down yet: %s", error)
 
-    def _stored(self, entry: Entry, held: Prepared) -> Entry:
+    def _stored(self, entry: Entry, held: PreparedVersion) -> Entry:
         return replace(entry, store=self._journal.store if held.record.commit is not None else "")
 
-    def _observe(self, result: Switched) -> None:
+    def _observe(self, result: CutoverResult) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):
             self._metrics.observe_phase(phase, getattr(result, f"{phase}_s"))
         self._metrics.add_written(result.written_bytes)

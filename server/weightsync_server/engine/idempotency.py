@@ -17,7 +17,7 @@ from weightsync_server.engine.journal import Answer, Cause
 
 if TYPE_CHECKING:
     from weightsync_server.engine.journal import Entry, Journal
-    from weightsync_server.engine.session import Prepared
+    from weightsync_server.engine.session import PreparedVersion
 
 __all__ = ["Reply", "Request", "cause", "recovered", "refused", "replied", "told"]
 
@@ -74,7 +74,7 @@ def refused(message: str) -> Answer:
     return Answer(refusal=message.encode()[:_MAX_MESSAGE].decode(errors="ignore"))
 
 
-def recovered(intent: Entry, held: Prepared, *, rejected: bool) -> Answer:
+def recovered(intent: Entry, held: PreparedVersion, *, rejected: bool) -> Answer:
     """Return the answer to a call that lost its server, or its engine, after its last write.
 
     Args:

@@ -18,7 +18,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsync_server.engine.session import Prepared, Session
+    from weightsync_server.engine.session import EngineSession, PreparedVersion
     from weightsync_server.engine.worker_reports import Report
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
@@ -60,7 +60,7 @@ class LiveChecks:
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
         # What was written and not compared as a whole, and since when; None: nothing.
-        self._pending: tuple[Prepared, float] | None = None
+        self._pending: tuple[PreparedVersion, float] | None = None
         self._not_before = 0.0
 
     @property
@@ -74,20 +74,20 @@ class LiveChecks:
         """Whether the ranks compare."""
         return self._task is not None and not self._task.done()
 
-    def passed(self, held: Prepared) -> None:
+    def passed(self, held: PreparedVersion) -> None:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
         self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PASSED)
         self._metrics.set_live_checked()
 
-    def owe(self, held: Prepared) -> None:
+    def owe(self, held: PreparedVersion) -> None:
         """Take note that only what was written was compared; `begin` owes the rest."""
         since = self._pending[1] if self._pending else clock.monotonic()
         self._pending = held, since
         self._not_before = 0.0
         self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PENDING)
 
-    async def begin(self, session: Session) -> None:
+    async def begin(self, session: EngineSession) -> None:
         """Let the ranks compare, if that is owed; returns as soon as they have begun."""
         held = self._pending[0] if self._pending else None
         if held is None or held is not session.live or not self.owed:
@@ -119,7 +119,7 @@ class LiveChecks:
         self.stop()
         self._pending = None
 
-    async def _watch(self, session: Session, held: Prepared, ticket: str) -> None:
+    async def _watch(self, session: EngineSession, held: PreparedVersion, ticket: str) -> None:
         try:
             reports = await session.ranks.reports("a comparison", ticket, _LONGEST_S)
         except WeightSyncError as error:
@@ -132,7 +132,7 @@ class LiveChecks:
         self._metrics.count_live_check("failed" if False in answers else "passed")
         self.judge(held, reports)
 
-    def judge(self, held: Prepared, reports: Sequence[Report]) -> None:
+    def judge(self, held: PreparedVersion, reports: Sequence[Report]) -> None:
         """Take note of what ranks found that compared all their parameters with the live version.
 
         Where one differs, `on_failure` is called.

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.session import Session
-    from weightsync_server.residency.incoming import Arriving
+    from weightsync_server.engine.session import EngineSession
+    from weightsync_server.residency.incoming import IncomingReader
 
-__all__ = ["Ahead"]
+__all__ = ["Prefetcher"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _HELD_S = 5.0
 
 
-class Ahead:
+class Prefetcher:
     """Has the ranks read the version that came in last.
 
     Args:
@@ -40,12 +40,12 @@ class Ahead:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._coming: Arriving | None = None
+        self._coming: IncomingReader | None = None
         #: What the ranks have read last, and how they call it; whether they are still at it.
-        self._read: tuple[Arriving, str] | None = None
+        self._read: tuple[IncomingReader, str] | None = None
         self._reading = False
 
-    def note(self, arriving: Arriving) -> None:
+    def note(self, arriving: IncomingReader) -> None:
         """Take note that a version begins to come in."""
         self._coming = arriving
         self._wake()
@@ -74,7 +74,7 @@ class Ahead:
         """Take note that the ranks are others."""
         self._read, self._reading = None, False
 
-    async def begin(self, session: Session) -> None:
+    async def begin(self, session: EngineSession) -> None:
         """Let the ranks read what comes in, if they can; returns as soon as they have begun."""
         coming = self._coming
         if coming is None or not self.wanted or not _able(session) or self._waits(session):
@@ -96,7 +96,7 @@ class Ahead:
     def _at_it(self) -> bool:
         return self._reading and self._read is not None and self._read[0] is self._coming
 
-    def _waits(self, session: Session) -> bool:
+    def _waits(self, session: EngineSession) -> bool:
         """Tell whether another version was read that is complete and may be applied any time."""
         if self._read is None or session.live is None or self._read[0] is self._coming:
             return False
@@ -107,7 +107,7 @@ class Ahead:
         return newer and held.stays and ended is not None and not late
 
 
-def _able(session: Session) -> bool:
+def _able(session: EngineSession) -> bool:
     live = session.live
     return (
         READ_AHEAD in session.info.capabilities

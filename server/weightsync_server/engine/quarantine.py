@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from weightsync_server.engine.ranks import Ranks
     from weightsync_server.residency.leases import SlotLease
 
-__all__ = ["Doubts"]
+__all__ = ["QuarantinedLeases"]
 
 #: After these nobody knows what the ranks do or hold, or whether the engine generates.
 _UNSURE = frozenset({Reason.ENGINE_AWAY, Reason.ENGINE_FENCED, Reason.FAULT})
 
 
-class Doubts:
+class QuarantinedLeases:
     """Keeps such leases until the ranks have answered."""
 
     def __init__(self) -> None:

@@ -18,17 +18,17 @@ from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.ranks import QUICK_S
 from weightsync_server.engine.rejecting import reject
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.cutover import Switch
+    from weightsync_server.engine.cutover import Cutover
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.quarantine import Doubts
-    from weightsync_server.engine.session import Pause, Prepared, Session
+    from weightsync_server.engine.quarantine import QuarantinedLeases
+    from weightsync_server.engine.session import EngineSession, Pause, PreparedVersion
     from weightsync_server.engine.worker_reports import RankState
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease
@@ -56,13 +56,13 @@ class Reconciler:
 
     def __init__(
         self,
-        session: Session,
+        session: EngineSession,
         versions: ModelVersions,
         journal: Journal,
-        switch: Switch,
+        switch: Cutover,
         prepare_timeout_s: float,
         violate: Callable[[str], None],
-        doubts: Doubts,
+        doubts: QuarantinedLeases,
     ) -> None:
         self._session = session
         self._versions = versions
@@ -72,7 +72,7 @@ class Reconciler:
         self._violate = violate
         self._doubts = doubts
 
-    async def run(self) -> Prepared:
+    async def run(self) -> PreparedVersion:
         """Return what every rank is proved to hold; the engine generates on it.
 
         Raises:
@@ -100,7 +100,7 @@ class Reconciler:
                 self._violate("never_mixed")
         written = any(state.dirty or state.content_digest for state in states)
         try:
-            with refusing("placing a version"):
+            with translate_os_errors("placing a version"):
                 return await self._place(written=written)
         except WeightSyncError as error:
             # Else the pause would run out, and the next attempt pause again.
@@ -136,7 +136,7 @@ class Reconciler:
     def _wanted(self) -> int:
         return self._versions.live or self._journal.live[0]
 
-    async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> Prepared:
+    async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> PreparedVersion:
         lease = await self._versions.stage(record.version, _LOAD_S)
         try:
             return await self._ask(lease, compare_live=compare_live)
@@ -146,7 +146,7 @@ class Reconciler:
 
     async def _ask(
         self, lease: SlotLease, *, compare_live: bool, proof_only: bool = False
-    ) -> Prepared:
+    ) -> PreparedVersion:
         try:
             return await self._session.prepare(
                 lease.record,
@@ -161,7 +161,7 @@ class Reconciler:
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
             raise
 
-    async def _go_on(self, held: Prepared) -> Prepared:
+    async def _go_on(self, held: PreparedVersion) -> PreparedVersion:
         await self._record(held)
         health = await self._session.engine.health()
         if health.state is not EngineState.SERVING:
@@ -169,7 +169,7 @@ class Reconciler:
         logger.info("the engine serves version %d", held.record.version)
         return held
 
-    async def _place(self, *, written: bool) -> Prepared:
+    async def _place(self, *, written: bool) -> PreparedVersion:
         async with contextlib.AsyncExitStack() as stack:
             pause = await self._stand_still(stack)
             held = await self._last_good(fresh=not written)
@@ -190,7 +190,7 @@ class Reconciler:
         logger.info("the engine serves version %d", held.record.version)
         return held
 
-    async def _last_good(self, *, fresh: bool) -> Prepared | None:
+    async def _last_good(self, *, fresh: bool) -> PreparedVersion | None:
         """Prepare what was live, else what was live before it; None: neither can be had.
 
         Args:
@@ -225,7 +225,7 @@ class Reconciler:
             await self._session.let_go()
         self._check_plan(held)
 
-    def _check_plan(self, held: Prepared) -> None:
+    def _check_plan(self, held: PreparedVersion) -> None:
         if not _proved(held):
             raise _not_copies(held)
         self._session.plan_proved = True
@@ -272,7 +272,7 @@ class Reconciler:
             for _, _, fd in files:
                 os.close(fd)
 
-    async def _record(self, held: Prepared) -> None:
+    async def _record(self, held: PreparedVersion) -> None:
         await self._session.hold(held)
         if self._versions.live != held.record.version:
             self._versions.set_live(held.record.version)
@@ -285,11 +285,11 @@ class Reconciler:
         await self._switch.record(held, rejected=rejected)
 
 
-def _proved(held: Prepared) -> bool:
+def _proved(held: PreparedVersion) -> bool:
     return all(report.proved for report in held.reports)
 
 
-def _not_copies(held: Prepared) -> WeightSyncError:
+def _not_copies(held: PreparedVersion) -> WeightSyncError:
     # A loader that does more than copy is found here: its parameters are not its tensors.
     names = sorted({name for report in held.reports for name in report.mismatched})
     return WeightSyncError(

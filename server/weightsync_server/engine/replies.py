@@ -9,9 +9,9 @@ from weightsync_server.engine.pause_options import duration, pause_options
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
-    from weightsync_server.engine.cutover import Switched
+    from weightsync_server.engine.cutover import CutoverResult
     from weightsync_server.engine.journal import Entry
-    from weightsync_server.engine.session import Prepared
+    from weightsync_server.engine.session import PreparedVersion
 
 __all__ = [
     "applied",
@@ -29,7 +29,7 @@ def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
     return pb.APPLY_STRATEGY_PATCH if patched else pb.APPLY_STRATEGY_COPY
 
 
-def held_ranks(held: Prepared) -> list[pb.RankResult]:
+def held_ranks(held: PreparedVersion) -> list[pb.RankResult]:
     """Return what every rank was last proved to hold."""
     return [
         pb.RankResult(
@@ -43,7 +43,9 @@ def held_ranks(held: Prepared) -> list[pb.RankResult]:
     ]
 
 
-def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched) -> pb.ApplyReport:
+def applied(
+    target: PreparedVersion, previous: int, spec: PauseSpec, switched: CutoverResult
+) -> pb.ApplyReport:
     """Return the report of an apply that made `target` live."""
     staged = {report.rank: report.device.sent for report in target.reports}
     return pb.ApplyReport(
@@ -81,7 +83,7 @@ def applied(target: Prepared, previous: int, spec: PauseSpec, switched: Switched
     )
 
 
-def recovered(intent: Entry, held: Prepared) -> pb.ApplyReport:
+def recovered(intent: Entry, held: PreparedVersion) -> pb.ApplyReport:
     """Return the report of an apply that was found done; how long it took is not known."""
     return pb.ApplyReport(
         apply_id=intent.apply_id,
@@ -94,7 +96,7 @@ def recovered(intent: Entry, held: Prepared) -> pb.ApplyReport:
     )
 
 
-def nothing_done(held: Prepared, spec: PauseSpec) -> pb.ApplyReport:
+def nothing_done(held: PreparedVersion, spec: PauseSpec) -> pb.ApplyReport:
     """Return the report for a version that is live already."""
     return pb.ApplyReport(
         outcome=pb.APPLY_OUTCOME_ALREADY_LIVE,
@@ -107,7 +109,9 @@ def nothing_done(held: Prepared, spec: PauseSpec) -> pb.ApplyReport:
     )
 
 
-def planned(target: Prepared, live: int, spec: PauseSpec, plan: pb.ApplyPlan) -> pb.ApplyReport:
+def planned(
+    target: PreparedVersion, live: int, spec: PauseSpec, plan: pb.ApplyPlan
+) -> pb.ApplyReport:
     """Return the report of a dry run."""
     return pb.ApplyReport(
         apply_id=target.apply_id,
@@ -125,7 +129,7 @@ def planned(target: Prepared, live: int, spec: PauseSpec, plan: pb.ApplyPlan) ->
     )
 
 
-def proof(held: Prepared) -> pb.VerifyVersionResponse:
+def proof(held: PreparedVersion) -> pb.VerifyVersionResponse:
     """Return the answer to VerifyVersion from reports that compared live parameters."""
     ranks = []
     for report in held.reports:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from weightsync_server.engine.worker_reports import Report
     from weightsync_server.residency.digests import ShardDigests
     from weightsync_server.residency.leases import SlotLease
-    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.segments import SegmentAllocator
 
-__all__ = ["Pause", "Prepared", "Session"]
+__all__ = ["EngineSession", "Pause", "PreparedVersion"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _GRACE_S = 8.0
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedVersion:
     """A version that every rank has mapped, matched and digested.
 
     Attributes:
@@ -99,7 +99,7 @@ class Pause:
 
 
 @dataclass
-class Session:
+class EngineSession:
     """An engine that has said hello.
 
     Attributes:
@@ -118,7 +118,7 @@ class Session:
     segments: SegmentServer
     lease_s: float
     ranks: Ranks = field(init=False)
-    live: Prepared | None = None
+    live: PreparedVersion | None = None
     plan_proved: bool = False
     tidy: bool = False
 
@@ -145,7 +145,7 @@ class Session:
         ahead: str = "",
         digests: ShardDigests | None = None,
         apply_id: str = "",
-    ) -> Prepared:
+    ) -> PreparedVersion:
         """Have every rank prepare a version; captures its load plan first where it is new.
 
         Args:
@@ -193,7 +193,7 @@ class Session:
         base: str,
         ahead: str,
         digests: ShardDigests | None,
-    ) -> Prepared:
+    ) -> PreparedVersion:
         start = time.perf_counter()
         for attempt in range(2):
             if digests is not None:
@@ -223,7 +223,7 @@ class Session:
                 )
         if digests is not None and not any(report.unlike for report in reports):
             digests.trust(frozenset.intersection(*(report.shards for report in reports)))
-        return Prepared(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
+        return PreparedVersion(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
 
     async def _capture(self, document: str, timeout_s: float) -> None:
         health = await self.engine.health()
@@ -239,7 +239,7 @@ class Session:
                 if not self.ranks.hung:
                     await self.resume(pause, self.live)
 
-    async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentKeeper) -> bool:
+    async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentAllocator) -> bool:
         """Ask every rank whether its model takes tensors of a version; returns True.
 
         Args:
@@ -282,7 +282,7 @@ class Session:
             with contextlib.suppress(WeightSyncError):
                 await self.engine.renew(pause.lease_id, self.lease_s)
 
-    async def resume(self, pause: Pause, held: Prepared | None) -> None:
+    async def resume(self, pause: Pause, held: PreparedVersion | None) -> None:
         """Start generation on a version that every rank is proved to hold."""
         version = held.record.version if held else 0
         digest = held.digest if held else ""
@@ -301,7 +301,7 @@ class Session:
     def _longest_s(self) -> float:
         return min(QUICK_S, self.lease_s + _GRACE_S)
 
-    async def hold(self, prepared: Prepared) -> None:
+    async def hold(self, prepared: PreparedVersion) -> None:
         """Record what every rank holds, and let the ranks drop everything else."""
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()

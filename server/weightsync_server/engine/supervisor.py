@@ -11,13 +11,13 @@ from weightsync.engine import LAYOUT_CHECK, EngineInfo, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
-from weightsync_server.engine.cutover import Switch
+from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.live_check import LiveChecks
-from weightsync_server.engine.prefetch import Ahead
-from weightsync_server.engine.quarantine import Doubts
+from weightsync_server.engine.prefetch import Prefetcher
+from weightsync_server.engine.quarantine import QuarantinedLeases
 from weightsync_server.engine.reconcile import Reconciler
-from weightsync_server.engine.session import Session
-from weightsync_server.ops.os_errors import refusing, write_fault
+from weightsync_server.engine.session import EngineSession
+from weightsync_server.ops.os_errors import translate_os_errors, write_fault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.session import Prepared
+    from weightsync_server.engine.session import PreparedVersion
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.settings import Settings
 
-__all__ = ["Keeper"]
+__all__ = ["EngineSupervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _RETRY_S = 5.0
 _CHECK_S = 10.0
 
 
-class Keeper:
+class EngineSupervisor:
     """Holds the session with the engine; nothing else talks to the engine while it reconciles.
 
     Args:
@@ -79,13 +79,13 @@ class Keeper:
         self._on_change = on_change
         self._wake = asyncio.Event()
         self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
-        self.doubts = Doubts()
-        self.ahead = Ahead(self._wake.set)
+        self.doubts = QuarantinedLeases()
+        self.ahead = Prefetcher(self._wake.set)
         versions.accepted.ask = self._takes
         if settings.read_ahead:
             versions.arrivals.listener = self.ahead.note
         self._lock = asyncio.Lock()
-        self._session: Session | None = None
+        self._session: EngineSession | None = None
         self._info: EngineInfo | None = None
         self._state = pb.ENGINE_STATE_AWAY
         self._reason = "not connected yet"
@@ -131,7 +131,7 @@ class Keeper:
         self._set(pb.ENGINE_STATE_FENCED, reason)
         self._wake.set()
 
-    def show(self, held: Prepared, *, whole: bool) -> None:
+    def show(self, held: PreparedVersion, *, whole: bool) -> None:
         """Show what every rank serves, and whether all of it was compared."""
         self._metrics.set_served({r.rank: held.record.version for r in held.reports})
         if whole:
@@ -164,7 +164,7 @@ class Keeper:
             self._lock.release()
 
     @contextlib.asynccontextmanager
-    async def exclusive(self, apply_id: str = "") -> AsyncIterator[Session]:
+    async def exclusive(self, apply_id: str = "") -> AsyncIterator[EngineSession]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
 
         Args:
@@ -198,7 +198,7 @@ class Keeper:
                     if self.checks.owed or self.ahead.wanted:
                         self._wake.set()
 
-    async def _usable(self) -> Session:
+    async def _usable(self) -> EngineSession:
         session = self._session
         if session is None or self._state != pb.ENGINE_STATE_SERVING:
             raise self._unavailable()
@@ -282,7 +282,7 @@ class Keeper:
             if mapped is not None:
                 self._versions.let_go(retired - mapped)
 
-    async def _occupy(self, session: Session) -> None:
+    async def _occupy(self, session: EngineSession) -> None:
         """Give the ranks something to do beside generation: one thing at a time."""
         await self.checks.begin(session)
         if self.checks.running:
@@ -303,8 +303,8 @@ class Keeper:
             left = self._versions.find(intent.cause.rejects) if intent is not None else None
             await switch.record(live, rejected=bool(left and left.rejected_reason))
 
-    def _switch(self, session: Session) -> Switch:
-        return Switch(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+    def _switch(self, session: EngineSession) -> Cutover:
+        return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _connect(self) -> None:
         self._forget()
@@ -318,7 +318,9 @@ class Keeper:
         )
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
-        self._session = Session(self._engine, info, self._segments, self._settings.pause_lease_s)
+        self._session = EngineSession(
+            self._engine, info, self._segments, self._settings.pause_lease_s
+        )
 
     async def _reconcile(self) -> None:
         if self._session is None:
@@ -334,7 +336,7 @@ class Keeper:
             self._metrics.violate,
             self.doubts,
         )
-        with refusing("reconciling the engine"):
+        with translate_os_errors("reconciling the engine"):
             held = await reconciler.run()
             await self._versions.taken(held.record)
         self.show(held, whole=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.auth_interceptor import reader
-from weightsync_server.push import Claim, Distant, Wrote, read_message
+from weightsync_server.push import Claim, RemoteStream, Written, read_message
 from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _REST_S = 1.0
 _read: Callable[[bytes], Message] = reader(read_message)
 
 
-class Connection(Distant):
+class Connection(RemoteStream):
     """What an ingest process sends, in order, and what it is told.
 
     Args:
@@ -75,7 +75,7 @@ class Connection(Distant):
         """Return self."""
         return self
 
-    async def __anext__(self) -> Message | Claim | Wrote:
+    async def __anext__(self) -> Message | Claim | Written:
         """Return what comes next.
 
         Raises:
@@ -93,7 +93,7 @@ class Connection(Distant):
         document, blob = frame
         op = document["op"]
         if op == "wrote":
-            return Wrote(document["shard"], document["end"], document["due"])
+            return Written(document["shard"], document["end"], document["due"])
         if op == "claim":
             return Claim(document["shard"])
         if op == "message":

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS
-from weightsync_server.auth.listeners import Doors
+from weightsync_server.auth.listeners import Listeners
 from weightsync_server.auth.principals import EVERYBODY
 from weightsync_server.ingest.notices import Notices
 from weightsync_server.ingest.relay import Relay, take
@@ -26,7 +26,7 @@ from weightsync_server.workers.runtime.mappings import Maps
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from weightsync_server.auth.caller import Attempt, Caller
+    from weightsync_server.auth.caller import Caller, RejectedCall
 
 __all__ = ["main"]
 
@@ -47,7 +47,7 @@ class _Ingest:
         self._settings = Settings(**start["settings"])
         self._maps = Maps()
         self._notices = Notices()
-        self._doors: Doors
+        self._doors: Listeners
         self._watch: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -95,7 +95,7 @@ class _Ingest:
         return done.response
 
     def _listen(self) -> list[str]:
-        self._doors = Doors(self._settings)
+        self._doors = Listeners(self._settings)
         guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), self._notices.fault)
         bound = self._doors.bind(_Report(self._notices), [guard], self._add)
         return [str(endpoint) for endpoint in bound]
@@ -133,7 +133,7 @@ class _Report:
     def __init__(self, notices: Notices) -> None:
         self._notices = notices
 
-    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """A call was refused at the door."""
         self._notices.refuse(error, attempt, times)
 

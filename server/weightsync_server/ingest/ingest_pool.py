@@ -10,11 +10,11 @@ import grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.addresses import is_loopback
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS, Endpoint
-from weightsync_server.auth.caller import Attempt
-from weightsync_server.ingest.stream_listener import Desk
+from weightsync_server.auth.caller import RejectedCall
+from weightsync_server.ingest.stream_listener import StreamListener
 from weightsync_server.push import is_here
 from weightsync_server.workers.runtime.child_process import Gone, Program
-from weightsync_server.workers.runtime.process_pool import Crew
+from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weightsync_server.settings import Settings
     from weightsync_server.workers.runtime.child_process import ChildProcess
 
-__all__ = ["Ingesters"]
+__all__ = ["IngestPool"]
 
 _PROGRAM = Program("ingest", "weightsync_server.ingest.ingest_main")
 #: Seconds from the start of a process until it listens, several of which may start on one core.
@@ -36,7 +36,7 @@ _HEARTBEAT_S = 10.0
 _DRAIN_S = 5.0
 
 
-class Ingesters(Crew):
+class IngestPool(ProcessPool):
     """Keeps `--ingest` processes that serve PushWeights; with 0 it does nothing.
 
     Args:
@@ -51,7 +51,7 @@ class Ingesters(Crew):
         self._settings = settings
         self._metrics = metrics
         self._audit: Auditor | None = None
-        self._desk: Desk | None = None
+        self._desk: StreamListener | None = None
 
     async def serve(
         self,
@@ -73,7 +73,7 @@ class Ingesters(Crew):
             return
         self._audit = audit
         handle = await _through(interceptors, servicer)
-        self._desk = Desk(
+        self._desk = StreamListener(
             self._settings.ingest_socket, handle, audit, lambda: self.pids, self._kill
         )
         await self.start()
@@ -126,7 +126,7 @@ class Ingesters(Crew):
     def _heard(self, notice: dict[str, Any]) -> None:
         if notice["op"] == "refused" and self._audit is not None:
             error = WeightSyncError(Reason(notice["reason"]), notice["message"])
-            self._audit.refuse(error, Attempt(*notice["attempt"]), notice["times"])
+            self._audit.refuse(error, RejectedCall(*notice["attempt"]), notice["times"])
         elif notice["op"] == "fault":
             self._metrics.violate("only_data")
         else:

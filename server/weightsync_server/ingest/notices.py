@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
-from weightsync_server.auth.caller import Attempt
+from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Notices:
     """
 
     def __init__(self) -> None:
-        self._refused: Counter[tuple[str, str, Attempt]] = Counter()
+        self._refused: Counter[tuple[str, str, RejectedCall]] = Counter()
         self._fault = False
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -38,13 +38,13 @@ class Notices:
         self._writer = writer
         self._later()
 
-    def refuse(self, error: WeightSyncError, attempt: Attempt, times: int = 1) -> None:
+    def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """A call was refused at the door."""
         # Strangers are only counted: their addresses must not take the place of principals.
-        known = attempt if error.reason is Reason.PERMISSION_DENIED else Attempt()
+        known = attempt if error.reason is Reason.PERMISSION_DENIED else RejectedCall()
         kind = error.reason.value, error.message, known
         if kind not in self._refused and len(self._refused) >= _MOST:
-            kind = error.reason.value, "and calls of more kinds", Attempt()
+            kind = error.reason.value, "and calls of more kinds", RejectedCall()
         self._refused[kind] += times
         self._later()
 

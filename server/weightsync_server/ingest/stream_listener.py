@@ -16,7 +16,7 @@ import grpc
 from weightsync import clock
 from weightsync.wire.fd_passing import listen
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS, RULES, Caller, Role
-from weightsync_server.auth.auth_interceptor import Told, noting
+from weightsync_server.auth.auth_interceptor import CallRecord, noting
 from weightsync_server.auth.principals import EVERYBODY, Principal
 from weightsync_server.ingest.connection import Connection
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.auth.auth_interceptor import Auditor
 
-__all__ = ["Desk"]
+__all__ = ["StreamListener"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 0.1
 
 
-class Desk:
+class StreamListener:
     """Takes connections of this server's own ingest processes and of nobody else.
 
     Args:
@@ -138,7 +138,7 @@ class Desk:
     async def _call(self, connection: Connection, call: dict[str, Any]) -> None:
         caller = Caller(_principal(call), PUSH_WEIGHTS, RULES[PUSH_WEIGHTS], call["peer"])
         CALLER.set(caller)
-        context, told = _Context(caller.peer, call["left_s"]), Told()
+        context, told = _Context(caller.peer, call["left_s"]), CallRecord()
         response = b""
         try:
             with noting(self._audit, caller, context, told):

@@ -11,10 +11,10 @@ from weightsync import clock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Bounds"]
+__all__ = ["DeadlineMonitor"]
 
 
-class Bounds:
+class DeadlineMonitor:
     """Work that has promised to end. It enforces nothing: each part of the server does that."""
 
     def __init__(self) -> None:

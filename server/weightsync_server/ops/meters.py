@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import ShardEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.deltas import DeltaCounts
-    from weightsync_server.workers.fetch.delta_summary import Change, DeltaTold
+    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
 __all__ = ["Fetchers", "Meters", "NoMeters"]
 
@@ -40,7 +40,7 @@ class Fetchers(Protocol):
 
     async def inspect(
         self, layout: Segment, shard: ShardEntry, source: Segment | str
-    ) -> tuple[DeltaTold, list[Change]]:
+    ) -> tuple[DeltaHeader, list[TensorDelta]]:
         """Prove that a delta shard is whole; return what it is of, and what it changes."""
 
     async def patch(

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.exposition import choose_encoder
 
 from weightsync import __version__, clock
-from weightsync_server.ops.deadlines import Bounds
+from weightsync_server.ops.deadlines import DeadlineMonitor
 from weightsync_server.ops.delta_metrics import DeltaMetrics
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Metrics:
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self.bounds = Bounds()
+        self.bounds = DeadlineMonitor()
         self._model = model
         self._phases = {
             phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)

@@ -12,7 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["read_fault", "refusal", "refusing", "system_fault", "write_fault"]
+__all__ = ["read_fault", "system_fault", "to_refusal", "translate_os_errors", "write_fault"]
 
 # EFBIG is a limit on file size, set by an administrator (RLIMIT_FSIZE) or by the file system.
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -81,7 +81,7 @@ def system_fault(error: BaseException, what: str) -> WeightSyncError | None:
     return None
 
 
-def refusal(error: BaseException, what: str) -> WeightSyncError:
+def to_refusal(error: BaseException, what: str) -> WeightSyncError:
     """Return what a caller is told of any error: itself, what the system said, or FAULT.
 
     Args:
@@ -96,7 +96,7 @@ def refusal(error: BaseException, what: str) -> WeightSyncError:
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
+def translate_os_errors(what: str) -> Iterator[None]:
     """Raise what the system refuses in the block as the refusal that it means.
 
     Args:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.push.reservation import stored_at
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["keep_received", "keep_rest", "keep_up", "next_mark"]
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
 
 
-async def keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def keep_up(push: Push, upload: ShardState, segment: Segment) -> None:
     """Begin to make what came durable where it is worth it, and set the mark for the next time.
 
     Returns at once, unless so much is not durable yet that a crash would lose too much.
@@ -41,12 +41,12 @@ async def keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
     upload.mark = next_mark(push, upload)
 
 
-def next_mark(push: Push, upload: ShardUpload) -> int:
+def next_mark(push: Push, upload: ShardState) -> int:
     """Return the number of received bytes at which `keep_up` is worth it again."""
     return min(upload.received + push.limits.keep_bytes, upload.entry.size)
 
 
-async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def keep_rest(push: Push, upload: ShardState, segment: Segment) -> None:
     """Make a whole shard durable.
 
     Raises:
@@ -58,7 +58,7 @@ async def keep_rest(push: Push, upload: ShardUpload, segment: Segment) -> None:
         await _keep(push, upload, segment)
 
 
-async def keep_received(push: Push, upload: ShardUpload) -> None:
+async def keep_received(push: Push, upload: ShardState) -> None:
     """Make all that came of a shard durable; what cannot be made so is logged."""
     segment = upload.segment
     if segment is None or not upload.headed:
@@ -70,7 +70,7 @@ async def keep_received(push: Push, upload: ShardUpload) -> None:
         logger.warning("shard %d is kept up to byte %d: %s", upload.index, upload.kept, error)
 
 
-async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def _keep_up(push: Push, upload: ShardState, segment: Segment) -> None:
     try:
         while upload.received - upload.kept >= push.limits.keep_bytes and not upload.complete:
             await _keep(push, upload, segment)
@@ -79,11 +79,11 @@ async def _keep_up(push: Push, upload: ShardUpload, segment: Segment) -> None:
             push.fail(error)
 
 
-async def _keep(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def _keep(push: Push, upload: ShardState, segment: Segment) -> None:
     target = stored_at(push, upload)
     if target is None:
         raise WeightSyncError(Reason.FAULT, "this store keeps no shards; use another store")
-    with refusing(f"keeping shard {upload.index}"):
+    with translate_os_errors(f"keeping shard {upload.index}"):
         await failpoints.reach("receive.keep")
     begin, end, started = upload.kept, upload.received, time.perf_counter()
     await push.versions.fetchers.keep(segment, upload.entry, begin, end, target)

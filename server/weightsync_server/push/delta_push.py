@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.deltas import Changed, DeltaShard, PushedDelta
+from weightsync_server.deltas import DeltaShard, PatchInput, PushedDelta
 from weightsync_server.deltas.bases import mismatch
 from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.residency.loading import compare
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.shard_state import ShardUpload
-    from weightsync_server.workers.fetch.delta_summary import Change
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.workers.fetch.delta_summary import TensorDelta
 
 __all__ = ["DeltaPush"]
 
@@ -66,7 +66,7 @@ class DeltaPush:
         # With memory:// the base may lose its slot to this very push.
         self._manifest = base.manifest
         self._meters = meters
-        self._shards: dict[int, tuple[DeltaShard, list[Change]]] = {}
+        self._shards: dict[int, tuple[DeltaShard, list[TensorDelta]]] = {}
         self._laying: asyncio.Task[None] | None = None
         self._ended = False
         base.holds += 1
@@ -98,7 +98,7 @@ class DeltaPush:
         # Whoever needs the base asks for the outcome.
         self._laying.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def inspect(self, upload: ShardUpload, segment: Segment) -> None:
+    async def inspect(self, upload: ShardState, segment: Segment) -> None:
         """Prove that a shard is a part of this delta, whole.
 
         Raises:
@@ -186,7 +186,7 @@ class DeltaPush:
 
     async def _make(self, manifest: Manifest) -> None:
         slot = self._record.place
-        changed = Changed(manifest.layout, self._document, [self._ordered()])
+        changed = PatchInput(manifest.layout, self._document, [self._ordered()])
         for left in reversed(range(_ATTEMPTS)):
             # What was laid meanwhile is proved with the rest; when that fails, it is laid again.
             laid, self._laying = self._laying, None

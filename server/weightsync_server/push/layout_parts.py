@@ -9,9 +9,9 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_shard
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.reservation import make_room
-from weightsync_server.push.shard_state import ShardUpload
+from weightsync_server.push.shard_state import ShardState
 from weightsync_server.push.validation import refused, tensor_entries
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PushLayout:
         for index, (entry, tensors) in enumerate(
             zip(known.layout.shards, known.layout.by_shard, strict=True)
         ):
-            upload = self._push.shards[index] = ShardUpload(index, entry)
+            upload = self._push.shards[index] = ShardState(index, entry)
             self._accept(upload, tensors)
 
     async def add(self, part: pb.LayoutPart, stream: object) -> None:
@@ -101,7 +101,7 @@ class PushLayout:
                 await asyncio.wait([upload.checking])
                 self._push.check_open()
 
-    def _upload_for(self, part: pb.LayoutPart) -> ShardUpload:
+    def _upload_for(self, part: pb.LayoutPart) -> ShardState:
         upload = self._push.shards.get(part.shard)
         if upload is not None:
             return upload
@@ -109,7 +109,7 @@ class PushLayout:
         if part.shard >= most:
             raise refused(f"shard {part.shard} of a version of at most {most} shards")
         entry = ShardEntry(part.shard_name, part.size_bytes, part.header_bytes)
-        upload = self._push.shards[part.shard] = ShardUpload(part.shard, entry)
+        upload = self._push.shards[part.shard] = ShardState(part.shard, entry)
         return upload
 
     def _check(self, tensors: tuple[TensorEntry, ...]) -> None:
@@ -122,7 +122,7 @@ class PushLayout:
                 )
             self._names.add(tensor.name)
 
-    def _accept(self, upload: ShardUpload, tensors: tuple[TensorEntry, ...]) -> None:
+    def _accept(self, upload: ShardState, tensors: tuple[TensorEntry, ...]) -> None:
         self._push.declared_bytes += upload.entry.size
         if self._push.total_bytes and self._push.declared_bytes > self._push.total_bytes:
             raise WeightSyncError(
@@ -151,7 +151,7 @@ class PushLayout:
             return
         error = task.exception()
         if error is not None:
-            self._push.fail(refusal(error, "asking the engine about the layout"))
+            self._push.fail(to_refusal(error, "asking the engine about the layout"))
             return
         self._unchecked |= not task.result()
         checks = pb.LAYOUT_CHECK_UNCHECKED if self._unchecked else pb.LAYOUT_CHECK_PASSED
@@ -160,11 +160,11 @@ class PushLayout:
     def _allocated(self, task: asyncio.Task[Segment]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._push.fail(refusal(error, f"reserving {self._push.declared_bytes} bytes"))
+            self._push.fail(to_refusal(error, f"reserving {self._push.declared_bytes} bytes"))
 
     def take(
         self, index: int, entry: ShardEntry, tensors: tuple[TensorEntry, ...]
-    ) -> ShardUpload | None:
+    ) -> ShardState | None:
         """Return the upload of a shard whose checked layout is known; None: it has another.
 
         Raises:
@@ -172,7 +172,7 @@ class PushLayout:
         """
         upload = self._push.shards.get(index)
         if upload is None:
-            upload = self._push.shards[index] = ShardUpload(index, entry)
+            upload = self._push.shards[index] = ShardState(index, entry)
             self._check(tensors)
             self._accept(upload, tensors)
         return upload if (upload.entry, upload.tensors) == (entry, tensors) else None

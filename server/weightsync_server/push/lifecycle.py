@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.limits import PushLimits
-    from weightsync_server.push.shard_state import ShardUpload
-    from weightsync_server.push.sources.remote_stream import Distant
-    from weightsync_server.residency.incoming import Arriving
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.sources.remote_stream import RemoteStream
+    from weightsync_server.residency.incoming import IncomingReader
     from weightsync_server.residency.slot import Slot
-    from weightsync_server.store.protocol import KeptShard
+    from weightsync_server.store.protocol import ShardCheckpoint
 
 __all__ = ["FATAL", "Push"]
 
@@ -114,11 +114,11 @@ class Push:
         self.delta: DeltaPush | None = None
         self.disk = versions.disk.share()
         self.limits, self.meters = limits, meters
-        self.shards: dict[int, ShardUpload] = {}
+        self.shards: dict[int, ShardState] = {}
         self.known: KnownLayout | None = None
         self.request = request
         self.recorded = False
-        self.asleep: dict[int, KeptShard] | None = None
+        self.asleep: dict[int, ShardCheckpoint] | None = None
         self.waking: asyncio.Task[None] | None = None
         self.sleeping: asyncio.Task[None] | None = None
         self.shard_count = request.shard_count
@@ -131,8 +131,8 @@ class Push:
         self.committing: asyncio.Task[pb.CommitPushResponse] | None = None
         self.sealing: asyncio.Task[Manifest] | None = None
         self.streams = 0
-        self.writers: set[Distant] = set()
-        self.arriving: Arriving | None = None
+        self.writers: set[RemoteStream] = set()
+        self.arriving: IncomingReader | None = None
         self.first_byte_at = self.last_byte_at = 0.0
         self.declared_bytes = 0
         self.layout = PushLayout(self)
@@ -240,12 +240,12 @@ class Push:
         if len(known) == len(segments):
             self.arriving = self.versions.arrivals.announce(self.record, layout, known)
 
-    def lies(self, upload: ShardUpload, where: Lying) -> None:
+    def lies(self, upload: ShardState, where: Lying) -> None:
         """Take note of where a trainer has a shard on a GPU."""
         if self.arriving is not None:
             self.arriving.lies(upload.index, where)
 
-    def came(self, upload: ShardUpload) -> None:
+    def came(self, upload: ShardState) -> None:
         """Take note that a shard is proved."""
         if self.arriving is not None:
             self.arriving.came(upload.index)
@@ -342,7 +342,7 @@ class Push:
 
     # Bytes
 
-    async def allocated(self, upload: ShardUpload) -> Segment:
+    async def allocated(self, upload: ShardState) -> Segment:
         """Return the shard's segment, made by now, whatever is in it; the engine may take it."""
         if upload.checking is not None and not upload.checking.done():
             await asyncio.wait([upload.checking])
@@ -353,13 +353,13 @@ class Push:
             raise WeightSyncError(Reason.FAULT, f"shard {upload.index} has no memory; push again")
         return upload.segment
 
-    async def ready(self, upload: ShardUpload) -> Segment:
+    async def ready(self, upload: ShardState) -> Segment:
         """Return the shard's segment, with what survived a crash."""
         if upload.restoring is not None:
             await asyncio.wait([upload.restoring])
         return await self.allocated(upload)
 
-    async def advance(self, upload: ShardUpload, segment: Segment) -> None:
+    async def advance(self, upload: ShardState, segment: Segment) -> None:
         """Do what is due when the received bytes have reached the upload's mark.
 
         Raises:
@@ -377,6 +377,6 @@ class Push:
             self.last_byte_at = asyncio.get_running_loop().time()
             self.verify(upload, segment)
 
-    def verify(self, upload: ShardUpload, segment: Segment) -> None:
+    def verify(self, upload: ShardState, segment: Segment) -> None:
         """Begin to digest a complete shard and to make it durable."""
         upload.verification = asyncio.create_task(verify_shard(self, upload, segment))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.reservation import promise_room
 from weightsync_server.store.protocol import PushRecord
 
@@ -91,7 +91,7 @@ async def _open(push: Push, deadline_s: float | None) -> None:
         await equip(push, deadline_s)
         await _record(push)
     except Exception as error:
-        told = refusal(error, f"opening the push of version {push.record.version}")
+        told = to_refusal(error, f"opening the push of version {push.record.version}")
         push.fail(told)
         if told is error:
             raise

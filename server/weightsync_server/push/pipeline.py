@@ -9,7 +9,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ async def _seal(push: Push) -> Manifest:
         else:
             manifest = await push.versions.seal(layout, found)
     except Exception as error:
-        told = refusal(error, f"sealing version {push.record.version}")
+        told = to_refusal(error, f"sealing version {push.record.version}")
         if told.reason in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
             # The next commit tries again.
             push.sealing = None

@@ -8,7 +8,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.store.protocol import KeptShard
+    from weightsync_server.store.protocol import ShardCheckpoint
 
 __all__ = ["missing", "progress", "status"]
 
@@ -57,7 +57,7 @@ def status(push: Push) -> pb.PushStatus:
     )
 
 
-def _slept(shard: KeptShard) -> pb.ShardProgress:
+def _slept(shard: ShardCheckpoint) -> pb.ShardProgress:
     return pb.ShardProgress(
         shard=shard.index,
         received_bytes=shard.size,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.model import ModelVersions
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.resume import Survivors
+    from weightsync_server.push.resume import RecoveredPushes
 
 __all__ = ["PushIndex", "check_same_push"]
 
@@ -29,7 +29,7 @@ class PushIndex:
         open: Those that are neither committed nor failed, by id.
     """
 
-    def __init__(self, survivors: Mapping[str, Survivors], remembered: int) -> None:
+    def __init__(self, survivors: Mapping[str, RecoveredPushes], remembered: int) -> None:
         self.open: dict[str, Push] = {}
         self._survivors = survivors
         self._remembered = remembered

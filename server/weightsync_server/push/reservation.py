@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["make_room", "promise_room", "stored_at"]
 
@@ -23,7 +23,7 @@ async def promise_room(push: Push, total: int) -> None:
     await push.versions.pool.promise(push.place, total)
 
 
-def stored_at(push: Push, upload: ShardUpload) -> str | None:
+def stored_at(push: Push, upload: ShardState) -> str | None:
     """Return the path at which the store keeps a shard; None: it keeps none."""
     versions, delta = push.versions, push.delta is not None
     return versions.store.shard_target(
@@ -31,7 +31,7 @@ def stored_at(push: Push, upload: ShardUpload) -> str | None:
     )
 
 
-async def make_room(push: Push, upload: ShardUpload, total: int) -> Segment:
+async def make_room(push: Push, upload: ShardState, total: int) -> Segment:
     """Return the segment for a shard, the disk having room for `total` bytes of the push.
 
     Raises:

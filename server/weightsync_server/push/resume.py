@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.checkpoint import next_mark
 from weightsync_server.push.commit import answer
 from weightsync_server.push.lifecycle import Push
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.limits import PushLimits
-    from weightsync_server.push.shard_state import ShardUpload
-    from weightsync_server.store.protocol import KeptShard, OpenPush
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.store.protocol import OpenPush, ShardCheckpoint
 
-__all__ = ["Survivors", "loaded", "wake"]
+__all__ = ["RecoveredPushes", "loaded", "wake"]
 
 logger = logging.getLogger(__name__)
 
 
-class Survivors:
+class RecoveredPushes:
     """Finds the pushes of an earlier life of the server.
 
     Args:
@@ -151,7 +151,7 @@ async def _wake(push: Push, deadline_s: float | None) -> None:
         await _fall_asleep(push)
         if not isinstance(error, Exception):
             raise
-        told = refusal(error, "resuming a push")
+        told = to_refusal(error, "resuming a push")
         if push.asleep is None:
             push.fail(told)
         if told is error:
@@ -171,7 +171,7 @@ async def _fall_asleep(push: Push) -> None:
     push.waking = None
 
 
-def _take_up(push: Push, shard: KeptShard) -> None:
+def _take_up(push: Push, shard: ShardCheckpoint) -> None:
     upload = push.layout.take(shard.index, shard.entry, shard.tensors)
     if upload is None:
         logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
@@ -185,7 +185,7 @@ def _take_up(push: Push, shard: KeptShard) -> None:
     upload.restoring = asyncio.create_task(_restore(push, upload))
 
 
-async def _restore(push: Push, upload: ShardUpload) -> Segment:
+async def _restore(push: Push, upload: ShardState) -> Segment:
     segment = await push.allocated(upload)
     # Its file was reserved whole in the server's earlier life.
     push.disk.wrote(upload.entry.size)
@@ -205,7 +205,7 @@ async def _restore(push: Push, upload: ShardUpload) -> Segment:
     return segment
 
 
-def _go_back(push: Push, upload: ShardUpload, good: int) -> None:
+def _go_back(push: Push, upload: ShardState, good: int) -> None:
     upload.headed = good >= upload.entry.data_start
     upload.received = upload.kept = good if upload.headed else 0
     upload.mark = next_mark(push, upload) if upload.headed else upload.entry.data_start

@@ -13,7 +13,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
 from weightsync_server.ops.meters import NoMeters
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.commit import check_complete, commit
 from weightsync_server.push.lifecycle import Push
 from weightsync_server.push.limits import PushLimits
@@ -21,9 +21,9 @@ from weightsync_server.push.opening import base_of, start
 from weightsync_server.push.progress import missing, progress, status
 from weightsync_server.push.push_index import PushIndex, check_same_push
 from weightsync_server.push.quota import Shares
-from weightsync_server.push.resume import Survivors, loaded, wake
-from weightsync_server.push.sources.grpc_stream import PushStream
-from weightsync_server.push.sources.remote_stream import Distant, DistantStream
+from weightsync_server.push.resume import RecoveredPushes, loaded, wake
+from weightsync_server.push.sources.grpc_stream import UploadStream
+from weightsync_server.push.sources.remote_stream import DistantStream, RemoteStream
 from weightsync_server.push.validation import check_begin, check_digest, refused
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.messages import Message
 
-__all__ = ["Pushes"]
+__all__ = ["PushService"]
 
 logger = logging.getLogger(__name__)
 
 
-class Pushes:
+class PushService:
     """The pushes of all models. A push that is not committed leaves nothing behind.
 
     Args:
@@ -59,7 +59,7 @@ class Pushes:
         self.meters = meters or NoMeters()
         self._models = models
         self._survivors = {
-            name: Survivors(versions, self.limits, self.meters, self._on_end)
+            name: RecoveredPushes(versions, self.limits, self.meters, self._on_end)
             for name, versions in models.items()
         }
         self._index = PushIndex(self._survivors, self.limits.remembered)
@@ -120,16 +120,16 @@ class Pushes:
         return response
 
     async def stream(
-        self, requests: AsyncIterator[Message] | Distant, deadline_s: float | None = None
+        self, requests: AsyncIterator[Message] | RemoteStream, deadline_s: float | None = None
     ) -> pb.PushWeightsResponse:
         """Serve one PushWeights stream.
 
         Raises:
             WeightSyncError: See PushWeights. Unless the data is wrong, the push stays open.
         """
-        if isinstance(requests, Distant):
+        if isinstance(requests, RemoteStream):
             return await DistantStream(self, requests, deadline_s).run()
-        return await PushStream(self, requests, deadline_s).run()
+        return await UploadStream(self, requests, deadline_s).run()
 
     async def commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
         """Wait until every shard is verified and durable, then make the version exist.
@@ -380,7 +380,7 @@ class Pushes:
             raise
         except Exception as error:
             logger.exception("commit of version %d", push.record.version)
-            push.fail(refusal(error, f"the commit of version {push.record.version}"))
+            push.fail(to_refusal(error, f"the commit of version {push.record.version}"))
             raise push.error or error from error
         push.succeed(response)
         # The version is there: no error may tell otherwise any more.

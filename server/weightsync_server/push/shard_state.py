@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segments import Segment
 
-__all__ = ["ShardUpload"]
+__all__ = ["ShardState"]
 
 
-class ShardUpload:
+class ShardState:
     """The state of one shard of a push. Changed on the event loop only.
 
     Attributes:

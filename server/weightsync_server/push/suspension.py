@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.checkpoint import keep_received
 from weightsync_server.push.layout_parts import PushLayout
-from weightsync_server.store.protocol import KeptShard
+from weightsync_server.store.protocol import ShardCheckpoint
 
 if TYPE_CHECKING:
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["may_sleep", "sleep"]
 
@@ -79,8 +79,8 @@ def _give_back(push: Push) -> None:
     )
 
 
-def _kept(upload: ShardUpload) -> KeptShard | None:
+def _kept(upload: ShardState) -> ShardCheckpoint | None:
     if upload.tensors is None:
         return None
     size = upload.kept if upload.headed else 0
-    return KeptShard(upload.index, upload.entry, upload.tensors, upload.header_digest, size)
+    return ShardCheckpoint(upload.index, upload.entry, upload.tensors, upload.header_digest, size)

@@ -11,7 +11,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.checkpoint import keep_rest
 from weightsync_server.push.pipeline import proceed
 from weightsync_server.push.reservation import stored_at
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["check_arrived_header", "verify_shard"]
 
@@ -31,7 +31,7 @@ _INLINE_HEADER_BYTES = 32 << 10
 
 
 async def check_arrived_header(
-    upload: ShardUpload, segment: Segment, known: KnownLayout | None
+    upload: ShardState, segment: Segment, known: KnownLayout | None
 ) -> None:
     """Prove that the header in the segment tells exactly the shard's layout.
 
@@ -58,7 +58,7 @@ async def check_arrived_header(
         check_header(header, tensors)
 
 
-async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def verify_shard(push: Push, upload: ShardState, segment: Segment) -> None:
     """Digest a shard and make it durable; compare with the trainer's digests.
 
     A failure fails the push, but for that of a fetcher: the next commit tries again.
@@ -83,11 +83,11 @@ async def verify_shard(push: Push, upload: ShardUpload, segment: Segment) -> Non
         raise
     except Exception as error:
         logger.exception("shard %d of version %d", upload.index, push.record.version)
-        push.fail(refusal(error, f"verifying shard {upload.index}"))
+        push.fail(to_refusal(error, f"verifying shard {upload.index}"))
         raise
 
 
-async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def _digest(push: Push, upload: ShardState, segment: Segment) -> None:
     started = time.perf_counter()
     found = await push.versions.fetchers.digest(segment, upload.entry)
     push.meters.observe_phase("digest", time.perf_counter() - started)
@@ -106,7 +106,7 @@ async def _digest(push: Push, upload: ShardUpload, segment: Segment) -> None:
     proceed(push)
 
 
-async def _persist(push: Push, upload: ShardUpload, segment: Segment) -> None:
+async def _persist(push: Push, upload: ShardState, segment: Segment) -> None:
     if not push.stores:
         return
     if push.recorded:

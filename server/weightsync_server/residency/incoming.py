@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from weightsync.shm.incoming_version import Lying
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.segments import SegmentAllocator
 
-__all__ = ["Arrivals", "Arriving"]
+__all__ = ["IncomingReader", "IncomingVersions"]
 
 
-class Arriving:
+class IncomingReader:
     """Tells readers which shards of a version are complete and proved, and which lie on a GPU.
 
     Args:
@@ -44,7 +44,7 @@ class Arriving:
         record: VersionRecord,
         layout: Layout,
         segments: Sequence[Segment],
-        keeper: SegmentKeeper,
+        keeper: SegmentAllocator,
     ) -> None:
         self.record = record
         self._layout = layout
@@ -112,7 +112,7 @@ class Arriving:
         return made[-1].segment
 
 
-class Arrivals:
+class IncomingVersions:
     """Announces the versions that come in.
 
     Args:
@@ -122,14 +122,14 @@ class Arrivals:
         listener: Told of each; it may read, or not.
     """
 
-    def __init__(self, keeper: SegmentKeeper) -> None:
+    def __init__(self, keeper: SegmentAllocator) -> None:
         self._keeper = keeper
-        self.listener: Callable[[Arriving], None] = lambda _: None
+        self.listener: Callable[[IncomingReader], None] = lambda _: None
 
     def announce(
         self, record: VersionRecord, layout: Layout, segments: Sequence[Segment]
-    ) -> Arriving:
+    ) -> IncomingReader:
         """Tell that the shards of a version will come into these segments; `end` must follow."""
-        arriving = Arriving(record, layout, segments, self._keeper)
+        arriving = IncomingReader(record, layout, segments, self._keeper)
         self.listener(arriving)
         return arriving

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from weightsync_server.deltas import PushedDelta
     from weightsync_server.model import ModelVersions
 
-__all__ = ["Orphans"]
+__all__ = ["OrphanReaper"]
 
 logger = logging.getLogger(__name__)
 
 
-class Orphans:
+class OrphanReaper:
     """Drops versions whose push failed, none from under an engine that serves or prepares it.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import WeightSyncError
 from weightsync.shm.segments import Segment, reserved_size
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.tasks import in_thread
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync_server.ops.meters import Fetchers
     from weightsync_server.residency.budget import SegmentBudget
 
-__all__ = ["MAKERS", "SegmentKeeper"]
+__all__ = ["MAKERS", "SegmentAllocator"]
 
 _UNMAP_S = 10.0
 #: Seconds between two looks whether a trainer has let go of what it was lent.
@@ -34,7 +34,7 @@ _LENT_S = 0.5
 MAKERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
-class SegmentKeeper:
+class SegmentAllocator:
     """Owns every segment of one model.
 
     Args:
@@ -83,7 +83,7 @@ class SegmentKeeper:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DISK_EXHAUSTED (descriptors); nothing is reserved.
         """
-        with refusing("reserving shared memory"):
+        with translate_os_errors("reserving shared memory"):
             await failpoints.reach("stage.allocate")
         capacity = reserved_size(size)
         more = capacity - min(reserved, capacity)
@@ -209,5 +209,5 @@ def _make(size: int) -> tuple[Segment, int]:
 
 
 def _offered(segment: Segment) -> int:
-    with refusing("offering shared memory to the engine"):
+    with translate_os_errors("offering shared memory to the engine"):
         return segment.read_only_fd()

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.segments import SegmentAllocator
 
-__all__ = ["Remains", "Slot"]
+__all__ = ["Residue", "Slot"]
 
 
-class Remains(NamedTuple):
+class Residue(NamedTuple):
     """The bytes of a version that lost its slot, as long as nobody has written over them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Slot:
         remains: What the spare segments still hold; None: nothing that is of use.
     """
 
-    def __init__(self, index: int, keeper: SegmentKeeper) -> None:
+    def __init__(self, index: int, keeper: SegmentAllocator) -> None:
         self.index = index
         self.lives = 0
         self.record: VersionRecord | None = None
@@ -50,7 +50,7 @@ class Slot:
         self.leases = 0
         self.segments: dict[int, Segment] = {}
         self.document: Segment | None = None
-        self.remains: Remains | None = None
+        self.remains: Residue | None = None
         self._keeper = keeper
         self._spares: list[Segment] = []
         self._promised = 0
@@ -160,7 +160,7 @@ class Slot:
             self.record.slot = None
             # Whatever was being written is no version.
             commit = None if self.writing else self.record.commit
-            whole = Remains(commit.manifest_digest, tuple(self.ordered())) if commit else None
+            whole = Residue(commit.manifest_digest, tuple(self.ordered())) if commit else None
             self.remains = whole
         self.record = None
         self.writing = False

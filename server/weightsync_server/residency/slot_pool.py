@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.segments import SegmentKeeper
+    from weightsync_server.residency.segments import SegmentAllocator
 
 __all__ = ["SlotPool"]
 
@@ -70,7 +70,7 @@ class SlotPool:
     def __init__(
         self,
         count: int,
-        keeper: SegmentKeeper,
+        keeper: SegmentAllocator,
         order: Callable[[VersionRecord, VersionRecord], Order | None],
         evict: Callable[[VersionRecord], None],
         *,

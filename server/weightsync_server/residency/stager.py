@@ -10,7 +10,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ops.os_errors import refusing
+from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.residency.digests import ShardDigests
 from weightsync_server.residency.leases import SlotLease
 from weightsync_server.residency.loading import compare
@@ -96,7 +96,7 @@ class Stager:
 
     async def verify(self, lease: SlotLease, digests: ShardDigests | None) -> None:
         """Look at digests of the segments; see `ModelVersions.verify_staged`."""
-        with refusing("verifying a staged version"):
+        with translate_os_errors("verifying a staged version"):
             await failpoints.reach("stage.verify")
         record = lease.record
         self._refuse_failed(record)
@@ -173,7 +173,7 @@ class Stager:
             task.exception()
 
     async def _load(self, record: VersionRecord) -> None:
-        with refusing(f"reading version {record.version} from the store"):
+        with translate_os_errors(f"reading version {record.version} from the store"):
             await failpoints.reach("stage.load")
         ours = self._versions
         try:

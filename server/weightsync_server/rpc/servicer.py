@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.engine import Applier
     from weightsync_server.model import ModelVersions
-    from weightsync_server.push import Lender, Message, Pushes
+    from weightsync_server.push import Message, PushService, SameHostOffers
 
 __all__ = ["WeightSyncServicer"]
 
@@ -38,10 +38,10 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     def __init__(
         self,
         versions: ModelVersions,
-        pushes: Pushes,
+        pushes: PushService,
         applier: Applier,
         status: Callable[[], pb.GetStatusResponse],
-        lender: Lender | None = None,
+        lender: SameHostOffers | None = None,
         endpoints: Callable[[str], list[str]] = lambda _: [],
     ) -> None:
         self._versions = versions

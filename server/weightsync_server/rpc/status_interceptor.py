@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import to_status
-from weightsync_server.ops.deadlines import Bounds
-from weightsync_server.ops.os_errors import refusal, system_fault
+from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.ops.os_errors import system_fault, to_refusal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -97,9 +97,9 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         metrics: RpcMetrics,
         on_fault: Callable[[], None],
         reader_timeout_s: float = 10.0,
-        bounds: Bounds | None = None,
+        bounds: DeadlineMonitor | None = None,
     ) -> None:
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or DeadlineMonitor()
         self._metrics = metrics
         self._on_fault = on_fault
         self._reader_timeout_s = reader_timeout_s
@@ -140,7 +140,7 @@ class _Guard:
         on_fault: Callable[[], None],
         method: str,
         reader_timeout_s: float,
-        bounds: Bounds,
+        bounds: DeadlineMonitor,
     ) -> None:
         self._bounds = bounds
         self._start = start
@@ -211,7 +211,7 @@ class _Guard:
             logger.error("%s failed", self._method, exc_info=error)
             if system_fault(error, self._method) is None:
                 self._on_fault()
-            error = refusal(error, self._method)
+            error = to_refusal(error, self._method)
         end(error.code)
         status = to_status(error)
         # It goes no further: a task or a push that keeps it need not keep every frame of its way.

@@ -18,7 +18,7 @@ import xxhash
 from weightsync.model.manifest import ShardEntry
 from weightsync_server.ops import durable_files
 
-__all__ = ["SUFFIX", "Kept", "Range", "note", "read"]
+__all__ = ["SUFFIX", "CheckpointIndex", "Range", "note", "read"]
 
 #: What the name of the list adds to that of the shard.
 SUFFIX = ".kept"
@@ -40,7 +40,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CheckpointIndex:
     """What a list tells.
 
     Attributes:
@@ -85,7 +85,7 @@ def note(path: str, entry: ShardEntry, header_digest: str, kept: Range) -> None:
         os.close(fd)
 
 
-def read(path: str) -> Kept:
+def read(path: str) -> CheckpointIndex:
     """Return the list of a shard's file.
 
     Raises:
@@ -106,7 +106,7 @@ def read(path: str) -> Kept:
     while position in ranges and position < ranges[position].end <= entry.size:
         walked.append(ranges[position])
         position = ranges[position].end
-    return Kept(entry, str(header_digest), tuple(walked))
+    return CheckpointIndex(entry, str(header_digest), tuple(walked))
 
 
 def _line(facts: list[Any]) -> bytes:

@@ -12,13 +12,13 @@ from weightsync_server.ops.tasks import in_thread
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
 
-__all__ = ["DiskBudget", "DiskShare"]
+__all__ = ["DiskQuota", "DiskReservation"]
 
 #: Room is freed in less, but for a disk that hangs; more would only put the refusal off.
 _WAIT_S = 10.0
 
 
-class DiskBudget:
+class DiskQuota:
     """Counts what open pushes were promised; with the floor it never exceeds what is free.
 
     Args:
@@ -35,9 +35,9 @@ class DiskBudget:
         self._lock = asyncio.Lock()
         self._freeing: set[asyncio.Future[Any]] = set()
 
-    def share(self) -> DiskShare:
+    def share(self) -> DiskReservation:
         """Return the share of one push, empty yet."""
-        return DiskShare(self, self._lock, asyncio.get_running_loop().create_future())
+        return DiskReservation(self, self._lock, asyncio.get_running_loop().create_future())
 
     def frees(self, work: asyncio.Future[Any]) -> None:
         """Take note of work that gives room back before it ends: who lacks room waits for it."""
@@ -80,11 +80,11 @@ class DiskBudget:
         self.promised -= size
 
 
-class DiskShare:
+class DiskReservation:
     """What one push was promised, less what it has written; `close` gives the rest back."""
 
     def __init__(
-        self, budget: DiskBudget, lock: asyncio.Lock, ended: asyncio.Future[WeightSyncError]
+        self, budget: DiskQuota, lock: asyncio.Lock, ended: asyncio.Future[WeightSyncError]
     ) -> None:
         self._budget = budget
         self._lock = lock
@@ -93,9 +93,9 @@ class DiskShare:
         self._closed = False
         self._ended = ended
 
-    def beside(self) -> DiskShare:
+    def beside(self) -> DiskReservation:
         """Return one more share of the same push, empty yet; the push fails for both."""
-        return DiskShare(self._budget, self._lock, self._ended)
+        return DiskReservation(self._budget, self._lock, self._ended)
 
     async def promise(self, total: int) -> None:
         """Make sure that `total` bytes, all of the push so far, have room.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommitRecord",
-    "KeptShard",
     "OpenPush",
     "PushRecord",
+    "ShardCheckpoint",
     "Store",
     "check_epoch",
     "check_model",
@@ -142,7 +142,7 @@ class PushRecord:
 
 
 @dataclass(frozen=True)
-class KeptShard:
+class ShardCheckpoint:
     """What a store has kept of a shard that was arriving.
 
     Attributes:
@@ -170,7 +170,7 @@ class OpenPush:
     """
 
     record: PushRecord
-    shards: tuple[KeptShard, ...]
+    shards: tuple[ShardCheckpoint, ...]
 
 
 def _checked(document: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:

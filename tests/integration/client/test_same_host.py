@@ -27,8 +27,8 @@ from tests.support.weightsync_server import WeightSyncServer
 from tests.unit.server.world import simple
 from weightsync.delta.kernels import available
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_client import Borrower, Placed
-from weightsync.shm.same_host_server import Lent
+from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
+from weightsync.shm.same_host_server import WriteLease
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client import (
     AbortedError,
@@ -47,8 +47,8 @@ from weightsync_client.source.shards import Shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 from weightsync_client.transport import copying, shm_writer
 from weightsync_client.transport.copying.native import NativeCopier
-from weightsync_client.transport.cuda_ipc import Collection
-from weightsync_client.transport.shm_transport import SameHost
+from weightsync_client.transport.cuda_ipc import CudaIpcTransport
+from weightsync_client.transport.shm_transport import ShmTransport
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -174,7 +174,7 @@ def test_what_the_server_copies_from_a_gpu_is_no_delta_while_it_keeps_it_in_memo
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There is no GPU here; tests/gpu has the same with one.
-    monkeypatch.setattr(SameHost, "copied", property(lambda self: not self.reason))
+    monkeypatch.setattr(ShmTransport, "copied", property(lambda self: not self.reason))
     results = [client.push(weights(70))]
     # What lies elsewhere is compared, although what came before was copied.
     results.append(client.push(weights(70)))
@@ -196,7 +196,7 @@ def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is
     assert second.fallback_reason is Fallback.FIRST
     assert client._memory.snapshot.held is not None
     assert client.push(weights(71)).kind is PushKind.DELTA
-    monkeypatch.setattr(SameHost, "copied", property(lambda self: not self.reason))
+    monkeypatch.setattr(ShmTransport, "copied", property(lambda self: not self.reason))
     with Client(client._link.address) as other:
         results = [other.push(weights(71)) for _ in range(3)]
     later = [Fallback.FIRST, ""] if results[0].durable else [Fallback.COPIED] * 2
@@ -287,14 +287,14 @@ def test_what_another_process_of_the_trainer_keeps_open_is_sent(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[int] = []
-    close = Borrower.give_back
+    close = SameHostClient.give_back
 
-    def keep_one(borrower: Borrower, lent: Lent) -> None:
+    def keep_one(borrower: SameHostClient, lent: WriteLease) -> None:
         if not kept:
             kept.append(os.dup(lent.fd))
         close(borrower, lent)
 
-    monkeypatch.setattr(Borrower, "give_back", keep_one)
+    monkeypatch.setattr(SameHostClient, "give_back", keep_one)
     result = client.push(weights(5), delta="never", shard_bytes=1_000_000)
     assert (result.way, result.way_reason) == (Way.STREAM, Streamed.WRITER_LEFT)
     os.pwrite(kept[0], b"\xff" * 4096, 0)
@@ -341,21 +341,23 @@ def test_tensors_on_a_gpu_that_the_server_cannot_reach_are_written(
 ) -> None:
     asked: list[str] = []
 
-    def somewhere(_: Collection, shard: Shard) -> Placed:
+    def somewhere(_: CudaIpcTransport, shard: Shard) -> IpcPlacement:
         reader = shard.open(Scratch())
         header = b"".join(reader.read(0, shard.entry.data_start))
         reader.close()
         filled = [tensor for tensor in shard.tensors if tensor.end > tensor.begin]
         places = [(number, 0) for number in range(len(filled))]
-        return Placed(bytes(16), header, [bytes([number] * 64) for number, _ in places], places)
+        return IpcPlacement(
+            bytes(16), header, [bytes([number] * 64) for number, _ in places], places
+        )
 
-    def collect(borrower: Borrower, shard: int, where: Placed) -> str:
+    def collect(borrower: SameHostClient, shard: int, where: IpcPlacement) -> str:
         asked.append(ask(borrower, shard, where))
         return asked[-1]
 
-    ask = Borrower.collect
-    monkeypatch.setattr(Collection, "_placed", somewhere)
-    monkeypatch.setattr(Borrower, "collect", collect)
+    ask = SameHostClient.collect
+    monkeypatch.setattr(CudaIpcTransport, "_placed", somewhere)
+    monkeypatch.setattr(SameHostClient, "collect", collect)
     result = client.push(weights(81), delta="never", shard_bytes=2_000_000)
     assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
     assert client.get_version(result.version).trainer_verified
@@ -450,13 +452,13 @@ def test_wrong_bytes_are_no_version(
 def test_a_descriptor_that_a_child_closes_in_a_moment_is_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    close = Borrower.give_back
+    close = SameHostClient.give_back
 
-    def keep_for_a_moment(borrower: Borrower, lent: Lent) -> None:
+    def keep_for_a_moment(borrower: SameHostClient, lent: WriteLease) -> None:
         threading.Timer(0.2, os.close, (os.dup(lent.fd),)).start()
         close(borrower, lent)
 
-    monkeypatch.setattr(Borrower, "give_back", keep_for_a_moment)
+    monkeypatch.setattr(SameHostClient, "give_back", keep_for_a_moment)
     result = client.push(weights(6), delta="never")
     assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
     assert same(client, result.version, weights(6))
@@ -500,7 +502,7 @@ def test_what_was_handed_over_is_lent_no_more(server: WeightSyncServer) -> None:
     assert trainer.commit().content_digest == trainer.content
     secret = trainer.reply.same_host_offer
     with pytest.raises(WeightSyncError, match="opens no push"):
-        Borrower(secret.socket, secret.secret)
+        SameHostClient(secret.socket, secret.secret)
 
 
 def test_a_shard_is_lent_to_one(server: WeightSyncServer) -> None:
@@ -533,12 +535,12 @@ def test_a_stranger_gets_nothing(server: WeightSyncServer) -> None:
             begun(weightsync_pb2_grpc.WeightSyncStub(channel), simple())
     assert told.value.code() is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises(WeightSyncError) as refused:
-        Borrower(server.run_dir / "trainers.sock", "guessed")
+        SameHostClient(server.run_dir / "trainers.sock", "guessed")
     assert refused.value.reason is Reason.PERMISSION_DENIED
     trainer = Trainer(server.stub, seed=60)
     offer = trainer.reply.same_host_offer
     with pytest.raises(WeightSyncError):
-        Borrower(offer.socket, offer.secret)
+        SameHostClient(offer.socket, offer.secret)
     assert oct((server.run_dir / "trainers.sock").stat().st_mode)[-3:] == "660"
     server.stub.AbortPush(pb.AbortPushRequest(push_id=trainer.reply.push_id), timeout=60)
 

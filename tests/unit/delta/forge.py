@@ -10,7 +10,7 @@ import xxhash
 
 from tests.unit.delta.cases import BASE_DIGEST, LAYOUT_DIGEST
 from weightsync.delta.coding import Coding, Counts, Positions, Values
-from weightsync.delta.delta_manifest import Manifest, Record, write_manifest
+from weightsync.delta.delta_manifest import DeltaManifest, Record, write_manifest
 from weightsync.delta.delta_shard import header_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def from_manifest(
 def blob(
     records: Sequence[Record], positions: bytes = b"", values: bytes = b"", **more: Any
 ) -> NDArray[np.uint8]:
-    manifest = Manifest(0, BASE_DIGEST, LAYOUT_DIGEST, tuple(records))
+    manifest = DeltaManifest(0, BASE_DIGEST, LAYOUT_DIGEST, tuple(records))
     manifest = dataclasses.replace(manifest, **more)
     return from_manifest(write_manifest(manifest), positions, values)
 

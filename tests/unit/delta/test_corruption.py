@@ -17,8 +17,8 @@ from tests.unit.delta import forge
 from tests.unit.delta.cases import changed_item, encode, expected, items
 from weightsync.delta import DeltaError, Item, apply_change, decode_tensor, parse_shard, patch
 from weightsync.delta.coding import Coding, Counts, Positions, Values
-from weightsync.delta.decoder import Patch
-from weightsync.delta.delta_manifest import Manifest, write_manifest
+from weightsync.delta.decoder import ElementUpdate
+from weightsync.delta.delta_manifest import DeltaManifest, write_manifest
 from weightsync.errors import Reason
 
 if TYPE_CHECKING:
@@ -426,12 +426,12 @@ def test_a_base_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize("index", [[-1, 3], [0, 4], [1 << 30]])
 def test_a_patch_that_does_not_fit_writes_nothing(index: list[int]) -> None:
     target = np.zeros(8, np.uint8)
-    hostile = Patch(np.array(index, np.int32), np.ones(len(index), "<u2"))
+    hostile = ElementUpdate(np.array(index, np.int32), np.ones(len(index), "<u2"))
     with pytest.raises(DeltaError, match="does not fit"):
         patch(target, hostile)
     for start in (1, -1, 4, 1 << 40):
         with pytest.raises(DeltaError, match="does not fit"):
-            patch(target, Patch(None, np.ones(4, "<u2"), start))
+            patch(target, ElementUpdate(None, np.ones(4, "<u2"), start))
     assert not target.any()
 
 
@@ -464,7 +464,7 @@ def test_shards_that_cannot_be_encoded() -> None:
 
 
 def test_a_manifest_of_another_base_says_so() -> None:
-    made = Manifest(3, "ab" * 16, "cd" * 16, ())
+    made = DeltaManifest(3, "ab" * 16, "cd" * 16, ())
     delta = parse_shard(forge.blob([], base_content_digest="ab" * 16, layout_digest="cd" * 16), {})
     assert (delta.base_content_digest, delta.layout_digest) == ("ab" * 16, "cd" * 16)
     assert write_manifest(made)[:4] == b"WSD1"

@@ -11,7 +11,7 @@ from tests.support.clocks import HOUR, Clocks
 from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
-from weightsync_server.ops.deadlines import Bounds
+from weightsync_server.ops.deadlines import DeadlineMonitor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +54,7 @@ async def test_numbers_order_versions_whatever_the_clock_says(
 async def test_no_push_lease_or_bound_ends_early_or_late(
     tmp_path: Path, clocks: Clocks, jump: float
 ) -> None:
-    bounds = Bounds()
+    bounds = DeadlineMonitor()
     async with world(tmp_path, limits={"resume_timeout_s": 0.4}) as here:
         await here.push(simple(1), 1)
         push = await here.pushes.begin(begin(version=2, shard_count=1), 1)

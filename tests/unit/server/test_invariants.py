@@ -10,7 +10,7 @@ import pytest
 from tests.unit.server.engine.plant import until
 from tests.unit.server.world import World, simple, world
 from weightsync_server import invariants
-from weightsync_server.invariants import Census
+from weightsync_server.invariants import InvariantMonitor
 from weightsync_server.ops.metrics import INVARIANTS, Metrics
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ async def here(tmp_path: Path) -> AsyncIterator[World]:
         yield made
 
 
-def _census(here: World) -> tuple[Census, Metrics]:
+def _census(here: World) -> tuple[InvariantMonitor, Metrics]:
     metrics = Metrics("m")
-    return Census(here.versions, here.budget, metrics), metrics
+    return InvariantMonitor(here.versions, here.budget, metrics), metrics
 
 
 async def test_a_server_at_work_violates_nothing(here: World) -> None:
@@ -108,7 +108,7 @@ async def test_a_leak_that_grows_is_one_and_one_that_comes_again_another(here: W
 async def test_what_goes_on_past_its_bound_is_counted_once(here: World) -> None:
     late = ["a pause goes on past its bound"]
     metrics = Metrics("m")
-    made = Census(here.versions, here.budget, metrics, [lambda: late, list])
+    made = InvariantMonitor(here.versions, here.budget, metrics, [lambda: late, list])
     made.look()
     assert metrics.violations() == _NONE
     for _ in range(3):

@@ -13,7 +13,7 @@ from tests.support.clocks import Clocks
 from tests.unit.server.engine.plant import Plant, plant, until
 from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.ops.deadlines import Bounds
+from weightsync_server.ops.deadlines import DeadlineMonitor
 from weightsync_server.push.lifecycle import Push
 from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def test_only_what_has_not_ended_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks.over(monkeypatch)
-    bounds = Bounds()
+    bounds = DeadlineMonitor()
     with bounds.within("a", 10), bounds.within("a", 20):
         clocks.let_pass(10)
         assert list(bounds.overdue()) == []
@@ -49,7 +49,7 @@ async def _unary(held: asyncio.Event, request: bytes, context: Any) -> bytes:
 
 @pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
 async def test_a_call_that_outlives_its_deadline(kind: str) -> None:
-    bounds, held = Bounds(), asyncio.Event()
+    bounds, held = DeadlineMonitor(), asyncio.Event()
     guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), lambda: None, bounds=bounds)
     server = grpc.aio.server(interceptors=[guard])
 

@@ -21,7 +21,7 @@ from weightsync_server.catalog.retention import Retention
 from weightsync_server.model import ModelVersions
 from weightsync_server.ops.os_errors import write_fault
 from weightsync_server.ops.tasks import in_thread
-from weightsync_server.push import Pushes, PushLimits, read_message
+from weightsync_server.push import PushLimits, PushService, read_message
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.store import open_store
 from weightsync_server.workers.fetch import FetcherPool, checkpoint_tasks, delta_tasks, shard_tasks
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weightsync_server.deltas import ChainLimits, DeltaCounts
     from weightsync_server.ops.meters import Fetchers
     from weightsync_server.push import Message
-    from weightsync_server.workers.fetch.delta_summary import Change, DeltaTold
+    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
 MODEL = "m"
 
@@ -187,7 +187,7 @@ class Counts:
 @dataclass
 class World:
     versions: ModelVersions
-    pushes: Pushes
+    pushes: PushService
     meters: Counts
     budget: SegmentBudget
     fetchers: Fetchers
@@ -225,7 +225,7 @@ async def world(
     retention: Retention | None = None,
     chains: ChainLimits | None = None,
     memory: int = 1 << 30,
-    pushes_of: type[Pushes] = Pushes,
+    pushes_of: type[PushService] = PushService,
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
@@ -321,7 +321,7 @@ class Threads:
 
     async def inspect(
         self, layout: Segment, shard: ShardEntry, source: Segment | str
-    ) -> tuple[DeltaTold, list[Change]]:
+    ) -> tuple[DeltaHeader, list[TensorDelta]]:
         known = delta_tasks.canonical(layout.id, layout.view)
         with _delta(shard, source) as delta:
             return unpack_changes(await _apart(delta_tasks.inspect, known, delta))

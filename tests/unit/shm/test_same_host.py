@@ -22,8 +22,8 @@ from tests.support.forking_trainer import MOMENTS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm import same_host_server
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import Borrower, Placed
-from weightsync.shm.same_host_server import LendingServer, Lent, Peer
+from weightsync.shm.same_host_client import IpcPlacement, SameHostClient
+from weightsync.shm.same_host_server import LendingServer, PeerCredentials, WriteLease
 from weightsync.shm.segments import Segment, unwritten, writers_are_seen
 
 SIZE = 4 << 20
@@ -93,7 +93,7 @@ def test_who_opens_it_while_it_is_looked_at_kills_nobody(segment: Segment) -> No
 class Desk:
     """Lends one real segment to whoever knows the secret."""
 
-    def __init__(self, segment: Segment, secret: str, peer: Peer) -> None:
+    def __init__(self, segment: Segment, secret: str, peer: PeerCredentials) -> None:
         self.segment = segment
         self.secret = secret
         self.peer = peer
@@ -106,10 +106,10 @@ class Desk:
         if secret != self.secret:
             raise WeightSyncError(Reason.PERMISSION_DENIED, "this is not the secret; ask again")
 
-    def lend(self, shard: int) -> Lent:
+    def lend(self, shard: int) -> WriteLease:
         if shard:
             raise WeightSyncError(Reason.SHARD_BUSY, "that one is busy; ask later")
-        return Lent(self.segment.lend(), self.segment.huge)
+        return WriteLease(self.segment.lend(), self.segment.huge)
 
     def written(self, shard: int, digests: bytes) -> None:
         self.told.append((shard, digests))
@@ -137,7 +137,7 @@ class Office:
         self._segment = segment
         self.server = LendingServer(path, self.desk, silence_s)
 
-    def desk(self, peer: Peer) -> Desk:
+    def desk(self, peer: PeerCredentials) -> Desk:
         self.desks.append(Desk(self._segment, self.secret, peer))
         return self.desks[-1]
 
@@ -157,7 +157,7 @@ def office(tmp_path: Path, segment: Segment) -> Iterator[Office]:
 
 
 def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> None:
-    borrower = Borrower(office.server.path, office.secret)
+    borrower = SameHostClient(office.server.path, office.secret)
     lent = borrower.borrow(0)
     assert lent.huge is segment.huge
     assert not os.get_inheritable(lent.fd)
@@ -178,8 +178,8 @@ def test_a_shard_goes_out_and_comes_back(office: Office, segment: Segment) -> No
 
 
 def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
-    borrower = Borrower(office.server.path, office.secret)
-    where = Placed(b"\7" * 16, b"head", [b"\1" * HANDLE_BYTES], [(0, 4096), (0, 0)])
+    borrower = SameHostClient(office.server.path, office.secret)
+    where = IpcPlacement(b"\7" * 16, b"head", [b"\1" * HANDLE_BYTES], [(0, 4096), (0, 0)])
     assert borrower.collect(0, where) == ""
     assert borrower.collect(1, where) == "there is no GPU"
     assert borrower.collected(0) == bytes(16)
@@ -190,8 +190,8 @@ def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
 
 
 def test_where_shards_lie_is_told_at_once_to_who_knows_that(office: Office) -> None:
-    borrower = Borrower(office.server.path, office.secret)
-    where = Placed(b"u" * 16, b"header", [b"h" * 64], [(0, 512), (0, 0)])
+    borrower = SameHostClient(office.server.path, office.secret)
+    where = IpcPlacement(b"u" * 16, b"header", [b"h" * 64], [(0, 512), (0, 0)])
     borrower.lying({})
     borrower.lying({3: where, 7: where})
     borrower._knows = ()
@@ -204,9 +204,9 @@ def test_where_shards_lie_is_told_at_once_to_who_knows_that(office: Office) -> N
 
 def test_a_refusal_ends_the_connection(office: Office) -> None:
     with pytest.raises(WeightSyncError, match="not the secret") as told:
-        Borrower(office.server.path, "other")
+        SameHostClient(office.server.path, "other")
     assert told.value.reason is Reason.PERMISSION_DENIED
-    borrower = Borrower(office.server.path, office.secret)
+    borrower = SameHostClient(office.server.path, office.secret)
     with pytest.raises(WeightSyncError, match="busy"):
         borrower.borrow(1)
     with pytest.raises(OSError, match=r"ended|Broken|reset"):
@@ -223,7 +223,7 @@ def test_what_is_no_request_ends_its_connection_only(office: Office, first: byte
         raw.connect(str(office.server.path))
         raw.sendall(first)
         assert raw.recv(10) == b""
-    Borrower(office.server.path, office.secret).close()
+    SameHostClient(office.server.path, office.secret).close()
     assert office.gone()
 
 
@@ -251,7 +251,7 @@ def test_what_is_no_request_ends_its_connection_only(office: Office, first: byte
 def test_a_request_that_makes_no_sense_is_answered_with_a_sentence(
     office: Office, request_: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    borrower = Borrower(office.server.path, office.secret)
+    borrower = SameHostClient(office.server.path, office.secret)
     with pytest.raises(WeightSyncError) as told:
         borrower._ask(request_)
     assert told.value.reason is Reason.REQUEST_INVALID
@@ -271,7 +271,7 @@ def test_the_silent_are_dropped(
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(str(office.server.path))
         assert raw.recv(10) == b""
-    borrower = Borrower(office.server.path, office.secret)
+    borrower = SameHostClient(office.server.path, office.secret)
     lent = borrower.borrow(0)
     assert office.gone()
     # The connection is over, but what was lent still is.
@@ -284,7 +284,7 @@ def test_the_silent_are_dropped(
 
 def test_a_sign_of_life_keeps_the_connection(tmp_path: Path, segment: Segment) -> None:
     office = Office(tmp_path / "l.sock", segment, silence_s=1.0)
-    borrower = Borrower(office.server.path, office.secret)
+    borrower = SameHostClient(office.server.path, office.secret)
     lent = borrower.borrow(0)
     for _ in range(8):
         time.sleep(0.25)
@@ -307,7 +307,7 @@ def test_no_thread_for_one_connection_is_no_end_of_all(
         short.setattr(threading.Thread, "start", none)
         raw.connect(str(office.server.path))
         assert raw.recv(10) == b""
-    Borrower(office.server.path, office.secret).close()
+    SameHostClient(office.server.path, office.secret).close()
     assert office.gone()
 
 
@@ -327,15 +327,15 @@ def test_no_descriptor_for_one_connection_is_no_end_of_all(office: Office) -> No
         for sock in held:
             sock.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    Borrower(office.server.path, office.secret).close()
+    SameHostClient(office.server.path, office.secret).close()
     assert office.gone()
 
 
 def test_too_many_are_turned_away(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_host_server, "MOST", 2)
-    kept = [Borrower(office.server.path, office.secret) for _ in range(2)]
+    kept = [SameHostClient(office.server.path, office.secret) for _ in range(2)]
     with pytest.raises(OSError, match=r"ended|Broken|reset"):
-        Borrower(office.server.path, office.secret)
+        SameHostClient(office.server.path, office.secret)
     for borrower in kept:
         borrower.close()
     assert office.gone()

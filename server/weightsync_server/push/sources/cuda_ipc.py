@@ -15,7 +15,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.incoming_version import HANDLE_BYTES, Lying
 from weightsync.shm.same_host_server import MOST_PLACES
 from weightsync_server.push.validation import refused
-from weightsync_server.workers.fetch.fetch_api import Source
+from weightsync_server.workers.fetch.fetch_api import GpuSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.sources.ipc_opened import Places
 
-__all__ = ["Collecting", "Collects"]
+__all__ = ["GpuCopier", "GpuCopySession"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ _DEVICE = re.compile(r"[0-9a-f]{32}")
 _HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
 
 
-class Collects(Protocol):
-    """Copies from GPUs; `weightsync_server.workers.fetch.gpu_pool.Collector` does."""
+class GpuCopier(Protocol):
+    """Copies from GPUs; `weightsync_server.workers.fetch.gpu_pool.GpuFetchPool` does."""
 
-    async def collect(self, segment: Segment, source: Source) -> None:
+    async def collect(self, segment: Segment, source: GpuSource) -> None:
         """See `weightsync_server.workers.fetch.fetch_api.Asking.collect`."""
 
 
-class Collecting:
+class GpuCopySession:
     """Copies the shards of one connection.
 
     Args:
@@ -50,7 +50,7 @@ class Collecting:
         places: What engines may copy from themselves, of all connections.
     """
 
-    def __init__(self, collector: Collects, owner: object, places: Places) -> None:
+    def __init__(self, collector: GpuCopier, owner: object, places: Places) -> None:
         self._collector = collector
         self._owner = owner
         self._places = places
@@ -60,7 +60,7 @@ class Collecting:
         #: What was begun, by shard.
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def begin(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> str:
+    async def begin(self, push: Push, upload: ShardState, where: dict[str, Any]) -> str:
         """Begin to copy a shard; return why its memory cannot be reached from here, else "".
 
         Raises:
@@ -83,7 +83,7 @@ class Collecting:
         upload.collecting = self._tasks[upload.index] = task
         return "" if told.device in self._reached else await self._reach(push, upload, told.device)
 
-    def lying(self, push: Push, upload: ShardUpload, where: dict[str, Any]) -> None:
+    def lying(self, push: Push, upload: ShardState, where: dict[str, Any]) -> None:
         """Take note of where a shard lies for which `begin` will be asked.
 
         Raises:
@@ -93,14 +93,14 @@ class Collecting:
         if len(filled) <= MOST_PLACES:
             self._tell(push, upload, _told(self._trainer, upload, filled, where))
 
-    def _tell(self, push: Push, upload: ShardUpload, told: Source) -> None:
+    def _tell(self, push: Push, upload: ShardState, told: GpuSource) -> None:
         """Let engines know, if it was read from there before."""
         lying = _lying(told)
         if self._places.have(lying, _sizes(told)):
             push.lies(upload, lying)
 
     async def _collected(
-        self, push: Push, upload: ShardUpload, segment: Segment, told: Source
+        self, push: Push, upload: ShardState, segment: Segment, told: GpuSource
     ) -> None:
         lying, sizes = _lying(told), _sizes(told)
         try:
@@ -115,7 +115,7 @@ class Collecting:
         push.meters.add_received(upload.received)
         await push.advance(upload, segment)
 
-    async def _reach(self, push: Push, upload: ShardUpload, device: str) -> str:
+    async def _reach(self, push: Push, upload: ShardState, device: str) -> str:
         """Wait for the first one from a device: what it meets, the others would."""
         try:
             await self._ended(push, upload)
@@ -129,14 +129,14 @@ class Collecting:
         self._reached.add(device)
         return ""
 
-    async def _ended(self, push: Push, upload: ShardUpload) -> None:
+    async def _ended(self, push: Push, upload: ShardState) -> None:
         """Return once a shard was copied; raise why it was not, and first of all why the push."""
         task = self._tasks[upload.index]
         await asyncio.wait([task])
         push.check_open()
         task.result()
 
-    async def digests(self, push: Push, upload: ShardUpload) -> bytes:
+    async def digests(self, push: Push, upload: ShardState) -> bytes:
         """Return the joined digests of a shard once it was copied and digested.
 
         Raises:
@@ -164,11 +164,11 @@ class Collecting:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _filled(upload: ShardUpload) -> list[TensorEntry]:
+def _filled(upload: ShardState) -> list[TensorEntry]:
     return [tensor for tensor in upload.tensors or () if tensor.end > tensor.begin]
 
 
-def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
+def _header(upload: ShardState, where: dict[str, Any]) -> bytes:
     try:
         header = bytes.fromhex(where["header"])
     except (KeyError, TypeError, ValueError):
@@ -181,17 +181,17 @@ def _header(upload: ShardUpload, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _lying(source: Source) -> Lying:
+def _lying(source: GpuSource) -> Lying:
     return [(bytes.fromhex(source.handles[piece[0]]), piece[1]) for piece in source.pieces]
 
 
-def _sizes(source: Source) -> list[int]:
+def _sizes(source: GpuSource) -> list[int]:
     return [size for *_, size in source.pieces]
 
 
 def _told(
-    trainer: str, upload: ShardUpload, filled: Sequence[TensorEntry], where: dict[str, Any]
-) -> Source:
+    trainer: str, upload: ShardState, filled: Sequence[TensorEntry], where: dict[str, Any]
+) -> GpuSource:
     """Return where a shard lies: checked for its form, and believed no further."""
     device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
     formed = (
@@ -214,7 +214,7 @@ def _told(
         (place[0], place[1], start + tensor.begin, tensor.end - tensor.begin)
         for place, tensor in zip(where["places"], filled, strict=True)
     ]
-    return Source(trainer, where["device"], where["handles"], pieces)
+    return GpuSource(trainer, where["device"], where["handles"], pieces)
 
 
 def _is_place(place: object, handles: int) -> bool:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segments import Segment
     from weightsync_server.push.messages import Message
-    from weightsync_server.push.service import Pushes
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.service import PushService
+    from weightsync_server.push.shard_state import ShardState
 
-__all__ = ["PushStream"]
+__all__ = ["UploadStream"]
 
 Data = bytes | memoryview
 
@@ -30,7 +30,7 @@ _LOOKS = 4
 _RETRY_AFTER_S = 1.0
 
 
-class PushStream:
+class UploadStream:
     """Serves one stream. It takes a message at a time, so gRPC's flow control bounds its memory.
 
     Args:
@@ -41,7 +41,7 @@ class PushStream:
 
     def __init__(
         self,
-        pushes: Pushes,
+        pushes: PushService,
         requests: AsyncIterator[Message],
         deadline_s: float | None,
     ) -> None:
@@ -159,7 +159,7 @@ class PushStream:
                 if end == size:
                     shard = -1
 
-    async def _switch(self, push: Push, shard: int) -> tuple[ShardUpload, Segment]:
+    async def _switch(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
         push.check_open()
         upload = push.shards.get(shard)
         if upload is None or upload.tensors is None:
@@ -172,7 +172,7 @@ class PushStream:
             push.first_byte_at = asyncio.get_running_loop().time()
         return upload, await push.ready(upload)
 
-    def _irregular(self, push: Push, upload: ShardUpload, begin: int, data: Data) -> Data:
+    def _irregular(self, push: Push, upload: ShardState, begin: int, data: Data) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
         push.check_open()
         if len(data) > self._pushes.limits.max_chunk_bytes:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.tasks import to_end
-from weightsync_server.push.sources.grpc_stream import PushStream
+from weightsync_server.push.sources.grpc_stream import UploadStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from weightsync.shm.segments import Segment
     from weightsync_server.push.messages import Message
-    from weightsync_server.push.service import Pushes
-    from weightsync_server.push.shard_state import ShardUpload
+    from weightsync_server.push.service import PushService
+    from weightsync_server.push.shard_state import ShardState
 
-__all__ = ["Claim", "Distant", "DistantStream", "Grant", "Wrote"]
+__all__ = ["Claim", "DistantStream", "Grant", "RemoteStream", "Written"]
 
 
 class Claim(NamedTuple):
@@ -51,7 +51,7 @@ class Grant(NamedTuple):
     most: int
 
 
-class Wrote(NamedTuple):
+class Written(NamedTuple):
     """All bytes of a shard up to `end` are written; `due`: the mark is reached."""
 
     shard: int
@@ -59,11 +59,11 @@ class Wrote(NamedTuple):
     due: bool
 
 
-class Distant(ABC):
+class RemoteStream(ABC):
     """The ingest process at the other end of a stream."""
 
     @abstractmethod
-    def __aiter__(self) -> AsyncIterator[Message | Claim | Wrote]:
+    def __aiter__(self) -> AsyncIterator[Message | Claim | Written]:
         """Yield what comes, in order; what is no plain chunk comes whole."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Distant(ABC):
         """Return when it writes no more, and never will for this stream."""
 
 
-class DistantStream(PushStream):
+class DistantStream(UploadStream):
     """Serves one stream of an ingest process.
 
     Args:
@@ -88,18 +88,20 @@ class DistantStream(PushStream):
         deadline_s: Seconds left to the call, if it has a deadline.
     """
 
-    def __init__(self, pushes: Pushes, distant: Distant, deadline_s: float | None) -> None:
+    def __init__(
+        self, pushes: PushService, distant: RemoteStream, deadline_s: float | None
+    ) -> None:
         # What is no message goes no further than _receive.
         super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s)
         self._distant = distant
-        self._granted: tuple[ShardUpload, Segment] | None = None
+        self._granted: tuple[ShardState, Segment] | None = None
 
     async def _receive(self) -> Message | None:
         while True:
-            message: Message | Claim | Wrote | None = await super()._receive()
+            message: Message | Claim | Written | None = await super()._receive()
             if isinstance(message, Claim):
                 await self._grant(message.shard)
-            elif isinstance(message, Wrote):
+            elif isinstance(message, Written):
                 await self._wrote(message)
             else:
                 return message
@@ -115,7 +117,7 @@ class DistantStream(PushStream):
         most = self._pushes.limits.max_chunk_bytes
         self._distant.grant(Grant(segment, upload.received, upload.entry.size, upload.mark, most))
 
-    async def _wrote(self, wrote: Wrote) -> None:
+    async def _wrote(self, wrote: Written) -> None:
         push = self._opened()
         push.check_open()
         upload, segment = self._granted or (None, None)
@@ -140,7 +142,7 @@ class DistantStream(PushStream):
                 self._push.writers.discard(self._distant)
 
 
-def _nonsense(wrote: Wrote) -> WeightSyncError:
+def _nonsense(wrote: Written) -> WeightSyncError:
     return WeightSyncError(
         Reason.FAULT,
         f"an ingest process told of bytes up to {wrote.end} of shard {wrote.shard}, which it was "

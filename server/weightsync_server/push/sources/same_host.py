@@ -18,15 +18,15 @@ from urllib.parse import unquote
 
 from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_server import LendingServer, Lent
+from weightsync.shm.same_host_server import LendingServer, WriteLease
 from weightsync.shm.segments import writers_are_seen
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_loopback
 from weightsync_server.auth.callers import caller
-from weightsync_server.ops.os_errors import refusal
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.resume import wake
-from weightsync_server.push.sources.cuda_ipc import Collecting
+from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
 from weightsync_server.push.validation import refused
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from weightsync.shm.same_host_server import Peer
+    from weightsync.shm.same_host_server import PeerCredentials
     from weightsync.shm.segments import Segment
     from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.service import Pushes
-    from weightsync_server.push.shard_state import ShardUpload
-    from weightsync_server.push.sources.cuda_ipc import Collects
+    from weightsync_server.push.service import PushService
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.sources.cuda_ipc import GpuCopier
 
-__all__ = ["OFFER_S", "Lender", "is_here", "start_lending"]
+__all__ = ["OFFER_S", "SameHostOffers", "is_here", "start_lending"]
 
 T = TypeVar("T")
 
@@ -64,11 +64,11 @@ def is_here(peer: str) -> bool:
 
 def start_lending(
     stack: contextlib.AsyncExitStack,
-    pushes: Pushes,
+    pushes: PushService,
     socket: Path,
     silence_s: float,
-    collector: Collects,
-) -> Lender | None:
+    collector: GpuCopier,
+) -> SameHostOffers | None:
     """Lend from now on, until the stack ends; None: this kernel cannot tell who may still write.
 
     Args:
@@ -84,7 +84,7 @@ def start_lending(
     if not writers_are_seen():
         logger.warning("no memory is lent to trainers: this kernel grants no leases on it")
         return None
-    lender = Lender(pushes, socket, collector)
+    lender = SameHostOffers(pushes, socket, collector)
     stack.callback(LendingServer(socket, lender.desk, silence_s).close)
     return lender
 
@@ -96,7 +96,7 @@ class _Offer:
     until: float
 
 
-class Lender:
+class SameHostOffers:
     """Makes offers and opens a desk for each trainer that comes with one.
 
     Args:
@@ -105,7 +105,7 @@ class Lender:
         collector: Copies what lies on GPUs.
     """
 
-    def __init__(self, pushes: Pushes, socket: Path, collector: Collects) -> None:
+    def __init__(self, pushes: PushService, socket: Path, collector: GpuCopier) -> None:
         self._pushes = pushes
         self.collector = collector
         self.places = Places()
@@ -136,11 +136,11 @@ class Lender:
         response.same_host_offer.socket = str(self._socket)
         response.same_host_offer.secret = secret
 
-    def desk(self, peer: Peer) -> LendingDesk:
+    def desk(self, peer: PeerCredentials) -> SameHostSession:
         """Return what answers a connection; for any thread."""
-        return LendingDesk(self, self._loop, peer)
+        return SameHostSession(self, self._loop, peer)
 
-    def redeem(self, secret: str, peer: Peer) -> Push:
+    def redeem(self, secret: str, peer: PeerCredentials) -> Push:
         """Return the push that a secret opens; it opens nothing any more.
 
         Raises:
@@ -157,7 +157,7 @@ class Lender:
         self._note(push, offer.who, peer)
         return push
 
-    def _note(self, push: Push, who: str, peer: Peer) -> None:
+    def _note(self, push: Push, who: str, peer: PeerCredentials) -> None:
         # No call, but a change of state: a line of the same form as those of calls.
         now = dt.datetime.fromtimestamp(clock.wall(), dt.UTC)
         line = {
@@ -174,7 +174,7 @@ class Lender:
         logger.info("%s", json.dumps(line))
 
 
-class LendingDesk:
+class SameHostSession:
     """The `Desk` of one connection, worked by a thread of the socket.
 
     Args:
@@ -183,18 +183,20 @@ class LendingDesk:
         peer: The process at the other end.
     """
 
-    def __init__(self, lender: Lender, loop: asyncio.AbstractEventLoop, peer: Peer) -> None:
+    def __init__(
+        self, lender: SameHostOffers, loop: asyncio.AbstractEventLoop, peer: PeerCredentials
+    ) -> None:
         self._lender = lender
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
-        self._collecting = Collecting(lender.collector, self, lender.places)
+        self._collecting = GpuCopySession(lender.collector, self, lender.places)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
         self._do(self._redeem(secret))
 
-    def lend(self, shard: int) -> Lent:
+    def lend(self, shard: int) -> WriteLease:
         """Return the memory of a shard of which nothing is here."""
         return self._do(self._lend(shard))
 
@@ -226,7 +228,7 @@ class LendingDesk:
         try:
             return await work
         except Exception as error:
-            told = refusal(error, "lending memory to a trainer")
+            told = to_refusal(error, "lending memory to a trainer")
             if told is not error:
                 _log.exception("lending memory to a trainer")
             if self._push is not None and told.reason in FATAL:
@@ -256,7 +258,7 @@ class LendingDesk:
         push, upload = self._upload(shard)
         return await self._collecting.digests(push, upload)
 
-    async def _lend(self, shard: int) -> Lent:
+    async def _lend(self, shard: int) -> WriteLease:
         push, upload = self._upload(shard)
         await failpoints.reach("receive.lend")
         _check_nothing_here(upload)
@@ -264,7 +266,7 @@ class LendingDesk:
         segment = await push.ready(upload)
         if not push.first_byte_at:
             push.first_byte_at = self._loop.time()
-        return Lent(segment.lend(), segment.huge)
+        return WriteLease(segment.lend(), segment.huge)
 
     async def _written(self, shard: int, digests: bytes) -> None:
         push, upload = self._upload(shard)
@@ -293,7 +295,7 @@ class LendingDesk:
             await asyncio.sleep(_LOOK_S)
         return segment.taken_back()
 
-    def _upload(self, shard: int) -> tuple[Push, ShardUpload]:
+    def _upload(self, shard: int) -> tuple[Push, ShardState]:
         push = self._push
         if push is None:
             raise refused("the first request must redeem a secret")
@@ -311,7 +313,7 @@ class LendingDesk:
             push.leave(self)
 
 
-def _check_nothing_here(upload: ShardUpload) -> None:
+def _check_nothing_here(upload: ShardState) -> None:
     if upload.received:
         raise WeightSyncError(
             Reason.OFFSET_MISMATCH,

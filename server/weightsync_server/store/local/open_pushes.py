@@ -19,7 +19,7 @@ from weightsync.model.layout import check_shard, parse_header
 from weightsync_server.ops import durable_files
 from weightsync_server.store import checkpoint_index
 from weightsync_server.store.documents import read_document
-from weightsync_server.store.protocol import KeptShard, OpenPush, PushRecord
+from weightsync_server.store.protocol import OpenPush, PushRecord, ShardCheckpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +87,7 @@ def open_pushes(model: Path, commit: str, server: str) -> list[OpenPush]:
     return found
 
 
-def _kept_shard(path: Path, *, delta: bool) -> KeptShard | None:
+def _kept_shard(path: Path, *, delta: bool) -> ShardCheckpoint | None:
     match = _SHARD.fullmatch(path.name)
     if match is None or bool(match[1]) != delta:
         return None
@@ -103,4 +103,4 @@ def _kept_shard(path: Path, *, delta: bool) -> KeptShard | None:
     except (OSError, ValueError, WeightSyncError) as error:
         logger.warning("what was kept of %s is of no use: %s", path, error)
         return None
-    return KeptShard(int(match[2]), told.entry, tensors, tensor_digest(header), told.end)
+    return ShardCheckpoint(int(match[2]), told.entry, tensors, tensor_digest(header), told.end)

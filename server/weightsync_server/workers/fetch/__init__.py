@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync_server.workers.fetch.fetch_pool import FetcherPool
-    from weightsync_server.workers.fetch.gpu_pool import Collector
+    from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
-__all__ = ["Collector", "FetcherPool"]
+__all__ = ["FetcherPool", "GpuFetchPool"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "Collector":
-        from weightsync_server.workers.fetch.gpu_pool import Collector
+    if name == "GpuFetchPool":
+        from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
-        return Collector
+        return GpuFetchPool
     if name == "FetcherPool":
         from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 

@@ -10,7 +10,7 @@ from weightsync.model.digest import DIGEST_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CODINGS", "Change", "DeltaTold", "pack_changes", "unpack_changes"]
+__all__ = ["CODINGS", "DeltaHeader", "TensorDelta", "pack_changes", "unpack_changes"]
 
 #: How positions can be coded; a coding's number is its place.
 CODINGS = ("dense", "gap16", "gap8", "bitmap")
@@ -18,7 +18,7 @@ _HEAD = struct.Struct(f"<I{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _ROW = struct.Struct(f"<IQB{DIGEST_BYTES}s")
 
 
-class DeltaTold(NamedTuple):
+class DeltaHeader(NamedTuple):
     """What a delta shard tells of itself.
 
     Attributes:
@@ -32,7 +32,7 @@ class DeltaTold(NamedTuple):
     layout_digest: str
 
 
-class Change(NamedTuple):
+class TensorDelta(NamedTuple):
     """One changed tensor.
 
     Attributes:
@@ -48,14 +48,14 @@ class Change(NamedTuple):
     digest: bytes
 
 
-def pack_changes(told: DeltaTold, changes: Iterable[Change]) -> bytes:
+def pack_changes(told: DeltaHeader, changes: Iterable[TensorDelta]) -> bytes:
     """Return the bytes that `unpack_changes` reads."""
     base, layout = bytes.fromhex(told.base_content_digest), bytes.fromhex(told.layout_digest)
     return _HEAD.pack(told.shard, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
 
 
-def unpack_changes(blob: bytes) -> tuple[DeltaTold, list[Change]]:
+def unpack_changes(blob: bytes) -> tuple[DeltaHeader, list[TensorDelta]]:
     """Return what `pack_changes` was given."""
     shard, base, layout = _HEAD.unpack_from(blob)
     rows = _ROW.iter_unpack(memoryview(blob)[_HEAD.size :])
-    return DeltaTold(shard, base.hex(), layout.hex()), [Change(*row) for row in rows]
+    return DeltaHeader(shard, base.hex(), layout.hex()), [TensorDelta(*row) for row in rows]

@@ -17,7 +17,12 @@ from weightsync.delta import apply_change, parse_shard, warm_up
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import read_fault
-from weightsync_server.workers.fetch.delta_summary import CODINGS, Change, DeltaTold, pack_changes
+from weightsync_server.workers.fetch.delta_summary import (
+    CODINGS,
+    DeltaHeader,
+    TensorDelta,
+    pack_changes,
+)
 from weightsync_server.workers.fetch.shard_tasks import PIECE, look
 
 if TYPE_CHECKING:
@@ -129,7 +134,7 @@ def inspect(known: Canonical, source: memoryview, stop: threading.Event) -> byte
     failpoints.hit("fetcher.inspect")
     delta = parse_shard(source, known.kinds)
     look(stop)
-    told = DeltaTold(delta.index, delta.base_content_digest, delta.layout_digest)
+    told = DeltaHeader(delta.index, delta.base_content_digest, delta.layout_digest)
     return pack_changes(told, (_change(known, change) for change in delta.changes.values()))
 
 
@@ -158,9 +163,9 @@ def _array(view: memoryview) -> NDArray[np.uint8]:
     return np.frombuffer(view[:], np.uint8)
 
 
-def _change(known: Canonical, change: TensorChange) -> Change:
+def _change(known: Canonical, change: TensorChange) -> TensorDelta:
     coding = str(change.record.coding).partition("+")[0]
-    return Change(known.places[change.name], change.nnz, CODINGS.index(coding), change.digest)
+    return TensorDelta(known.places[change.name], change.nnz, CODINGS.index(coding), change.digest)
 
 
 def _length(found: int, wanted: int) -> WeightSyncError:

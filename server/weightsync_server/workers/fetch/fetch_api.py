@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import ShardEntry
     from weightsync.shm.segments import Segment
-    from weightsync_server.workers.fetch.delta_summary import Change, DeltaTold
+    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
-__all__ = ["Asking", "Piece", "Source"]
+__all__ = ["FetchApi", "GpuSource", "Piece"]
 
 #: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
 #: segment and the size, in bytes.
 Piece = tuple[int, int, int, int]
 
 
-class Source(NamedTuple):
+class GpuSource(NamedTuple):
     """Memory that a trainer holds on a GPU, and where it goes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 _LEAST_PART, _HEADERS = 16 << 20, 512
 
 
-class Asking(ABC):
+class FetchApi(ABC):
     """The tasks of fetchers, one method each; `FetcherPool` gets them done."""
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Asking(ABC):
         else:
             await self._transfer("load", segment, size, fills=True, source_fd=source_fd)
 
-    async def collect(self, segment: Segment, source: Source) -> None:
+    async def collect(self, segment: Segment, source: GpuSource) -> None:
         """Fill parts of a segment with memory that another process holds on a GPU.
 
         What was opened for that is closed once nothing is copied for the same trainer.
@@ -176,7 +176,7 @@ class Asking(ABC):
 
     async def inspect(
         self, layout: Segment, shard: ShardEntry, source: Segment | str
-    ) -> tuple[DeltaTold, list[Change]]:
+    ) -> tuple[DeltaHeader, list[TensorDelta]]:
         """Prove that a delta shard is whole; return what it is of, and what it changes.
 
         Args:

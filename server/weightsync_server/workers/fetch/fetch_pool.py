@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.os_errors import write_fault
-from weightsync_server.workers.fetch.fetch_api import Asking
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 from weightsync_server.workers.fetch.task_queue import Task, TaskQueue
 from weightsync_server.workers.runtime.child_process import Program, Unsent
-from weightsync_server.workers.runtime.process_pool import Crew
+from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -27,7 +27,7 @@ _MAX_ATTEMPTS = 3
 _PROGRAM = Program("fetcher", "weightsync_server.workers.fetch.fetch_main")
 
 
-class FetcherPool(Crew, Asking):
+class FetcherPool(ProcessPool, FetchApi):
     """Keeps `count` processes that digest, write, read and change shards.
 
     A task either has its whole effect or raises; once its method has returned or raised, also by

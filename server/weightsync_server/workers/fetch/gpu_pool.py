@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from weightsync.shm.segments import Segment
-    from weightsync_server.workers.fetch.fetch_api import Source
+    from weightsync_server.workers.fetch.fetch_api import GpuSource
     from weightsync_server.workers.runtime.child_process import ChildProcess
 
-__all__ = ["Collector"]
+__all__ = ["GpuFetchPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _AT_ONCE = 6
 _MIN_BYTES_PER_S = 100e6
 
 
-class Collector(FetcherPool):
+class GpuFetchPool(FetcherPool):
     """Fills segments from GPUs, by one process with a CUDA context for each GPU that it has used.
 
     A context takes about half a gigabyte of the GPU. See `FetcherPool` for what holds of a task.
@@ -42,7 +42,7 @@ class Collector(FetcherPool):
         self._starting = asyncio.Lock()
         self._closed = False
 
-    async def collect(self, segment: Segment, source: Source) -> None:
+    async def collect(self, segment: Segment, source: GpuSource) -> None:
         """See `Asking.collect`; starts the process where there is none yet."""
         async with self._starting:
             if not self._running and not self._closed:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync_server.workers.runtime.child_process import ChildProcess
 
-__all__ = ["Tending"]
+__all__ = ["Heartbeat"]
 
 #: Segment ids in one message, which must fit into the socket's buffer at once.
 _BATCH = 1000
 
 
-class Tending:
+class Heartbeat:
     """Asks one child for a sign of life now and then; a silent one is killed.
 
     Args:

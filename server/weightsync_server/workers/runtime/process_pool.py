@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.tasks import to_end
 from weightsync_server.workers.runtime.child_process import ChildProcess, Gone
-from weightsync_server.workers.runtime.heartbeat import Tending
+from weightsync_server.workers.runtime.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
 
     from weightsync_server.workers.runtime.child_process import Program
 
-__all__ = ["Crew"]
+__all__ = ["ProcessPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _MAX_BACKOFF_S = 5.0
 _SHORT_LIFE_S = 1.0
 
 
-class Crew:
+class ProcessPool:
     """Keeps `count` children running; a silent one is killed, a lost one is replaced.
 
     What a child does for the server is said by who derives from this. Every method belongs to the
@@ -48,7 +48,7 @@ class Crew:
         self._count = count
         self._ready_timeout_s = ready_timeout_s
         self._heartbeat_s = heartbeat_s
-        self._members: dict[ChildProcess, Tending] = {}
+        self._members: dict[ChildProcess, Heartbeat] = {}
         self._places: list[asyncio.Task[None]] = []
         self._executor: ThreadPoolExecutor | None = None
 
@@ -154,8 +154,8 @@ class Crew:
             self._program, self._threads, self._ready_timeout_s, self._facts(place), self._heard
         )
 
-    def _tending(self, process: ChildProcess) -> Tending:
-        return Tending(process, self._heartbeat_s, self._ready_timeout_s)
+    def _tending(self, process: ChildProcess) -> Heartbeat:
+        return Heartbeat(process, self._heartbeat_s, self._ready_timeout_s)
 
     async def _keep(self, first: ChildProcess, place: int) -> None:
         """Keep one place filled, for ever."""

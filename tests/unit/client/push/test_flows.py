@@ -399,7 +399,7 @@ def test_all_memory_that_nobody_has_written_to_is_asked_for(
         return True
 
     monkeypatch.setattr(snapshot, "room_for", room_for)
-    taking = snapshot.FlowTaking({})
+    taking = snapshot.StreamingCapture({})
     for number in range(3):
         taking.add([wrap(str(number), torch.zeros(1000, dtype=torch.uint8))])
     taking.keep("1", 0, memoryview(bytes(1000)))

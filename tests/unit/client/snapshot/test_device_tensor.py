@@ -25,7 +25,7 @@ from weightsync_client.snapshot import (
 from weightsync_client.snapshot import host_tensor as held_tensors
 from weightsync_client.snapshot.device_tensor import DeviceTensor
 from weightsync_client.snapshot.host_tensor import HostTensor
-from weightsync_client.snapshot.snapshot import Held
+from weightsync_client.snapshot.snapshot import Snapshot
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 
 _DIGEST = "0" * 32
@@ -86,7 +86,7 @@ def test_what_was_advanced_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     tensors = {name: DeviceTensor(wrap(name, tensor)) for name, tensor in old.items()}
     for name, tensor in tensors.items():
         tensor.fill(wrap(name, old[name]), Scratch())
-    held = Held(1, _DIGEST, 3 * 1998, _DIGEST, "", tensors)
+    held = Snapshot(1, _DIGEST, 3 * 1998, _DIGEST, "", tensors)
     shard = encode_shard(
         held.items(list(new.values()), Scratch()),
         zstd=False, base_content_digest=_DIGEST, layout_digest=_DIGEST, index=0,

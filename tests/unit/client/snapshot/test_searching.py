@@ -15,7 +15,7 @@ from weightsync.gpu.nvrtc import NvrtcError
 from weightsync.gpu.spans import fits
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, InvalidError, PushKind
-from weightsync_client.push.warmup import Warmth, compile_codec
+from weightsync_client.push.warmup import Warmup, compile_codec
 from weightsync_client.snapshot import device_tensor, searching, snapshot_store
 from weightsync_client.snapshot.differing import differing
 from weightsync_client.snapshot.searching import DeviceDigests, kernels_of, search
@@ -187,7 +187,7 @@ def test_kernels_are_compiled_beforehand_and_nothing_else(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(device_kernels, "compile_source", compile_it)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    warmth = Warmth(compile_codec)
+    warmth = Warmup(compile_codec)
     for _ in range(2):
         warmth.start([torch.device("cuda:5"), torch.device("xpu:0")])
     assert warmth._thread is not None

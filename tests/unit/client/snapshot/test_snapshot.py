@@ -163,7 +163,7 @@ def test_room_is_judged_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_turns_are_given_up_by_those_who_fail() -> None:
-    held, stop = snapshot_store.Snapshot(), threading.Event()
+    held, stop = snapshot_store.SnapshotStore(), threading.Event()
     tickets = [held.line_up() for _ in range(3)]
     stop.set()
     with pytest.raises(AbortedError), held.turn(tickets[0], stop):

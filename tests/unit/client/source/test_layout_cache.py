@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsync_client.errors import InvalidError
-from weightsync_client.source.layout_cache import Outlines
+from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.source import make_source
 from weightsync_client.source.tensors import Scratch
 
@@ -26,7 +26,7 @@ def _bytes(source: Any) -> list[bytes]:
 
 
 def test_the_same_tensors_have_the_same_layout_and_their_own_bytes() -> None:
-    outlines = Outlines()
+    outlines = LayoutCache()
     first = make_source(_tensors(), 60, outlines)
     again = make_source(_tensors(c=np.full((3, 5), -1, np.int16)), 60, outlines)
     assert again.layout is first.layout
@@ -49,7 +49,7 @@ def test_the_same_tensors_have_the_same_layout_and_their_own_bytes() -> None:
     ids=["shape", "dtype", "size", "one more"],
 )
 def test_other_tensors_have_another(changed: dict[str, Any]) -> None:
-    outlines = Outlines()
+    outlines = LayoutCache()
     before = make_source(_tensors(), 60, outlines).layout
     found = make_source(_tensors(**changed), 60, outlines)
     fresh = make_source(_tensors(**changed), 60)
@@ -58,7 +58,7 @@ def test_other_tensors_have_another(changed: dict[str, Any]) -> None:
 
 
 def test_other_names_another_order_and_another_cut_are_seen() -> None:
-    outlines = Outlines()
+    outlines = LayoutCache()
     before = make_source(_tensors(), 60, outlines).layout
     backwards = dict(reversed(_tensors().items()))
     named = {name.upper(): tensor for name, tensor in _tensors().items()}
@@ -69,7 +69,7 @@ def test_other_names_another_order_and_another_cut_are_seen() -> None:
 
 
 def test_what_was_refused_is_refused_again_and_leaves_nothing() -> None:
-    outlines = Outlines()
+    outlines = LayoutCache()
     before = make_source(_tensors(), 60, outlines).layout
     for _ in range(2):
         with pytest.raises(InvalidError, match="reserved or not printable"):

@@ -11,15 +11,15 @@ import torch
 
 from weightsync.gpu.ipc import DeviceError, Place
 from weightsync.shm.incoming_version import HANDLE_BYTES
-from weightsync.shm.same_host_client import Placed
-from weightsync.shm.same_host_server import LendingServer, Lent
+from weightsync.shm.same_host_client import IpcPlacement
+from weightsync.shm.same_host_server import LendingServer, WriteLease
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.source.shards import tensor_shard
 from weightsync_client.source.source import Source
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 from weightsync_client.transport import cuda_ipc, shm_writer
-from weightsync_client.transport.cuda_ipc import Collection
-from weightsync_client.transport.shm_writer import HandOff
+from weightsync_client.transport.cuda_ipc import CudaIpcTransport
+from weightsync_client.transport.shm_writer import ShmWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,17 +61,17 @@ class Server:
     """A borrower that notes what it is asked."""
 
     def __init__(self) -> None:
-        self.told: dict[int, Placed] = {}
-        self.ahead: dict[int, Placed] = {}
-        self.messages: list[dict[int, Placed]] = []
+        self.told: dict[int, IpcPlacement] = {}
+        self.ahead: dict[int, IpcPlacement] = {}
+        self.messages: list[dict[int, IpcPlacement]] = []
         self.declines: set[int] = set()
         self.error: Exception | None = None
 
-    def collect(self, shard: int, where: Placed) -> str:
+    def collect(self, shard: int, where: IpcPlacement) -> str:
         self.told[shard] = where
         return "no driver" if shard in self.declines else ""
 
-    def lying(self, shards: dict[int, Placed]) -> None:
+    def lying(self, shards: dict[int, IpcPlacement]) -> None:
         assert len(self.told) == 3, "the server has something to do meanwhile"
         self.ahead |= shards
         self.messages.append(shards)
@@ -101,10 +101,10 @@ class Keeper:
 
 def begin(
     server: Server, *groups: list[SourceTensor], keeper: Keeper | None = None, stop: bool = False
-) -> tuple[Collection, list[int]]:
+) -> tuple[CudaIpcTransport, list[int]]:
     """Return a collection of one shard per group, and the indices of what is left."""
     shards = [tensor_shard(group, index, str(index)) for index, group in enumerate(groups)]
-    collection = Collection({t.name: t for group in groups for t in group}, keeper)
+    collection = CudaIpcTransport({t.name: t for group in groups for t in group}, keeper)
     ended = threading.Event()
     if stop:
         ended.set()
@@ -208,7 +208,9 @@ def test_what_cannot_be_shared_with_another_process_is_left(gpu: Gpu) -> None:
 def test_shards_of_files_are_left() -> None:
     server = Server()
     shard = tensor_shard([on(GPU, "a")], 0, "0")
-    assert Collection({}, None).begin(cast("Any", server), [shard], threading.Event()) == [shard]
+    assert CudaIpcTransport({}, None).begin(cast("Any", server), [shard], threading.Event()) == [
+        shard
+    ]
 
 
 def test_who_declines_once_is_not_asked_again() -> None:
@@ -250,9 +252,9 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server()
-    made: list[Collection] = []
+    made: list[CudaIpcTransport] = []
 
-    class Noted(Collection):
+    class Noted(CudaIpcTransport):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
@@ -261,10 +263,10 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
             assert len(self._held) == 2
             super().finish(*args)
 
-    monkeypatch.setattr(shm_writer, "Borrower", lambda *_: server)
-    monkeypatch.setattr(shm_writer, "Collection", Noted)
+    monkeypatch.setattr(shm_writer, "SameHostClient", lambda *_: server)
+    monkeypatch.setattr(shm_writer, "CudaIpcTransport", Noted)
     sizes: list[int] = []
-    work = HandOff(source([on(GPU, "a")], [on(GPU, "b")]), None, sizes.append)
+    work = ShmWriter(source([on(GPU, "a")], [on(GPU, "b")]), None, sizes.append)
     server.error = error
     if error is None:
         work.run(pb.SameHostOffer(), frozenset())
@@ -280,7 +282,7 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
 def test_nothing_is_asked_where_the_trainer_shall_write() -> None:
     server = Server()
     given = source([on(GPU, "a")])
-    collection = HandOff(given, None, lambda _: None, collects=False)._collection()
+    collection = ShmWriter(given, None, lambda _: None, collects=False)._collection()
     left = collection.begin(cast("Any", server), given.shards, threading.Event())
     assert left == given.shards
 
@@ -295,7 +297,7 @@ class StuckDesk:
     def redeem(self, secret: str) -> None:
         pass
 
-    def lend(self, shard: int) -> Lent:
+    def lend(self, shard: int) -> WriteLease:
         raise AssertionError(shard)
 
     def written(self, shard: int, digests: bytes) -> None:
@@ -330,7 +332,7 @@ def test_it_is_cancelled_while_the_server_copies(
     stuck: tuple[pb.SameHostOffer, threading.Event],
 ) -> None:
     offer, asked = stuck
-    work = HandOff(source([on(GPU, "a")]), None, lambda _: None)
+    work = ShmWriter(source([on(GPU, "a")]), None, lambda _: None)
     errors: list[BaseException] = []
     thread = threading.Thread(target=_run, args=(work, offer, errors))
     thread.start()
@@ -342,7 +344,7 @@ def test_it_is_cancelled_while_the_server_copies(
     assert (work.cancelled, work.done) == (True, {})
 
 
-def _run(work: HandOff, offer: pb.SameHostOffer, errors: list[BaseException]) -> None:
+def _run(work: ShmWriter, offer: pb.SameHostOffer, errors: list[BaseException]) -> None:
     try:
         work.run(offer, frozenset())
     except OSError as error:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_server import Lent
+from weightsync.shm.same_host_server import WriteLease
 from weightsync_client.source.shards import tensor_shard
-from weightsync_client.transport.lease_requests import Errands
+from weightsync_client.transport.lease_requests import LeaseRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +27,13 @@ class Counter:
         self.gate.set()
         self.refused: str | None = None
 
-    def borrow(self, shard: int) -> Lent:
-        return Lent(self._answer("lend", shard), huge=False)
+    def borrow(self, shard: int) -> WriteLease:
+        return WriteLease(self._answer("lend", shard), huge=False)
 
     def written(self, shard: int, _digests: Sequence[bytes]) -> None:
         self._answer("written", shard)
 
-    def give_back(self, lent: Lent) -> None:
+    def give_back(self, lent: WriteLease) -> None:
         self.asked.append(f"back {lent.fd}")
 
     def _answer(self, op: str, shard: int) -> int:
@@ -52,13 +52,13 @@ def counter() -> Counter:
 
 
 @pytest.fixture
-def begin(counter: Counter) -> Iterator[Callable[..., tuple[Errands, list[BaseException]]]]:
-    begun: list[Errands] = []
+def begin(counter: Counter) -> Iterator[Callable[..., tuple[LeaseRequests, list[BaseException]]]]:
+    begun: list[LeaseRequests] = []
 
-    def begin(count: int, ahead: int) -> tuple[Errands, list[BaseException]]:
+    def begin(count: int, ahead: int) -> tuple[LeaseRequests, list[BaseException]]:
         errors: list[BaseException] = []
         shards: Iterator[Shard] = (tensor_shard([], i, str(i)) for i in range(count))
-        begun.append(Errands(cast("Any", counter), shards, ahead, errors.append))
+        begun.append(LeaseRequests(cast("Any", counter), shards, ahead, errors.append))
         return begun[-1], errors
 
     yield begin
@@ -67,7 +67,7 @@ def begin(counter: Counter) -> Iterator[Callable[..., tuple[Errands, list[BaseEx
         errands.close()
 
 
-def taken(errands: Errands) -> Shard:
+def taken(errands: LeaseRequests) -> Shard:
     found = errands.next()
     assert found is not None
     shard, lent = found
@@ -75,13 +75,13 @@ def taken(errands: Errands) -> Shard:
     return shard
 
 
-def drain(errands: Errands) -> None:
+def drain(errands: LeaseRequests) -> None:
     while errands.next() is not None:
         pass
 
 
 def test_every_shard_comes_once_and_in_order(
-    counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
+    counter: Counter, begin: Callable[..., tuple[LeaseRequests, list[BaseException]]]
 ) -> None:
     errands, errors = begin(5, 2)
     told: list[int] = []
@@ -98,7 +98,7 @@ def test_every_shard_comes_once_and_in_order(
 
 
 def test_who_writes_does_not_wait_for_the_answer(
-    counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
+    counter: Counter, begin: Callable[..., tuple[LeaseRequests, list[BaseException]]]
 ) -> None:
     errands, _ = begin(3, 2)
     first = taken(errands)
@@ -113,7 +113,7 @@ def test_who_writes_does_not_wait_for_the_answer(
 
 
 def test_the_first_refusal_is_what_is_told(
-    counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
+    counter: Counter, begin: Callable[..., tuple[LeaseRequests, list[BaseException]]]
 ) -> None:
     errands, errors = begin(9, 2)
     first = taken(errands)
@@ -127,7 +127,7 @@ def test_the_first_refusal_is_what_is_told(
 
 
 def test_what_nobody_wrote_to_is_given_back(
-    counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
+    counter: Counter, begin: Callable[..., tuple[LeaseRequests, list[BaseException]]]
 ) -> None:
     errands, _ = begin(9, 3)
     assert taken(errands).index == 0
@@ -140,7 +140,7 @@ def test_what_nobody_wrote_to_is_given_back(
 
 
 def test_nothing_is_begun_after_the_end(
-    counter: Counter, begin: Callable[..., tuple[Errands, list[BaseException]]]
+    counter: Counter, begin: Callable[..., tuple[LeaseRequests, list[BaseException]]]
 ) -> None:
     errands, errors = begin(4, 3)
     errands.close()

@@ -15,7 +15,7 @@ from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.auth import Endpoint, Role
 from weightsync_server.auth.audit import Audit
 from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
-from weightsync_server.auth.authenticator import Gate
+from weightsync_server.auth.authenticator import Authenticator
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 
@@ -53,7 +53,7 @@ async def stub(
     audit = Audit("default", metrics)
     servicer = _Servicer()  # type: ignore[abstract]  # one method is enough
     audit.witness(servicer)
-    gate = Gate(Endpoint("unix:x", Role.ADMIN), None)
+    gate = Authenticator(Endpoint("unix:x", Role.ADMIN), None)
     guard = GuardInterceptor(RpcMetrics(metrics.registry), lambda: None)
     chain = [AuthorityInterceptor(gate, "default", audit), guard, *request.param]
     server = grpc.aio.server(interceptors=chain)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from grpc_health.v1 import health, health_pb2_grpc
 
 from weightsync_server.auth.audit import Audit
-from weightsync_server.auth.listeners import Doors
+from weightsync_server.auth.listeners import Listeners
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.settings import Settings
 
@@ -18,7 +18,7 @@ async def test_no_call_waits_for_a_registered_method(tmp_path: Path) -> None:
     # One that waits costs the process when gRPC's accept loop ends; see `wire.named_methods`.
     listen = [f"unix:{tmp_path}/a.sock", f"unix:{tmp_path}/b.sock?role=read"]
     values: dict[str, Any] = {"listen": listen}
-    doors = Doors(Settings(**values))
+    doors = Listeners(Settings(**values))
     servicer = health.aio.HealthServicer()
     doors.bind(
         Audit("default", Metrics("default")),

@@ -15,7 +15,7 @@ from tests.unit.server.world import World, begin, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
-from weightsync_server.catalog.serving import History
+from weightsync_server.catalog.serving import ServingHistory
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ async def test_retention_by_bytes(tmp_path: Path) -> None:
 
 
 def test_history() -> None:
-    history = History()
+    history = ServingHistory()
     for version in (1, 2, 3):
         history.add(version)
     assert history.before(3, lambda _: True) == 2

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync_server.deltas.build_plan import Link, Plan, Start, plan
+from weightsync_server.deltas.build_plan import ChainLink, Plan, Start, plan
 
 SIZE = 10_000_000
 
 
-def link(version: int, **facts: object) -> Link:
+def link(version: int, **facts: object) -> ChainLink:
     """Return a version of 10 MB, kept as a delta of 10 kB, in no slot."""
     told = {"delta_bytes": 10_000, "resident": False, "readable": True, **facts}
-    return Link(f"v{version}", SIZE, **told)  # type: ignore[arg-type]
+    return ChainLink(f"v{version}", SIZE, **told)  # type: ignore[arg-type]
 
 
 FULL = {"delta_bytes": 0}
@@ -44,7 +44,7 @@ FULL = {"delta_bytes": 0}
         ),
     ],
 )
-def test_the_cheapest_way_is_taken(chain: list[Link], remains: str, expected: Plan) -> None:
+def test_the_cheapest_way_is_taken(chain: list[ChainLink], remains: str, expected: Plan) -> None:
     assert plan(chain, remains) == expected
 
 

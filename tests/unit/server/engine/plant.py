@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tests.unit.server.world import MODEL, Shard, World, make_shard, world
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import Applier, Journal, Keeper, supervisor
+from weightsync_server.engine import Applier, EngineSupervisor, Journal, supervisor
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.settings import Settings
 
@@ -129,7 +129,7 @@ class Plant:
 
     here: World
     engine: Engine
-    keeper: Keeper
+    keeper: EngineSupervisor
     applier: Applier
     journal: Journal
     metrics: Metrics
@@ -207,7 +207,9 @@ async def plant(
         metrics = Metrics(MODEL)
         serving: list[bool] = []
         values = settings(**more)
-        held = Keeper(engine, here.versions, here.server, journal, metrics, values, serving.append)
+        held = EngineSupervisor(
+            engine, here.versions, here.server, journal, metrics, values, serving.append
+        )
         applier = Applier(held, here.versions, journal, metrics, values)
         held.start()
         try:

@@ -246,14 +246,14 @@ async def test_a_session_that_could_not_be_made_is_tried_again(
 
     tries = 0
 
-    def make(*args: Any) -> session.Session:
+    def make(*args: Any) -> session.EngineSession:
         nonlocal tries
         tries += 1
         if tries < 3:
             raise WeightSyncError(Reason.MEMORY_EXHAUSTED, "no memory for the status pages")
-        return session.Session(*args)
+        return session.EngineSession(*args)
 
-    monkeypatch.setattr(supervisor, "Session", make)
+    monkeypatch.setattr(supervisor, "EngineSession", make)
     async with plant(tmp_path) as it:
         await it.ready()
         assert tries == 3

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from weightsync_server.ingest.connection import Connection
-from weightsync_server.ingest.stream_listener import Desk
+from weightsync_server.ingest.stream_listener import StreamListener
 from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def test_a_fault_in_a_call_is_in_the_log(
         raise AssertionError
 
     path = tmp_path / "s"
-    desk = Desk(path, serve, audit, lambda: [os.getpid()], print)
+    desk = StreamListener(path, serve, audit, lambda: [os.getpid()], print)
     with socket.socket(socket.AF_UNIX) as process, caplog.at_level(logging.ERROR):
         process.setblocking(False)
         loop = asyncio.get_running_loop()

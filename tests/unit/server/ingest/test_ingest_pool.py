@@ -10,7 +10,7 @@ import grpc
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 from weightsync_server.auth import Endpoint
-from weightsync_server.ingest.ingest_pool import Ingesters
+from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.settings import Settings
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync_server.workers.runtime.child_process import ChildProcess
 
 
-class Held(Ingesters):
+class Held(IngestPool):
     """Has its processes ready, and knows of none before it is let."""
 
     def __init__(self, settings: Settings) -> None:

@@ -9,14 +9,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.auth.caller import Attempt
+from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.ingest.notices import Notices
 from weightsync_server.workers.runtime import frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-NOBODY = Attempt()
+NOBODY = RejectedCall()
 STRANGER = WeightSyncError(Reason.UNAUTHENTICATED, "send a token")
 
 
@@ -85,8 +85,8 @@ async def test_a_server_that_does_not_read_gets_sums_when_it_reads_again() -> No
 async def test_addresses_of_strangers_leave_room_for_who_was_denied() -> None:
     notices = Notices()
     for port in range(1000):
-        notices.refuse(STRANGER, Attempt("", "PushWeights", f"ipv4:10.0.0.1:{port}"))
-    denied = Attempt("reader", "PushWeights", "ipv4:10.0.0.2:1")
+        notices.refuse(STRANGER, RejectedCall("", "PushWeights", f"ipv4:10.0.0.1:{port}"))
+    denied = RejectedCall("reader", "PushWeights", "ipv4:10.0.0.2:1")
     notices.refuse(WeightSyncError(Reason.PERMISSION_DENIED, "no"), denied)
     async with connected(notices) as reader, asyncio.timeout(5):
         first, second = [(await frames.read(reader))[0] for _ in range(2)]

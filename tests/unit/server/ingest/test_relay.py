@@ -16,7 +16,7 @@ from tests.unit.server.world import World, begin, chunk, content, sending, simpl
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.relay import Relay
-from weightsync_server.push import ChunkView, Claim, Distant, Pushes, Wrote
+from weightsync_server.push import ChunkView, Claim, PushService, RemoteStream, Written
 from weightsync_server.workers.runtime import frames
 from weightsync_server.workers.runtime.mappings import Maps
 
@@ -101,19 +101,19 @@ async def test_whoever_may_write_has_let_go_before_a_commit(distant: World) -> N
     assert not found.writers
 
 
-class _Rogue(Distant):
+class _Rogue(RemoteStream):
     """A process that writes on after the shard is complete."""
 
-    def __init__(self, messages: list[Message | Claim | Wrote]) -> None:
+    def __init__(self, messages: list[Message | Claim | Written]) -> None:
         self._messages = iter(messages)
         self.granted: Grant | None = None
 
-    def __aiter__(self) -> AsyncIterator[Message | Claim | Wrote]:
+    def __aiter__(self) -> AsyncIterator[Message | Claim | Written]:
         return self._all(self._messages)
 
     async def _all(
-        self, messages: Iterator[Message | Claim | Wrote]
-    ) -> AsyncIterator[Message | Claim | Wrote]:
+        self, messages: Iterator[Message | Claim | Written]
+    ) -> AsyncIterator[Message | Claim | Written]:
         for message in messages:
             yield message
 
@@ -131,9 +131,9 @@ async def test_a_process_that_writes_into_a_complete_shard_ends_the_push(distant
     shard = simple()[0]
     push = await opened(distant)
     await distant.join(push, [*shard.layout(), *shard.chunks()])
-    rogue = _Rogue([joined(push), Claim(0), Wrote(0, len(shard.data), due=True)])
+    rogue = _Rogue([joined(push), Claim(0), Written(0, len(shard.data), due=True)])
     with pytest.raises(WeightSyncError) as caught:
-        await Pushes.stream(distant.pushes, rogue)
+        await PushService.stream(distant.pushes, rogue)
     assert caught.value.reason is Reason.FAULT
     assert rogue.granted is not None
     assert rogue.granted.received == len(shard.data)

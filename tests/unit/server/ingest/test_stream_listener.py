@@ -15,7 +15,7 @@ import pytest
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ingest import relay as relays
 from weightsync_server.ingest.relay import Relay
-from weightsync_server.ingest.stream_listener import Desk
+from weightsync_server.ingest.stream_listener import StreamListener
 from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ async def test_a_desk_outlives_the_loss_of_its_spare_descriptor(
 ) -> None:
     audit: Any = None
     path = tmp_path / "s"
-    desk = Desk(path, never, audit, list, print)
+    desk = StreamListener(path, never, audit, list, print)
     # It has begun, and has its spare.
     with socket.socket(socket.AF_UNIX) as first:
         await turned_away(path, first)

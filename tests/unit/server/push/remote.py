@@ -11,7 +11,7 @@ from weightsync.errors import WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ingest.connection import Connection
 from weightsync_server.ingest.relay import Relay, Whole
-from weightsync_server.push import ChunkView, Distant, Pushes
+from weightsync_server.push import ChunkView, PushService, RemoteStream
 from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["DistantPushes"]
 
 
-class DistantPushes(Pushes):
+class DistantPushes(PushService):
     """Serves every stream as one that an ingest process has."""
 
     async def stream(
-        self, requests: AsyncIterator[Message] | Distant, deadline_s: float | None = None
+        self, requests: AsyncIterator[Message] | RemoteStream, deadline_s: float | None = None
     ) -> pb.PushWeightsResponse:
         """Serve one stream over a connection, then tell its end over it as well."""
-        assert not isinstance(requests, Distant)
+        assert not isinstance(requests, RemoteStream)
         there, here = socket.socketpair()
         there.setblocking(False)
         here.setblocking(False)

@@ -12,9 +12,9 @@ import pytest
 from tests.unit.server.world import MODEL, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.incoming_version import HANDLE_BYTES, ArrivalReader, Lying
-from weightsync.shm.same_host_server import Peer
+from weightsync.shm.same_host_server import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.sources.same_host import Lender, LendingDesk
+from weightsync_server.push.sources.same_host import SameHostOffers, SameHostSession
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from tests.unit.server.world import Shard, World
     from weightsync.shm.segments import Segment
-    from weightsync_server.residency.incoming import Arriving
-    from weightsync_server.workers.fetch.fetch_api import Source
+    from weightsync_server.residency.incoming import IncomingReader
+    from weightsync_server.workers.fetch.fetch_api import GpuSource
 
 DEVICE, OTHER = "ab" * 16, "cd" * 16
 
@@ -53,7 +53,7 @@ class Copier:
         self._memory[handle] = data
         return handle
 
-    async def collect(self, segment: Segment, source: Source) -> None:
+    async def collect(self, segment: Segment, source: GpuSource) -> None:
         self.trainers.append(source.trainer)
         self.begun.append(source.device)
         self.busy += 1
@@ -84,22 +84,22 @@ class Site:
     """A push whose layout was told, and desks of its trainers."""
 
     world: World
-    lender: Lender
+    lender: SameHostOffers
     copier: Copier
     shards: list[Shard]
     key: str = "k"
     layout: str = ""
     push_id: str = ""
-    desks: list[LendingDesk] = field(default_factory=list)
+    desks: list[SameHostSession] = field(default_factory=list)
 
-    async def connect(self) -> LendingDesk:
+    async def connect(self) -> SameHostSession:
         """Return the desk of one more connection of the trainer."""
         response = await self.world.pushes.begin(self._begin(), 10)
         self.push_id = response.push_id
         self.lender.offer(response, "unix:")
         layout = [part for shard in self.shards for part in shard.layout()]
         await self.world.join(self.push_id, layout)
-        desk = self.lender.desk(Peer(1, 2))
+        desk = self.lender.desk(PeerCredentials(1, 2))
         await asyncio.to_thread(desk.redeem, response.same_host_offer.secret)
         self.desks.append(desk)
         return desk
@@ -134,7 +134,9 @@ class Site:
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     copier = Copier()
     async with world(tmp_path) as made:
-        site = Site(made, Lender(made.pushes, tmp_path / "t.sock", copier), copier, simple(5))
+        site = Site(
+            made, SameHostOffers(made.pushes, tmp_path / "t.sock", copier), copier, simple(5)
+        )
         yield site
         copier.gate.set()
         for desk in site.desks:
@@ -148,7 +150,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def collect(desk: LendingDesk, site: Site, index: int, **other: Any) -> str:
+async def collect(desk: SameHostSession, site: Site, index: int, **other: Any) -> str:
     return await asyncio.to_thread(desk.collect, index, site.where(index, **other))
 
 
@@ -159,7 +161,7 @@ async def refused(asked: Awaitable[Any]) -> WeightSyncError:
     return told.value
 
 
-async def begun(desk: LendingDesk, site: Site, *indices: int) -> None:
+async def begun(desk: SameHostSession, site: Site, *indices: int) -> None:
     """Have copies begin that do not end before the gate is open."""
     # The first of a device is waited for; whose copy is held up is another.
     site.copier.errors.clear()
@@ -168,7 +170,7 @@ async def begun(desk: LendingDesk, site: Site, *indices: int) -> None:
 
 
 @pytest.fixture
-async def copying(site: Site) -> LendingDesk:
+async def copying(site: Site) -> SameHostSession:
     """A desk for which shard 0 is copied and shard 1 is being copied."""
     desk = await site.connect()
     await begun(desk, site, 0)
@@ -194,9 +196,9 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
     assert len(set(site.copier.trainers)) == 1
 
 
-async def coming_to(site: Site) -> tuple[LendingDesk, Arriving]:
+async def coming_to(site: Site) -> tuple[SameHostSession, IncomingReader]:
     """Return the desk of a push that engines may read as it comes."""
-    coming: list[Arriving] = []
+    coming: list[IncomingReader] = []
     site.world.versions.arrivals.listener = coming.append
     while not coming:
         # Slots are used again whose segments fit.
@@ -210,7 +212,7 @@ async def coming_to(site: Site) -> tuple[LendingDesk, Arriving]:
     return desk, coming[0]
 
 
-def marks(arriving: Arriving) -> list[tuple[int, bool]]:
+def marks(arriving: IncomingReader) -> list[tuple[int, bool]]:
     """Return the shards that engines may read, and whether on a GPU."""
     assert arriving._writer is not None
     reader = ArrivalReader(arriving._writer.segment.view)
@@ -321,7 +323,7 @@ async def test_what_is_opened_for_one_connection_is_not_kept_open_by_another(sit
 
 
 async def test_a_shard_being_copied_is_neither_copied_again_nor_lent_nor_sent(
-    copying: LendingDesk, site: Site
+    copying: SameHostSession, site: Site
 ) -> None:
     other = await site.connect()
     assert (await refused(collect(copying, site, 1))).reason is Reason.SHARD_BUSY
@@ -348,7 +350,7 @@ async def test_what_was_copied_is_neither_copied_again_nor_lent(site: Site) -> N
 
 
 async def test_only_what_was_asked_for_on_this_connection_is_told(
-    copying: LendingDesk, site: Site
+    copying: SameHostSession, site: Site
 ) -> None:
     other = await site.connect()
     for index in (0, 1):
@@ -359,7 +361,7 @@ async def test_only_what_was_asked_for_on_this_connection_is_told(
 
 
 async def test_a_connection_that_ends_leaves_the_shard_only_when_nothing_is_written_any_more(
-    copying: LendingDesk, site: Site
+    copying: SameHostSession, site: Site
 ) -> None:
     copying.close()
     await asyncio.sleep(0.05)
@@ -376,7 +378,7 @@ async def test_a_connection_that_ends_leaves_the_shard_only_when_nothing_is_writ
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 async def test_memory_is_freed_only_when_nothing_is_written_there_any_more(
-    copying: LendingDesk, site: Site, end: str
+    copying: SameHostSession, site: Site, end: str
 ) -> None:
     pushes = site.world.pushes
     asked = asyncio.create_task(asyncio.to_thread(copying.collected, 1))
@@ -519,7 +521,7 @@ async def test_shards_that_were_not_told_of_are_refused(site: Site) -> None:
             asyncio.to_thread(desk.collected, index),
         ):
             assert (await refused(asked)).reason is Reason.REQUEST_INVALID
-    fresh = site.lender.desk(Peer(1, 2))
+    fresh = site.lender.desk(PeerCredentials(1, 2))
     error = await refused(asyncio.to_thread(fresh.collect, 0, site.where(0)))
     assert error.reason is Reason.REQUEST_INVALID
 

@@ -9,18 +9,18 @@ import pytest
 from tests.unit.server.world import World, begin, simple
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.same_host_server import Peer
+from weightsync.shm.same_host_server import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
-from weightsync_server.push.sources.same_host import OFFER_S, Lender, is_here
-from weightsync_server.workers.fetch import Collector
+from weightsync_server.push.sources.same_host import OFFER_S, SameHostOffers, is_here
+from weightsync_server.workers.fetch import GpuFetchPool
 
 HERE = "unix:"
-PEER = Peer(1, 2)
+PEER = PeerCredentials(1, 2)
 
 
 async def offered(
-    lender: Lender, here: World, peer: str = HERE, **fields: object
+    lender: SameHostOffers, here: World, peer: str = HERE, **fields: object
 ) -> pb.SameHostOffer:
     response = await here.pushes.begin(begin(same_host=pb.SameHostSource(), **fields), 10)
     lender.offer(response, peer)
@@ -45,7 +45,7 @@ def test_only_peers_on_this_host_are_here(peer: str, here: bool) -> None:
 
 
 async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
+    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
     offer = await offered(lender, here)
     assert offer.socket == str(tmp_path / "t.sock")
     assert len(offer.secret) > 40
@@ -59,7 +59,7 @@ async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None
 async def test_an_offer_ends_with_time_with_the_next_and_with_its_push(
     here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
+    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
     first = await offered(lender, here, idempotency_key="k")
     second = await offered(lender, here, idempotency_key="k")
     with pytest.raises(WeightSyncError, match="opens no push"):
@@ -78,7 +78,7 @@ async def test_an_offer_ends_with_time_with_the_next_and_with_its_push(
 
 
 async def test_nobody_else_gets_one(here: World, tmp_path: Path) -> None:
-    lender = Lender(here.pushes, tmp_path / "t.sock", Collector())
+    lender = SameHostOffers(here.pushes, tmp_path / "t.sock", GpuFetchPool())
     await here.push(simple(1), idempotency_key="done")
     assert not (await offered(lender, here, idempotency_key="done")).secret
     assert not (await offered(lender, here, "ipv4:10.0.3.7:1", idempotency_key="mine")).secret

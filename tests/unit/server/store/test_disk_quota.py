@@ -17,7 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.store.disk_quota import DiskBudget
+from weightsync_server.store.disk_quota import DiskQuota
 from weightsync_server.store.local.local_store import LocalStore
 from weightsync_server.store.protocol import Store
 
@@ -44,8 +44,8 @@ class Disk:
         return asked
 
 
-def budget(free: int, floor: int = 0, wait_s: float = 3600.0) -> DiskBudget:
-    return DiskBudget(cast("Store", Disk(free)), floor, wait_s=wait_s)
+def budget(free: int, floor: int = 0, wait_s: float = 3600.0) -> DiskQuota:
+    return DiskQuota(cast("Store", Disk(free)), floor, wait_s=wait_s)
 
 
 async def test_what_is_promised_is_promised_once() -> None:
@@ -132,7 +132,7 @@ async def test_an_undeclared_push_is_promised_each_shard(
 
 async def test_room_that_is_being_freed_is_waited_for() -> None:
     disk = Disk(1000)
-    room, asked = DiskBudget(cast("Store", disk), wait_s=3600), disk.asks()
+    room, asked = DiskQuota(cast("Store", disk), wait_s=3600), disk.asks()
     deletions = [asyncio.get_running_loop().create_future() for _ in range(2)]
     for deletion in deletions:
         room.frees(deletion)

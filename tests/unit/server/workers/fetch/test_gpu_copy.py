@@ -20,8 +20,8 @@ from weightsync.gpu import ipc
 from weightsync.gpu.ipc import Device, DeviceError, device_of, place_of
 from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
-from weightsync_server.workers.fetch import Collector, gpu_copy
-from weightsync_server.workers.fetch.fetch_api import Source
+from weightsync_server.workers.fetch import GpuFetchPool, gpu_copy
+from weightsync_server.workers.fetch.fetch_api import GpuSource
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, Cancelled
 from weightsync_server.workers.runtime.mappings import Maps
 
@@ -42,17 +42,17 @@ def segment() -> Iterator[Segment]:
 
 
 @pytest.fixture
-async def collector() -> AsyncIterator[Collector]:
-    collector = Collector()
+async def collector() -> AsyncIterator[GpuFetchPool]:
+    collector = GpuFetchPool()
     yield collector
     await collector.close()
 
 
-async def outcome(collector: Collector, segment: Segment, count: int = 1) -> WeightSyncError:
+async def outcome(collector: GpuFetchPool, segment: Segment, count: int = 1) -> WeightSyncError:
     handles = [f"{number:0{2 * HANDLE_BYTES}x}" for number in range(count)]
     pieces = [(number, (1 << 62) + number, 16 * number, 16) for number in range(count)]
     with pytest.raises(WeightSyncError) as told:
-        await collector.collect(segment, Source("trainer", DEVICE, handles, pieces))
+        await collector.collect(segment, GpuSource("trainer", DEVICE, handles, pieces))
     return told.value
 
 
@@ -67,7 +67,7 @@ def mapped(pid: int) -> bool:
 
 
 async def test_it_starts_when_it_is_needed_and_tells_why_it_cannot_copy(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     assert collector.alive == 0
     errors = await asyncio.gather(*(outcome(collector, segment) for _ in range(3)))
@@ -81,7 +81,7 @@ async def test_it_starts_when_it_is_needed_and_tells_why_it_cannot_copy(
 
 
 async def test_many_shards_of_many_tensors_at_once_are_understood(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     await outcome(collector, segment)
     pids, before = collector.pids, descriptors()
@@ -91,7 +91,7 @@ async def test_many_shards_of_many_tensors_at_once_are_understood(
 
 
 async def asked_of_a_stopped_one(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> tuple[int, asyncio.Task[WeightSyncError]]:
     await outcome(collector, segment)
     (pid,) = collector.pids
@@ -103,7 +103,7 @@ async def asked_of_a_stopped_one(
 
 
 async def test_a_copy_is_not_tried_again_when_the_process_is_lost(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     pid, asked = await asked_of_a_stopped_one(collector, segment)
     os.kill(pid, signal.SIGKILL)
@@ -114,7 +114,7 @@ async def test_a_copy_is_not_tried_again_when_the_process_is_lost(
 
 
 async def test_one_that_is_stuck_is_killed_and_replaced(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     await outcome(collector, segment)
     (pid,) = collector.pids
@@ -128,7 +128,7 @@ async def test_one_that_is_stuck_is_killed_and_replaced(
 
 
 async def test_a_start_that_fails_leaves_it_to_the_trainer_and_is_tried_again(
-    collector: Collector, segment: Segment, monkeypatch: pytest.MonkeyPatch
+    collector: GpuFetchPool, segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = descriptors()
     with monkeypatch.context() as broken:
@@ -141,7 +141,7 @@ async def test_a_start_that_fails_leaves_it_to_the_trainer_and_is_tried_again(
 
 
 async def test_one_that_was_closed_is_not_started_again(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     starting = asyncio.create_task(outcome(collector, segment))
     await until(collector._starting.locked)
@@ -153,7 +153,7 @@ async def test_one_that_was_closed_is_not_started_again(
 
 
 async def test_who_waits_when_it_is_closed_is_told_so(
-    collector: Collector, segment: Segment
+    collector: GpuFetchPool, segment: Segment
 ) -> None:
     _, asked = await asked_of_a_stopped_one(collector, segment)
     await collector.close()
@@ -175,7 +175,7 @@ child.main()
 
 
 async def test_one_whose_device_has_failed_tells_so_and_is_replaced(
-    collector: Collector, segment: Segment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    collector: GpuFetchPool, segment: Segment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program, python = tmp_path / "breaking.py", tmp_path / "python"
     program.write_text(_BREAKING)
