@@ -17,7 +17,8 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
 from weightsync_server.engine.calls import Calls
-from weightsync_server.engine.cutover import Cutover, CutoverPlan
+from weightsync_server.engine.cutover import Cutover
+from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
 from weightsync_server.engine.rejecting import reject
 from weightsync_server.ops.os_errors import translate_os_errors
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.idempotency import Reply, Request
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.session import EngineSession, PreparedVersion
+    from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.supervisor import EngineSupervisor
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics

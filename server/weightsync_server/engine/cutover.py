@@ -13,27 +13,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Never, TypeVar
 
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine import idempotency
-from weightsync_server.engine.journal import Cause, Entry
+from weightsync_server.engine.journal import Entry
+from weightsync_server.engine.outcome import CutoverResult
 from weightsync_server.engine.ranks import QUICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from weightsync.engine import PauseSpec
     from weightsync_server.engine.idempotency import Reply
     from weightsync_server.engine.journal import Answer, Journal
-    from weightsync_server.engine.session import EngineSession, Pause, PreparedVersion
+    from weightsync_server.engine.outcome import Cause, CutoverPlan, Pause, PreparedVersion
+    from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankCommit
     from weightsync_server.ops.metrics import Metrics
 
-__all__ = ["Cutover", "CutoverPlan", "CutoverResult"]
+__all__ = ["Cutover"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,51 +42,6 @@ _T = TypeVar("_T")
 
 #: How often a resume is tried, and how long between two tries, seconds.
 _RESUMES, _AGAIN_S = 3, 0.1
-
-
-@dataclass(frozen=True)
-class CutoverPlan:
-    """One apply.
-
-    Attributes:
-        target: What every rank shall hold.
-        base: What every rank holds.
-        spec: How to pause.
-        cause: Who asked.
-    """
-
-    target: PreparedVersion
-    base: PreparedVersion
-    spec: PauseSpec
-    cause: Cause
-
-
-@dataclass
-class CutoverResult:
-    """What one pause did; times in seconds."""
-
-    pause_mode: str = ""
-    pause_s: float = 0.0
-    commit_s: float = 0.0
-    verify_s: float = 0.0
-    resume_s: float = 0.0
-    paused_s: float = 0.0
-    ranks: list[RankCommit] = field(default_factory=list)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written, over all ranks."""
-        return sum(rank.written_bytes for rank in self.ranks)
-
-    @property
-    def patched(self) -> bool:
-        """Whether every rank wrote only what changes."""
-        return all(rank.patched for rank in self.ranks)
-
-    @property
-    def compared_all(self) -> bool:
-        """Whether every rank compared all that is live with what this server received."""
-        return all(rank.compared_all for rank in self.ranks)
 
 
 def _failures(replies: list[RankCommit], digest: str) -> list[str]:

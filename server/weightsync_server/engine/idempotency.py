@@ -13,11 +13,12 @@ import xxhash
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import replies
-from weightsync_server.engine.journal import Answer, Cause
+from weightsync_server.engine.journal import Answer
+from weightsync_server.engine.outcome import Cause
 
 if TYPE_CHECKING:
     from weightsync_server.engine.journal import Entry, Journal
-    from weightsync_server.engine.session import PreparedVersion
+    from weightsync_server.engine.outcome import PreparedVersion
 
 __all__ = ["Reply", "Request", "cause", "recovered", "refused", "replied", "told"]
 

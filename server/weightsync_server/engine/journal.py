@@ -15,35 +15,19 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from weightsync import failpoints
+from weightsync_server.engine.outcome import Cause
 from weightsync_server.ops import durable_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Answer", "Cause", "Entry", "Journal"]
+__all__ = ["Answer", "Entry", "Journal"]
 
 #: The file is started anew, with only what still counts, when it has grown to this many bytes.
 _ROTATE_BYTES = 1 << 20
 #: Answers that it then keeps, the newest; they may fill half of the file.
 _ANSWERS = 256
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why an apply is made.
-
-    Attributes:
-        key: Idempotency key of the call; empty: it had none.
-        request: Digest of what was asked under that key.
-        rejects: The version that a rollback leaves and rejects; 0: it is no rollback.
-        reason: Why that version is rejected.
-    """
-
-    key: str = ""
-    request: str = ""
-    rejects: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True)

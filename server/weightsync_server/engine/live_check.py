@@ -18,7 +18,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weightsync_server.engine.session import EngineSession, PreparedVersion
+    from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import Report
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics

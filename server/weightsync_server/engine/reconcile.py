@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.cutover import Cutover
     from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.outcome import Pause, PreparedVersion
     from weightsync_server.engine.quarantine import QuarantinedLeases
-    from weightsync_server.engine.session import EngineSession, Pause, PreparedVersion
+    from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankState
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease

@@ -9,9 +9,8 @@ from weightsync_server.engine.pause_options import duration, pause_options
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
-    from weightsync_server.engine.cutover import CutoverResult
     from weightsync_server.engine.journal import Entry
-    from weightsync_server.engine.session import PreparedVersion
+    from weightsync_server.engine.outcome import CutoverResult, PreparedVersion
 
 __all__ = [
     "applied",

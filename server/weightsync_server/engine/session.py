@@ -14,6 +14,7 @@ from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Layout, Manifest, ShardEntry
 from weightsync.shm.staged_version import StagedVersion
+from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import refusal
 
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.engine.worker_reports import Report
     from weightsync_server.residency.digests import ShardDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.residency.segments import SegmentAllocator
 
-__all__ = ["EngineSession", "Pause", "PreparedVersion"]
+__all__ = ["EngineSession"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,65 +37,6 @@ _T = TypeVar("_T")
 
 #: A pause or resume that outlives its lease by this long has got lost, seconds.
 _GRACE_S = 8.0
-
-
-@dataclass(frozen=True)
-class PreparedVersion:
-    """A version that every rank has mapped, matched and digested.
-
-    Attributes:
-        apply_id: Names it in worker RPCs.
-        record: The version.
-        lease: Keeps its segments.
-        reports: One per rank.
-        seconds: Time the slowest rank took.
-    """
-
-    apply_id: str
-    record: VersionRecord
-    lease: SlotLease
-    reports: tuple[Report, ...]
-    seconds: float
-
-    @property
-    def digest(self) -> str:
-        """Content digest that every rank must prove."""
-        return self.record.content_digest
-
-    @property
-    def bytes(self) -> int:
-        """Bytes a commit writes, over all ranks."""
-        return sum(report.bytes for report in self.reports)
-
-    def check(self) -> None:
-        """Refuse a version of which a rank holds other bytes; the server's own were proved.
-
-        Raises:
-            WeightSyncError: DATA_CORRUPT, naming rank and tensors.
-        """
-        for report in self.reports:
-            if report.unlike:
-                raise WeightSyncError(
-                    Reason.DATA_CORRUPT,
-                    f"rank {report.rank} has other bytes of {', '.join(report.unlike)} on its "
-                    "device than the server in shared memory; apply again, and have a look at the "
-                    "GPU if it stays so",
-                )
-
-    @property
-    def patched(self) -> bool:
-        """Whether every rank would write only what changes."""
-        return all(report.patched for report in self.reports)
-
-
-@dataclass
-class Pause:
-    """Generation stands still under a lease that is renewed while this object lives."""
-
-    lease_id: str
-    mode: str
-    seconds: float
-    began: float
 
 
 @dataclass

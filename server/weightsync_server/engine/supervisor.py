@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.session import PreparedVersion
+    from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.settings import Settings

@@ -13,7 +13,8 @@ from tests.unit.server.engine.plant import Engine, Plant, plant, shards, tensors
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency
-from weightsync_server.engine.journal import Cause, Entry, Journal
+from weightsync_server.engine.journal import Entry, Journal
+from weightsync_server.engine.outcome import Cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
