@@ -16,11 +16,10 @@ from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.calls import Calls
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
-from weightsync_server.engine.rejecting import reject
+from weightsync_server.engine.reconcile import reject
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.residency.digests import digesting
 
@@ -78,7 +77,7 @@ class Applier:
         self._journal = journal
         self._metrics = metrics
         self._settings = settings
-        self._calls = Calls()
+        self._calls = idempotency.Calls()
         # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
         self._rates: dict[tuple[int, bool], float] = {}
 
@@ -144,8 +143,8 @@ class Applier:
     ) -> Reply:
         # Nothing is awaited from here until the keeper is asked: what it tells of a call that was
         # lost is in the journal before it lets the next one in.
-        told = idempotency.told(self._journal, request, kind)
-        return told if told is not None else await self._count(start())
+        earlier = idempotency.earlier_reply(self._journal, request, kind)
+        return earlier if earlier is not None else await self._count(start())
 
     async def _count(self, work: Coroutine[None, None, Reply]) -> Reply:
         try:

@@ -130,7 +130,7 @@ class Cutover:
         After the resume, so that no fsync lies in the pause: after a crash in between the ranks
         themselves are asked what they hold.
         """
-        done = _ended(_intent(attempt), idempotency.replied(reply))
+        done = _ended(_intent(attempt), idempotency.pack(reply))
         with self._told():
             await self._write(self._stored(done, attempt.target))
             await failpoints.reach("apply.done")
@@ -141,7 +141,7 @@ class Cutover:
         done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
         with self._told():
             await self._write(
-                self._stored(_ended(done, idempotency.refused(message)), attempt.base)
+                self._stored(_ended(done, idempotency.pack_refusal(message)), attempt.base)
             )
 
     async def place(self, target: PreparedVersion) -> None:
@@ -172,7 +172,7 @@ class Cutover:
         """
         intent = self.intended(held)
         if intent is not None:
-            entry = _ended(intent, idempotency.recovered(intent, held, rejected=rejected))
+            entry = _ended(intent, idempotency.pack_recovered(intent, held, rejected=rejected))
         elif self._journal.tells(held.record.version):
             return
         else:

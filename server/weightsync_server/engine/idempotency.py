@@ -1,12 +1,16 @@
-"""What a call with a key is told, also by a server that was started after the call was carried out.
+"""A key runs once and is answered again, also by a server that was started after the call was done.
 
-The first life of a call lies in `Calls`; what it changed and was told lies in the journal.
+While this server lives a repeated call joins the task of the first; what a call changed and was
+answered lies in the journal. Each call runs in a task that no RPC owns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from typing import TYPE_CHECKING, TypeVar
+import functools
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
@@ -17,43 +21,133 @@ from weightsync_server.engine.journal import Answer
 from weightsync_server.engine.outcome import Cause
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from google.protobuf.message import Message
+
     from weightsync_server.engine.journal import Entry, Journal
     from weightsync_server.engine.outcome import PreparedVersion
 
-__all__ = ["Reply", "Request", "cause", "recovered", "refused", "replied", "told"]
+__all__ = [
+    "Calls",
+    "Reply",
+    "Request",
+    "cause",
+    "earlier_reply",
+    "pack",
+    "pack_recovered",
+    "pack_refusal",
+]
 
 Request = pb.ApplyVersionRequest | pb.RollbackRequest
 Reply = TypeVar("Reply", pb.ApplyVersionResponse, pb.RollbackResponse)
+_T = TypeVar("_T")
 
+#: Calls whose tasks are kept for those that repeat them.
+_REMEMBERED = 256
+#: Calls that may wait for the engine.
+_MAX_WAITING = 32
+_MAX_KEY_BYTES = 128
 #: Bounds of what the journal keeps of one answer, bytes.
 _MAX_REPLY, _MAX_MESSAGE = 16 << 10, 4 << 10
 
 
+class Calls:
+    """Runs calls to their end, whatever becomes of their callers; repeated ones join the first."""
+
+    def __init__(self) -> None:
+        # By idempotency key: what was asked, and who answers.
+        self._tasks: OrderedDict[str, tuple[Message, asyncio.Task[Any]]] = OrderedDict()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def run(
+        self, key: str, request: Message, start: Callable[[], Coroutine[None, None, _T]]
+    ) -> _T:
+        """Return the answer of the call with this key, which is started if there is none yet.
+
+        Args:
+            key: Idempotency key; empty: the call has none.
+            request: What is asked.
+            start: Answers it.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID: the key is too long, or came with another request.
+                APPLY_BUSY: too many calls wait. Or what the call raises.
+        """
+        task = self._known(key, request)
+        if task is None:
+            task = self._start(key, request, start)
+        # Shielded: the caller may go away, the apply goes on.
+        answer: _T = await asyncio.shield(task)
+        return answer
+
+    async def drain(self) -> None:
+        """Wait for calls that are running."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    def _start(
+        self, key: str, request: Message, start: Callable[[], Coroutine[None, None, _T]]
+    ) -> asyncio.Task[_T]:
+        if len(self._running) >= _MAX_WAITING:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY,
+                f"{_MAX_WAITING} calls wait for the engine already; wait for them",
+                retry_after_s=1.0,
+            )
+        task = asyncio.create_task(start())
+        self._running.add(task)
+        task.add_done_callback(functools.partial(self._ended, key))
+        if key:
+            self._tasks[key] = (request, task)
+            while len(self._tasks) > _REMEMBERED:
+                self._tasks.popitem(last=False)
+        return task
+
+    def _known(self, key: str, request: Message) -> asyncio.Task[Any] | None:
+        if len(key.encode()) > _MAX_KEY_BYTES:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"idempotency_key is over {_MAX_KEY_BYTES} bytes"
+            )
+        first, task = self._tasks.get(key, (None, None))
+        if first is not None and first != request:
+            raise key_reused()
+        return task
+
+    def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        # A refusal changed nothing: the same call may do better later.
+        keep = error is None or getattr(error, "reason", None) is Reason.APPLY_RESTORED
+        if key in self._tasks and self._tasks[key][1] is task and not keep:
+            del self._tasks[key]
+
+
 def cause(request: Request, *, rejects: int = 0, reason: str = "") -> Cause:
-    """Return why an apply is made, as the journal tells it."""
+    """Return why an apply is made, as the journal keeps it."""
     key = request.idempotency_key
     return Cause(key, _digest(request) if key else "", rejects, reason)
 
 
-def told(journal: Journal, request: Request, kind: type[Reply]) -> Reply | None:
-    """Return what an earlier call with this key was told; None: nothing, or it had no effect.
+def earlier_reply(journal: Journal, request: Request, kind: type[Reply]) -> Reply | None:
+    """Return what an earlier call with this key was answered; None: none had an effect.
 
     Raises:
-        WeightSyncError: What it was told, if that was a refusal. REQUEST_INVALID: it asked for
+        WeightSyncError: What it was answered, if that was a refusal. REQUEST_INVALID: it asked for
             something else.
     """
     entry = journal.answered(request.idempotency_key) if request.idempotency_key else None
     if entry is None or entry.answer is None:
         return None
     if entry.cause.request != _digest(request):
-        raise another()
+        raise key_reused()
     if not entry.answer.reply:
         facts = {"apply_id": entry.apply_id}
         raise WeightSyncError(Reason.APPLY_RESTORED, entry.answer.refusal, metadata=facts)
     return kind.FromString(base64.b64decode(entry.answer.reply))
 
 
-def another() -> WeightSyncError:
+def key_reused() -> WeightSyncError:
     """Return the refusal of a key that came with another request before."""
     return WeightSyncError(
         Reason.REQUEST_INVALID,
@@ -61,7 +155,7 @@ def another() -> WeightSyncError:
     )
 
 
-def replied(reply: Reply) -> Answer:
+def pack(reply: Reply) -> Answer:
     """Return a reply as the journal keeps it; one that is too large goes without its ranks."""
     kept = type(reply)()
     kept.CopyFrom(reply)
@@ -70,12 +164,12 @@ def replied(reply: Reply) -> Answer:
     return Answer(reply=base64.b64encode(kept.SerializeToString()).decode())
 
 
-def refused(message: str) -> Answer:
+def pack_refusal(message: str) -> Answer:
     """Return the refusal of an apply that was restored as the journal keeps it."""
     return Answer(refusal=message.encode()[:_MAX_MESSAGE].decode(errors="ignore"))
 
 
-def recovered(intent: Entry, held: PreparedVersion, *, rejected: bool) -> Answer:
+def pack_recovered(intent: Entry, held: PreparedVersion, *, rejected: bool) -> Answer:
     """Return the answer to a call that lost its server, or its engine, after its last write.
 
     Args:
@@ -86,8 +180,8 @@ def recovered(intent: Entry, held: PreparedVersion, *, rejected: bool) -> Answer
     report = replies.recovered(intent, held)
     left = intent.cause.rejects
     if left:
-        return replied(pb.RollbackResponse(report=report, rejected_version=left * rejected))
-    return replied(pb.ApplyVersionResponse(report=report))
+        return pack(pb.RollbackResponse(report=report, rejected_version=left * rejected))
+    return pack(pb.ApplyVersionResponse(report=report))
 
 
 def _digest(request: Request) -> str:

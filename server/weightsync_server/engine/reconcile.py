@@ -17,7 +17,6 @@ from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.ranks import QUICK_S
-from weightsync_server.engine.rejecting import reject
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease
 
-__all__ = ["Reconciler"]
+__all__ = ["Reconciler", "reject"]
 
 logger = logging.getLogger(__name__)
 
@@ -284,6 +283,23 @@ class Reconciler:
             cause = intent.cause
             rejected = await reject(self._versions, cause.rejects, cause.reason)
         await self._switch.record(held, rejected=rejected)
+
+
+async def reject(versions: ModelVersions, version: int, reason: str) -> bool:
+    """Reject a version that the engine left, so that "newest" does not go back to it.
+
+    Returns whether it is rejected, and raises nothing.
+    """
+    if versions.find(version) is None:
+        # It was never committed, and went when another version took its place.
+        return False
+    try:
+        await versions.set_rejected(version, reason)
+    except WeightSyncError as error:
+        # What the engine serves is not less true for it.
+        logger.critical("version %d could not be rejected: %s", version, error.message)
+        return False
+    return True
 
 
 def _proved(held: PreparedVersion) -> bool:

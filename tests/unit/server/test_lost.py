@@ -126,7 +126,7 @@ async def test_a_call_that_was_answered_is_not_carried_out_again(
         await it.apply(2, idempotency_key="k")
         it.applier._calls._tasks.clear()
         # Whoever should know of the answer does not.
-        monkeypatch.setattr(idempotency, "told", lambda *_: None)
+        monkeypatch.setattr(idempotency, "earlier_reply", lambda *_: None)
         with pytest.raises(WeightSyncError) as caught:
             await it.apply(3, idempotency_key="k")
         assert caught.value.reason is Reason.FAULT

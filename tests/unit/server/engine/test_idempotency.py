@@ -132,7 +132,7 @@ def test_a_version_is_live_in_journals_of_before_too(tmp_path: Path) -> None:
 
 def _done(number: int, reply: pb.ApplyVersionResponse) -> Entry:
     cause = Cause(f"k{number}", "request")
-    return Entry("DONE", "a", number, number - 1, cause, idempotency.replied(reply))
+    return Entry("DONE", "a", number, number - 1, cause, idempotency.pack(reply))
 
 
 def _size(path: Path) -> int:
@@ -164,6 +164,6 @@ def test_answers_are_kept_in_number_and_bytes(
 def test_an_answer_that_is_too_large_is_kept_without_its_ranks() -> None:
     ranks = [pb.RankResult(rank=f"0/0/{rank}", error="x" * 100) for rank in range(1000)]
     reply = pb.RollbackResponse(report=pb.ApplyReport(version=2, ranks=ranks), rejected_version=3)
-    assert len(idempotency.replied(reply).reply) < 100
+    assert len(idempotency.pack(reply).reply) < 100
     assert len(reply.report.ranks) == 1000
-    assert len(idempotency.refused("ä" * 5000).refusal.encode()) <= 4096
+    assert len(idempotency.pack_refusal("ä" * 5000).refusal.encode()) <= 4096
