@@ -182,7 +182,7 @@ class Applier:
             attempt = CutoverPlan(target, live, spec, idempotency.cause(request))
             switch = self._switch(session)
             reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
-            await switch.done(attempt, reply)
+            await self._journal.done(attempt, idempotency.pack(reply))
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
@@ -204,7 +204,7 @@ class Applier:
             report = await self._make_live(session, switch, attempt)
             rejected = await reject(self._versions, left, reason)
             reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
-            await switch.done(attempt, reply)
+            await self._journal.done(attempt, idempotency.pack(reply))
             return reply
 
     def _choose(self, request: pb.ApplyVersionRequest, live: PreparedVersion) -> VersionRecord:
@@ -332,7 +332,7 @@ class Applier:
         if error.reason is Reason.APPLY_RESTORED:
             self._keeper.show(attempt.base, whole=switch.compared_all)
             await reject(self._versions, attempt.target.record.version, error.message)
-            await switch.restored(attempt, error.message)
+            await self._journal.restored(attempt, idempotency.pack_refusal(error.message))
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
             await session.hold(attempt.base)
 

@@ -13,22 +13,19 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Never, TypeVar
 
 from weightsync import failpoints
 from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine import idempotency
-from weightsync_server.engine.journal import Entry
+from weightsync_server.engine.journal import disk_errors_logged
 from weightsync_server.engine.outcome import CutoverResult
 from weightsync_server.engine.ranks import QUICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
 
-    from weightsync_server.engine.idempotency import Reply
-    from weightsync_server.engine.journal import Answer, Journal
+    from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.outcome import Cause, CutoverPlan, Pause, PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankCommit
@@ -61,23 +58,12 @@ def _restored(base: PreparedVersion, failures: list[str]) -> WeightSyncError:
     )
 
 
-def _intent(attempt: CutoverPlan) -> Entry:
-    target, base = attempt.target, attempt.base.record.version
-    return Entry("INTENT", target.apply_id, target.record.version, base, attempt.cause)
-
-
-def _ended(entry: Entry, answer: Answer) -> Entry:
-    # What it rejects is rejected by now.
-    cause = replace(entry.cause, rejects=0, reason="")
-    return replace(entry, event="DONE", cause=cause, answer=answer if cause.key else None)
-
-
 class Cutover:
     """Makes one prepared version live, or puts the old one back.
 
     Args:
         session: The engine.
-        journal: Where INTENT and DONE go.
+        journal: Where INTENT goes.
         metrics: Where the phases go.
         commit_timeout_s: Longest time for the ranks to write and prove; then the engine is fenced.
 
@@ -96,18 +82,18 @@ class Cutover:
         self.compared_all = True
 
     async def run(self, attempt: CutoverPlan) -> CutoverResult:
-        """Return when the engine generates on the target, proved on every rank; `done` must follow.
+        """Return when the engine generates on the target, proved on every rank; DONE must follow.
 
         Raises:
             WeightSyncError: APPLY_RESTORED: the engine generates on the base, proved on every rank;
-                `restored` must follow. ENGINE_FENCED: the engine stands still, with the reason.
+                `journal.restored` follows. ENGINE_FENCED: the engine stands still, with the reason.
                 ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are asked.
             OSError: Nothing was paused or written.
         """
         result = CutoverResult()
         await failpoints.reach("apply.intent")
         self._refuse_second(attempt.cause)
-        await self._write(_intent(attempt))
+        await self._journal.intent(attempt)
         await failpoints.reach("apply.pause")
         try:
             with self._bounded(attempt):
@@ -119,30 +105,10 @@ class Cutover:
                 "asked what it holds, and GetStatus tells what the engine serves",
                 retry_after_s=1.0,
             ) from error
-        with self._told():
+        with disk_errors_logged():
             await failpoints.reach("apply.resumed")
         self._observe(result)
         return result
-
-    async def done(self, attempt: CutoverPlan, reply: Reply) -> None:
-        """Write down that a run has ended well, and what its caller is told.
-
-        After the resume, so that no fsync lies in the pause: after a crash in between the ranks
-        themselves are asked what they hold.
-        """
-        done = _ended(_intent(attempt), idempotency.pack(reply))
-        with self._told():
-            await self._write(self._stored(done, attempt.target))
-            await failpoints.reach("apply.done")
-
-    async def restored(self, attempt: CutoverPlan, message: str) -> None:
-        """Write down that a run has ended with the base, and what its caller is told."""
-        done = self._entry("DONE", attempt.base)
-        done = replace(done, apply_id=attempt.target.apply_id, cause=attempt.cause)
-        with self._told():
-            await self._write(
-                self._stored(_ended(done, idempotency.pack_refusal(message)), attempt.base)
-            )
 
     async def place(self, target: PreparedVersion) -> None:
         """Commit into an engine that stands still already; the caller resumes it.
@@ -150,35 +116,10 @@ class Cutover:
         Raises:
             WeightSyncError: ENGINE_FENCED with the reason.
         """
-        await self._write(self._entry("INTENT", target))
+        await self._journal.intent_to_place(target)
         failures = await self._commit(target, CutoverResult())
         if failures:
             await self._fence(failures)
-
-    def intended(self, held: PreparedVersion) -> Entry | None:
-        """Return the apply that nobody saw the end of, if it made every rank hold this."""
-        last = self._journal.last
-        if last is None or (last.event, last.version) != ("INTENT", held.record.version):
-            return None
-        return last
-
-    async def record(self, held: PreparedVersion, *, rejected: bool = False) -> None:
-        """Write down what every rank holds, when that is not what the journal says already.
-
-        Args:
-            held: What they hold. Who asked for it and has no answer yet gets one when he repeats
-                his call.
-            rejected: Whether the version that a rollback to this one left is rejected.
-        """
-        intent = self.intended(held)
-        if intent is not None:
-            entry = _ended(intent, idempotency.pack_recovered(intent, held, rejected=rejected))
-        elif self._journal.tells(held.record.version):
-            return
-        else:
-            entry = self._entry("DONE", held)
-        with self._told():
-            await self._write(self._stored(entry, held))
 
     async def _made_live(self, attempt: CutoverPlan, result: CutoverResult) -> None:
         if attempt.spec.mode == BETWEEN_STEPS:
@@ -334,31 +275,6 @@ class Cutover:
             f"({failure.message}); GetStatus tells what the engine serves",
             retry_after_s=1.0,
         ) from failure
-
-    def _entry(self, event: str, held: PreparedVersion) -> Entry:
-        # A version that is placed again keeps its way back.
-        version, (live, before) = held.record.version, self._journal.live
-        return Entry(event, held.apply_id, version, before if version == live else live)
-
-    async def _write(self, entry: Entry) -> None:
-        try:
-            await asyncio.to_thread(self._journal.write, entry)
-        except OSError as error:
-            raise WeightSyncError(
-                Reason.DISK_EXHAUSTED,
-                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
-            ) from error
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """Go on whatever the disk says: the ranks are proved, and asked after a crash."""
-        try:
-            yield
-        except (OSError, WeightSyncError) as error:
-            logger.critical("what is live is not written down yet: %s", error)
-
-    def _stored(self, entry: Entry, held: PreparedVersion) -> Entry:
-        return replace(entry, store=self._journal.store if held.record.commit is not None else "")
 
     def _observe(self, result: CutoverResult) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):

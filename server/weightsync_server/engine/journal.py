@@ -7,14 +7,18 @@ DONE what was answered, so that a call that is repeated to the next server is no
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import logging
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.outcome import Cause
 from weightsync_server.ops import durable_files
 
@@ -22,7 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Answer", "Entry", "Journal"]
+    from weightsync_server.engine.outcome import CutoverPlan, PreparedVersion
+
+__all__ = ["Answer", "Entry", "Journal", "disk_errors_logged"]
+
+logger = logging.getLogger(__name__)
 
 #: The file is started anew, with only what still counts, when it has grown to this many bytes.
 _ROTATE_BYTES = 1 << 20
@@ -88,6 +96,20 @@ def _decode(line: bytes) -> Entry | None:
     return Entry(**facts, cause=cause, answer=Answer(**answer) if answer else None)
 
 
+def _intent(plan: CutoverPlan) -> Entry:
+    target, base = plan.target, plan.base.record.version
+    return Entry("INTENT", target.apply_id, target.record.version, base, plan.cause)
+
+
+@contextlib.contextmanager
+def disk_errors_logged() -> Iterator[None]:
+    """Go on whatever the disk says: the ranks are proved, and asked after a crash."""
+    try:
+        yield
+    except (OSError, WeightSyncError) as error:
+        logger.critical("what is live is not written down yet: %s", error)
+
+
 class Journal:
     """An append-only file; a record is on disk when `write` returns.
 
@@ -131,6 +153,78 @@ class Journal:
             if entry.answer is not None and entry.cause.key == key:
                 return entry
         return None
+
+    async def intent(self, plan: CutoverPlan) -> None:
+        """Write down what an apply is about to do, before it pauses or writes anything.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; the record does not count.
+        """
+        await self._append(_intent(plan))
+
+    async def intent_to_place(self, target: PreparedVersion) -> None:
+        """Write down that a version is about to be placed in an engine that stands still.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED; the record does not count.
+        """
+        await self._append(self._entry("INTENT", target))
+
+    async def done(self, plan: CutoverPlan, answer: Answer) -> None:
+        """Write down that an apply has ended well, and what its caller is answered.
+
+        After the resume, so that no fsync lies in the pause: after a crash in between the ranks
+        themselves are asked what they hold. For that reason it raises nothing that the disk says.
+        """
+        with disk_errors_logged():
+            await self._end(_intent(plan), plan.target, answer)
+            await failpoints.reach("apply.done")
+
+    async def restored(self, plan: CutoverPlan, answer: Answer) -> None:
+        """Write down that an apply has ended with its base, and what its caller is answered."""
+        done = self._entry("DONE", plan.base)
+        done = replace(done, apply_id=plan.target.apply_id, cause=plan.cause)
+        with disk_errors_logged():
+            await self._end(done, plan.base, answer)
+
+    async def finish(self, intent: Entry, current: PreparedVersion, answer: Answer) -> None:
+        """Write down that an apply which nobody saw the end of is found done, and its answer.
+
+        Args:
+            intent: What it was about to do.
+            current: What every rank holds, which is just that.
+            answer: For its caller, when he repeats the call.
+        """
+        with disk_errors_logged():
+            await self._end(intent, current, answer)
+
+    async def found(self, current: PreparedVersion) -> None:
+        """Write down what every rank is found to hold."""
+        with disk_errors_logged():
+            await self._end(self._entry("DONE", current), current)
+
+    async def _end(
+        self, entry: Entry, current: PreparedVersion, answer: Answer | None = None
+    ) -> None:
+        # What it rejects is rejected by now.
+        cause = replace(entry.cause, rejects=0, reason="")
+        store = self.store if current.record.commit is not None else ""
+        kept = answer if cause.key else None
+        await self._append(replace(entry, event="DONE", cause=cause, answer=kept, store=store))
+
+    def _entry(self, event: str, current: PreparedVersion) -> Entry:
+        # A version that is placed again keeps its way back.
+        version, (live, before) = current.record.version, self.live
+        return Entry(event, current.apply_id, version, before if version == live else live)
+
+    async def _append(self, entry: Entry) -> None:
+        try:
+            await asyncio.to_thread(self.write, entry)
+        except OSError as error:
+            raise WeightSyncError(
+                Reason.DISK_EXHAUSTED,
+                f"the journal cannot be written ({error.strerror}); free the disk of state_dir",
+            ) from error
 
     def write(self, entry: Entry) -> None:
         """Append a record durably. Blocks for one fsync.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine import idempotency
 from weightsync_server.engine.ranks import QUICK_S
 from weightsync_server.ops.os_errors import translate_os_errors
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.cutover import Cutover
-    from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.journal import Entry, Journal
     from weightsync_server.engine.outcome import Pause, PreparedVersion
     from weightsync_server.engine.quarantine import QuarantinedLeases
     from weightsync_server.engine.session import EngineSession
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease
 
-__all__ = ["Reconciler", "reject"]
+__all__ = ["Reconciler", "reject", "unfinished", "write_down"]
 
 logger = logging.getLogger(__name__)
 
@@ -276,13 +277,38 @@ class Reconciler:
         await self._session.hold(held)
         if self._versions.live != held.record.version:
             self._versions.set_live(held.record.version)
-        intent = self._switch.intended(held)
+        intent = unfinished(self._journal, held)
         rejected = False
         if intent is not None and intent.cause.rejects:
             # A rollback that went on to its end without a server.
             cause = intent.cause
             rejected = await reject(self._versions, cause.rejects, cause.reason)
-        await self._switch.record(held, rejected=rejected)
+        await write_down(self._journal, held, rejected=rejected)
+
+
+def unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
+    """Return the apply that nobody saw the end of, if it made every rank hold this."""
+    last = journal.last
+    if last is None or (last.event, last.version) != ("INTENT", current.record.version):
+        return None
+    return last
+
+
+async def write_down(journal: Journal, current: PreparedVersion, *, rejected: bool = False) -> None:
+    """Write down what every rank holds, when that is not what the journal says already.
+
+    Args:
+        journal: Where.
+        current: What they hold. Who asked for it and has no answer yet gets one when he repeats
+            his call.
+        rejected: Whether the version that a rollback to this one left is rejected.
+    """
+    intent = unfinished(journal, current)
+    if intent is not None:
+        answer = idempotency.pack_recovered(intent, current, rejected=rejected)
+        await journal.finish(intent, current, answer)
+    elif not journal.tells(current.record.version):
+        await journal.found(current)
 
 
 async def reject(versions: ModelVersions, version: int, reason: str) -> bool:

@@ -15,7 +15,7 @@ from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.live_check import LiveChecks
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.quarantine import QuarantinedLeases
-from weightsync_server.engine.reconcile import Reconciler
+from weightsync_server.engine.reconcile import Reconciler, unfinished, write_down
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
 
@@ -298,10 +298,9 @@ class EngineSupervisor:
             return
         if not self._journal.tells(live.record.version):
             self._write_at = now + _RETRY_S
-            switch = self._switch(self._session)
-            intent = switch.intended(live)
+            intent = unfinished(self._journal, live)
             left = self._versions.find(intent.cause.rejects) if intent is not None else None
-            await switch.record(live, rejected=bool(left and left.rejected_reason))
+            await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
 
     def _switch(self, session: EngineSession) -> Cutover:
         return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
