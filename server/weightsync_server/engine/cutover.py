@@ -9,7 +9,6 @@ In mode between_steps the ranks do all of that in one call, and nothing pauses.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -20,13 +19,12 @@ from weightsync.engine import BETWEEN_STEPS, EngineState, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine.journal import disk_errors_logged
 from weightsync_server.engine.outcome import CutoverResult
-from weightsync_server.engine.ranks import QUICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from weightsync_server.engine.journal import Journal
-    from weightsync_server.engine.outcome import Cause, CutoverPlan, Pause, PreparedVersion
+    from weightsync_server.engine.outcome import Cause, CutoverPlan, PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankCommit
     from weightsync_server.ops.metrics import Metrics
@@ -36,9 +34,6 @@ __all__ = ["Cutover"]
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-#: How often a resume is tried, and how long between two tries, seconds.
-_RESUMES, _AGAIN_S = 3, 0.1
 
 
 def _failures(replies: list[RankCommit], digest: str) -> list[str]:
@@ -86,8 +81,9 @@ class Cutover:
 
         Raises:
             WeightSyncError: APPLY_RESTORED: the engine generates on the base, proved on every rank;
-                `journal.restored` follows. ENGINE_FENCED: the engine stands still, with the reason.
-                ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are asked.
+                `journal.restored` must follow. ENGINE_FENCED: the engine stands still, with the
+                reason. ENGINE_AWAY: it is gone, or nobody knows what it holds until its ranks are
+                asked.
             OSError: Nothing was paused or written.
         """
         result = CutoverResult()
@@ -174,10 +170,10 @@ class Cutover:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
             failures = await self._tried(lambda: self._commit(attempt.target, result))
             if failures:
-                await self._restore(attempt.base, pause, failures)
+                await self._restore(attempt.base, failures)
             start = time.perf_counter()
             await failpoints.reach("apply.resume")
-            await self._resume(pause, attempt.target)
+            await self._resume(attempt.target)
             result.resume_s = time.perf_counter() - start
         result.paused_s = time.perf_counter() - pause.began
 
@@ -193,7 +189,7 @@ class Cutover:
     def _bounded(self, attempt: CutoverPlan) -> contextlib.AbstractContextManager[None]:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
         longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
-        longest += 2 * _RESUMES * QUICK_S
+        longest += self._session.longest_resume_s()
         return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
@@ -227,7 +223,7 @@ class Cutover:
         result.commit_s = max(rank.commit_s for rank in result.ranks)
         result.verify_s = max(rank.verify_s for rank in result.ranks)
 
-    async def _restore(self, base: PreparedVersion, pause: Pause, failures: list[str]) -> Never:
+    async def _restore(self, base: PreparedVersion, failures: list[str]) -> Never:
         logger.error("apply failed, restoring: %s", "; ".join(failures))
         await failpoints.reach("apply.restore")
         result = CutoverResult()
@@ -236,7 +232,7 @@ class Cutover:
             await self._fence(failures + again)
         self.compared_all = result.compared_all
         await failpoints.reach("apply.restored")
-        await self._resume(pause, base)
+        await self._resume(base)
         raise _restored(base, failures)
 
     async def _fence(self, failures: list[str]) -> Never:
@@ -253,28 +249,16 @@ class Cutover:
             "live version again, else restart vLLM",
         )
 
-    async def _resume(self, pause: Pause, held: PreparedVersion) -> None:
-        for _ in range(_RESUMES):
-            try:
-                await self._session.resume(pause, held)
-            except WeightSyncError as error:
-                failure = error
-            else:
-                return
-            # The answer may be all that was lost: the engine is asked. It generates only on what
-            # every rank holds, and that is this version.
-            state = await self._session.state()
-            if state is EngineState.SERVING:
-                return
-            if state is not EngineState.PAUSED:
-                break
-            await asyncio.sleep(_AGAIN_S)
-        raise WeightSyncError(
-            Reason.ENGINE_AWAY,
-            f"every rank holds version {held.record.version}, but the resume was not confirmed "
-            f"({failure.message}); GetStatus tells what the engine serves",
-            retry_after_s=1.0,
-        ) from failure
+    async def _resume(self, current: PreparedVersion) -> None:
+        try:
+            await self._session.resume(current)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"every rank holds version {current.record.version}, but the resume was not "
+                f"confirmed ({error.message}); GetStatus tells what the engine serves",
+                retry_after_s=1.0,
+            ) from error
 
     def _observe(self, result: CutoverResult) -> None:
         for phase in ("pause", "commit", "verify", "resume", "paused"):

@@ -70,9 +70,8 @@ class PreparedVersion:
 
 @dataclass
 class Pause:
-    """Generation stands still under a lease that is renewed while this object lives."""
+    """Generation stands still: in which mode, after how many seconds, and since when."""
 
-    lease_id: str
     mode: str
     seconds: float
     began: float

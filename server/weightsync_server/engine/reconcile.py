@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.cutover import Cutover
     from weightsync_server.engine.journal import Entry, Journal
-    from weightsync_server.engine.outcome import Pause, PreparedVersion
+    from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.quarantine import QuarantinedLeases
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankState
@@ -166,13 +166,13 @@ class Reconciler:
         await self._record(held)
         health = await self._session.engine.health()
         if health.state is not EngineState.SERVING:
-            await self._session.engine.resume("", held.record.version, held.digest)
+            await self._session.resume(held)
         logger.info("the engine serves version %d", held.record.version)
         return held
 
     async def _place(self, *, written: bool) -> PreparedVersion:
         async with contextlib.AsyncExitStack() as stack:
-            pause = await self._stand_still(stack)
+            await self._stand_still(stack)
             held = await self._last_good(fresh=not written)
             adopted = held is None
             if held is None:
@@ -186,8 +186,7 @@ class Reconciler:
                 self._doubts.let_go(held.lease, self._session.ranks, error)
                 raise
             await self._record(held)
-            lease = pause.lease_id if pause else ""
-            await self._session.engine.resume(lease, held.record.version, held.digest)
+            await self._session.resume(held)
         logger.info("the engine serves version %d", held.record.version)
         return held
 
@@ -232,11 +231,10 @@ class Reconciler:
         self._session.plan_proved = True
         logger.info("the load plan is proved against the engine's checkpoint")
 
-    async def _stand_still(self, stack: contextlib.AsyncExitStack) -> Pause | None:
+    async def _stand_still(self, stack: contextlib.AsyncExitStack) -> None:
         health = await self._session.engine.health()
         if health.state is EngineState.SERVING:
-            return await stack.enter_async_context(self._session.paused(PauseSpec()))
-        return None
+            await stack.enter_async_context(self._session.paused(PauseSpec()))
 
     def _committed(self, version: int) -> VersionRecord | None:
         try:

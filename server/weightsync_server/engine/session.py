@@ -37,6 +37,8 @@ _T = TypeVar("_T")
 
 #: A pause or resume that outlives its lease by this long has got lost, seconds.
 _GRACE_S = 8.0
+#: How often a resume is tried, and how long between two tries, seconds.
+_TRIES, _AGAIN_S = 3, 0.1
 
 
 @dataclass
@@ -62,6 +64,8 @@ class EngineSession:
     live: PreparedVersion | None = None
     plan_proved: bool = False
     tidy: bool = False
+    # The lease under which it stands still now; "": none of ours.
+    _lease_id: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         """Publish the status pages."""
@@ -172,13 +176,13 @@ class EngineSession:
             await self.ranks.capture(document, timeout_s)
             return
         spec = PauseSpec(mode="keep", clear_cache=False)
-        async with self.paused(spec) as pause:
+        async with self.paused(spec):
             try:
                 await self.ranks.capture(document, timeout_s)
             finally:
                 # Capture writes nothing, so the engine goes on with what it had.
                 if not self.ranks.hung:
-                    await self.resume(pause, self.live)
+                    await self.resume(self.live)
 
     async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentAllocator) -> bool:
         """Ask every rank whether its model takes tensors of a version; returns True.
@@ -205,30 +209,60 @@ class EngineSession:
         """Pause generation and keep the lease; the body resumes or fences before it ends."""
         began, longest = time.perf_counter(), self.longest_pause_s(spec)
         lease = await _bounded(self.engine.pause(spec, self.lease_s), longest, "pause")
-        pause = Pause(lease.lease_id, lease.mode, time.perf_counter() - began, began)
-        renewal = asyncio.create_task(self._renew(pause))
+        pause = Pause(lease.mode, time.perf_counter() - began, began)
+        renewal = asyncio.create_task(self._renew(lease.lease_id))
+        self._lease_id = lease.lease_id
         try:
             yield pause
         finally:
+            self._lease_id = ""
             renewal.cancel()
 
     def longest_pause_s(self, spec: PauseSpec) -> float:
         """Return how long vLLM may take to stand still, in seconds."""
         return self._longest_s + (spec.wait_timeout_s if spec.mode == "wait" else 0)
 
-    async def _renew(self, pause: Pause) -> None:
+    @staticmethod
+    def longest_resume_s() -> float:
+        """Return how long all tries to resume may take, each with a look at the engine, in s."""
+        return 2 * _TRIES * QUICK_S
+
+    async def _renew(self, lease_id: str) -> None:
         while True:
             await asyncio.sleep(self.lease_s / 3)
             # What failed once is tried again while the lease holds.
             with contextlib.suppress(WeightSyncError):
-                await self.engine.renew(pause.lease_id, self.lease_s)
+                await self.engine.renew(lease_id, self.lease_s)
 
-    async def resume(self, pause: Pause, held: PreparedVersion | None) -> None:
-        """Start generation on a version that every rank is proved to hold."""
-        version = held.record.version if held else 0
-        digest = held.digest if held else ""
-        call = self.engine.resume(pause.lease_id, version, digest)
-        await _bounded(call, self._longest_s, "resume")
+    async def resume(self, current: PreparedVersion | None, tries: int = _TRIES) -> None:
+        """Start generation on what every rank is proved to hold; it generates on return.
+
+        Args:
+            current: What they hold; None: what the engine started with.
+            tries: How often it is tried while the engine stands still under a lease.
+
+        Raises:
+            WeightSyncError: Of the last try: no resume was confirmed.
+        """
+        version = current.record.version if current else 0
+        digest = current.digest if current else ""
+        for _ in range(tries):
+            try:
+                call = self.engine.resume(self._lease_id, version, digest)
+                await _bounded(call, self._longest_s, "resume")
+            except WeightSyncError as error:
+                failure = error
+            else:
+                return
+            # The answer may be all that was lost: the engine is asked. It generates only on what
+            # every rank holds, and that is this version.
+            state = await self.state()
+            if state is EngineState.SERVING:
+                return
+            if state is not EngineState.PAUSED:
+                break
+            await asyncio.sleep(_AGAIN_S)
+        raise failure
 
     async def state(self) -> EngineState | None:
         """Return what this start of the engine says that it does; None: it cannot be asked."""

@@ -246,6 +246,22 @@ async def test_ranks_that_read_anew_are_proved_anew(
     assert engine.serves == 1
 
 
+async def test_a_resume_after_a_capture_is_tried_again(
+    it: Plant, engine: Telling, digests: Digests
+) -> None:
+    engine.reads = [3]
+    engine.end = {"phase": "needs_capture"}
+
+    def once() -> None:
+        engine.before.pop("resume")
+        raise WeightSyncError(Reason.ENGINE_AWAY, "the request was lost")
+
+    engine.before["resume"] = once
+    assert (await it.apply(2)).outcome == pb.APPLY_OUTCOME_APPLIED
+    assert engine.calls.count("capture") == 1
+    assert engine.serves == 2
+
+
 async def test_a_comparison_proves_nothing_of_what_is_staged(
     it: Plant, engine: Telling, digests: Digests
 ) -> None:

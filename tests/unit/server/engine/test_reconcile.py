@@ -446,3 +446,20 @@ async def test_a_serving_engine_whose_ranks_claim_what_they_do_not_hold_is_a_vio
     await until(lambda: it.metrics.violations()["never_mixed"] == 1)
     await it.ready()
     assert it.engine.serves == 2
+
+
+async def test_a_resume_of_a_placed_version_whose_answer_is_lost_is_asked_for(it: Plant) -> None:
+    await it.push(2)
+    await it.apply(2)
+    it.engine.events.clear()
+    it.engine.live["a"] = tensors(1)["a"]
+
+    def lost(answer: Any) -> Any:
+        raise WeightSyncError(Reason.ENGINE_AWAY, "the reply was lost")
+
+    it.engine.after["resume"] = lost
+    it.keeper.suspect("who knows")
+    await until(lambda: "resume" in it.engine.events)
+    await it.ready()
+    assert it.engine.events == ["pause", "commit", "resume"], "neither fenced nor placed again"
+    assert it.engine.serves == 2
