@@ -7,10 +7,10 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from weightsync.engine import LAYOUT_CHECK, EngineInfo, EngineState
+from weightsync.engine import LAYOUT_CHECK, EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import replies
+from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.live_check import LiveChecks
 from weightsync_server.engine.prefetch import Prefetcher
@@ -76,7 +76,7 @@ class EngineSupervisor:
         self._journal = journal
         self._metrics = metrics
         self._settings = settings
-        self._on_change = on_change
+        self._condition = EngineCondition(metrics, on_change)
         self._wake = asyncio.Event()
         self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
         self.doubts = QuarantinedLeases()
@@ -86,11 +86,6 @@ class EngineSupervisor:
             versions.arrivals.listener = self.ahead.note
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
-        self._info: EngineInfo | None = None
-        self._state = pb.ENGINE_STATE_AWAY
-        self._reason = "not connected yet"
-        self._refused = ""
-        self._fenced = False
         self._write_at = 0.0
         self.apply_id = ""
         self._task: asyncio.Task[None] | None = None
@@ -110,25 +105,15 @@ class EngineSupervisor:
     @property
     def serving(self) -> bool:
         """Whether the engine generates on one verified version."""
-        return self._state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
+        return self._condition.serving
 
     def status(self) -> pb.EngineStatus:
-        """Return what GetStatus tells about the engine."""
-        info = self._info
-        live = self._session.live if self._session else None
-        return pb.EngineStatus(
-            state=self._state,
-            reason=self._reason,
-            engine_id=info.engine_id if info else "",
-            vllm_version=info.vllm_version if info else "",
-            kind=info.kind if info else "",
-            ranks=replies.held_ranks(live) if live else [],
-            capabilities=sorted(info.capabilities) if info else [],
-        )
+        """Return what GetStatus shows of the engine."""
+        return self._condition.status(self._session.live if self._session else None)
 
     def suspect(self, reason: str) -> None:
         """Ask the ranks again before anything else: nobody knows what they hold."""
-        self._set(pb.ENGINE_STATE_FENCED, reason)
+        self._condition.set(pb.ENGINE_STATE_FENCED, reason)
         self._wake.set()
 
     def show(self, held: PreparedVersion, *, whole: bool) -> None:
@@ -175,12 +160,12 @@ class EngineSupervisor:
         """
         # Told at once: a reconciliation may read a whole checkpoint.
         if not self.serving:
-            raise self._unavailable()
+            raise self._condition.unavailable(_RETRY_S)
         async with self._lock:
             await self.checks.step_aside()
             self.ahead.interrupted()
             session = await self._usable()
-            self._set(pb.ENGINE_STATE_APPLYING, "")
+            self._condition.set(pb.ENGINE_STATE_APPLYING, "")
             self.apply_id = apply_id
             try:
                 yield session
@@ -193,41 +178,25 @@ class EngineSupervisor:
                 raise
             finally:
                 self.apply_id = ""
-                if self._state == pb.ENGINE_STATE_APPLYING:
-                    self._set(pb.ENGINE_STATE_SERVING, "")
+                if self._condition.state == pb.ENGINE_STATE_APPLYING:
+                    self._condition.set(pb.ENGINE_STATE_SERVING, "")
                     if self.checks.owed or self.ahead.wanted:
                         self._wake.set()
 
     async def _usable(self) -> EngineSession:
         session = self._session
-        if session is None or self._state != pb.ENGINE_STATE_SERVING:
-            raise self._unavailable()
+        if session is None or self._condition.state != pb.ENGINE_STATE_SERVING:
+            raise self._condition.unavailable(_RETRY_S)
         health = await self._engine.health()
         if health.sleeping:
             raise WeightSyncError(
                 Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
             )
         if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
-            self._set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
+            self._condition.set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
             self._wake.set()
-            raise self._unavailable()
+            raise self._condition.unavailable(_RETRY_S)
         return session
-
-    def _unavailable(self) -> WeightSyncError:
-        if self._state == pb.ENGINE_STATE_FENCED:
-            remedy = (
-                "restart vLLM with what the reason asks for"
-                if self._refused
-                else f"the server tries again every {_RETRY_S:g} s; restart vLLM if it stays"
-            )
-            return WeightSyncError(
-                Reason.ENGINE_FENCED, f"the engine is fenced ({self._reason}); {remedy}"
-            )
-        return WeightSyncError(
-            Reason.ENGINE_AWAY,
-            f"the engine is not ready ({self._reason}); it is connected as soon as it answers",
-            retry_after_s=1.0,
-        )
 
     async def _run(self) -> None:
         while True:
@@ -236,12 +205,14 @@ class EngineSupervisor:
                     pause = await self._step()
             except WeightSyncError as error:
                 pause = self._failed(error)
-                if self._refused:
+                if self._condition.refused:
                     with contextlib.suppress(WeightSyncError):
                         await self._engine.fence(error.message)
             except Exception:
                 logger.exception("the engine could not be reconciled")
-                self._set(pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why")
+                self._condition.set(
+                    pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why"
+                )
                 pause = _RETRY_S
             # Not wait_for: it swallows a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
@@ -253,15 +224,15 @@ class EngineSupervisor:
         health = await self._engine.health()
         if health.state is EngineState.DEAD:
             raise WeightSyncError(Reason.ENGINE_AWAY, health.reason or "the engine is dead")
-        if self._info is None or health.engine_id != self._info.engine_id:
+        if self._condition.info is None or health.engine_id != self._condition.info.engine_id:
             await self._connect()
-        elif self._refused:
+        elif self._condition.refused:
             return _HEALTH_S
         elif self._session is None:
             await self._connect()
         if self._session is not None and self._session.ranks.hung:
             return _HEALTH_S
-        if self._state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
+        if self._condition.state == pb.ENGINE_STATE_SERVING and health.state is EngineState.SERVING:
             await self._attend(sleeping=health.sleeping)
             await self._write_down()
             return _HEALTH_S
@@ -308,7 +279,7 @@ class EngineSupervisor:
     async def _connect(self) -> None:
         self._forget()
         info = await self._engine.hello()
-        self._info = info
+        self._condition.info = info
         logger.info(
             "connected to vLLM %s, %d ranks, model %s",
             info.vllm_version,
@@ -325,7 +296,7 @@ class EngineSupervisor:
         if self._session is None:
             return
         self.checks.forget()
-        self._set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
+        self._condition.set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
         reconciler = Reconciler(
             self._session,
             self._versions,
@@ -339,18 +310,18 @@ class EngineSupervisor:
             held = await reconciler.run()
             await self._versions.taken(held.record)
         self.show(held, whole=True)
-        self._set(pb.ENGINE_STATE_SERVING, "")
+        self._condition.set(pb.ENGINE_STATE_SERVING, "")
 
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason is Reason.ENGINE_AWAY
-        if error.message != self._reason:
+        if error.message != self._condition.reason:
             logger.warning("engine: %s", error.message)
         if away:
             self._forget()
         permanent = error.reason is Reason.ENGINE_UNSUPPORTED
-        self._set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
+        self._condition.set(pb.ENGINE_STATE_AWAY if away else pb.ENGINE_STATE_FENCED, error.message)
         if permanent:
-            self._refused = error.message
+            self._condition.refused = error.message
         return _HEALTH_S if away or permanent else _RETRY_S
 
     def _forget(self) -> None:
@@ -359,16 +330,5 @@ class EngineSupervisor:
         if self._session is not None:
             self._session.close()
         self._versions.accepted.forget()
-        self._session = self._info = None
-        self._refused = ""
-        self._metrics.set_served({})
-
-    def _set(self, state: pb.EngineState.ValueType, reason: str) -> None:
-        self._state, self._reason = state, reason
-        # A fence stays in the metric while it is tried to lift it.
-        if state != pb.ENGINE_STATE_RECONCILING:
-            self._fenced = state == pb.ENGINE_STATE_FENCED
-        self._metrics.set_engine(
-            up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
-        )
-        self._on_change(self.serving)
+        self._session = None
+        self._condition.forget()

@@ -151,7 +151,7 @@ async def test_an_engine_that_went_away_in_it_is_asked(it: Plant) -> None:
 
 async def test_an_old_plugin_is_refused_before_anything_is_done(it: Plant) -> None:
     await it.push(2)
-    info = it.keeper._info
+    info = it.keeper._condition.info
     assert info is not None
     object.__setattr__(info, "capabilities", frozenset({"weight_version"}))
     begun = len(it.engine.calls)

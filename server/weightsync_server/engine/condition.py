@@ -1,0 +1,98 @@
+"""How the engine is, as GetStatus, the metrics and refused callers are shown it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import replies
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.engine import EngineInfo
+    from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.ops.metrics import Metrics
+
+__all__ = ["EngineCondition"]
+
+
+class EngineCondition:
+    """The state of one engine with its reason; whoever changes it shows it to all.
+
+    Args:
+        metrics: Where it is shown.
+        on_change: Called with whether the engine serves one verified version.
+
+    Attributes:
+        info: What the engine said at its last hello; None: it is away.
+        state: As GetStatus shows it.
+        reason: Why; empty: it serves.
+        refused: Why this start of the engine can never be served; empty: it can.
+    """
+
+    def __init__(self, metrics: Metrics, on_change: Callable[[bool], None]) -> None:
+        self._metrics = metrics
+        self._on_change = on_change
+        self._fenced = False
+        self.info: EngineInfo | None = None
+        self.state: pb.EngineState.ValueType = pb.ENGINE_STATE_AWAY
+        self.reason = "not connected yet"
+        self.refused = ""
+
+    @property
+    def serving(self) -> bool:
+        """Whether the engine generates on one verified version."""
+        return self.state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
+
+    def set(self, state: pb.EngineState.ValueType, reason: str) -> None:
+        """Change the state, and show it."""
+        self.state, self.reason = state, reason
+        # A fence stays in the metric while it is tried to lift it.
+        if state != pb.ENGINE_STATE_RECONCILING:
+            self._fenced = state == pb.ENGINE_STATE_FENCED
+        self._metrics.set_engine(
+            up=state != pb.ENGINE_STATE_AWAY, fenced=self._fenced, serving=self.serving
+        )
+        self._on_change(self.serving)
+
+    def forget(self) -> None:
+        """Take note that the engine is gone, or another one."""
+        self.info = None
+        self.refused = ""
+        self._metrics.set_served({})
+
+    def status(self, live: PreparedVersion | None) -> pb.EngineStatus:
+        """Return what GetStatus shows of the engine, and of what every rank holds."""
+        info = self.info
+        return pb.EngineStatus(
+            state=self.state,
+            reason=self.reason,
+            engine_id=info.engine_id if info else "",
+            vllm_version=info.vllm_version if info else "",
+            kind=info.kind if info else "",
+            ranks=replies.held_ranks(live) if live else [],
+            capabilities=sorted(info.capabilities) if info else [],
+        )
+
+    def unavailable(self, retry_s: float) -> WeightSyncError:
+        """Return the refusal of a call for an engine that does not serve, with what to do.
+
+        Args:
+            retry_s: How often it is tried to lift a fence, seconds.
+        """
+        if self.state == pb.ENGINE_STATE_FENCED:
+            remedy = (
+                "restart vLLM with what the reason asks for"
+                if self.refused
+                else f"the server tries again every {retry_s:g} s; restart vLLM if it stays"
+            )
+            return WeightSyncError(
+                Reason.ENGINE_FENCED, f"the engine is fenced ({self.reason}); {remedy}"
+            )
+        return WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"the engine is not ready ({self.reason}); it is connected as soon as it answers",
+            retry_after_s=1.0,
+        )
