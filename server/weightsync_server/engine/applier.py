@@ -54,10 +54,10 @@ _FAILURES = {Reason.APPLY_RESTORED: "restored", Reason.ENGINE_FENCED: "fenced"}
 
 
 class Applier:
-    """Makes versions live on the engine that a keeper holds.
+    """Makes versions live on the engine that a supervisor watches.
 
     Args:
-        keeper: Keeps the engine connected and reconciled.
+        supervisor: Keeps the engine connected and reconciled.
         versions: The versions of the model.
         journal: Where applies are written down.
         metrics: Where they are counted.
@@ -66,13 +66,13 @@ class Applier:
 
     def __init__(
         self,
-        keeper: EngineSupervisor,
+        supervisor: EngineSupervisor,
         versions: ModelVersions,
         journal: Journal,
         metrics: Metrics,
         settings: Settings,
     ) -> None:
-        self._keeper = keeper
+        self._supervisor = supervisor
         self._versions = versions
         self._journal = journal
         self._metrics = metrics
@@ -116,7 +116,7 @@ class Applier:
         return await self._calls.run("", request, lambda: self._verify(request))
 
     async def _verify(self, request: pb.VerifyVersionRequest) -> pb.VerifyVersionResponse:
-        async with self._keeper.exclusive() as session:
+        async with self._supervisor.exclusive() as session:
             live = _live(session)
             if request.version in (0, live.record.version):
                 seen = await session.ranks.verify(live.apply_id, self._settings.prepare_timeout_s)
@@ -131,7 +131,7 @@ class Applier:
                 await session.hold(live)
             answer = replies.proof(found)
             if found.record is live.record:
-                self._keeper.checks.judge(live, found.reports)
+                self._supervisor.checks.judge(live, found.reports)
             return answer
 
     async def drain(self) -> None:
@@ -141,8 +141,8 @@ class Applier:
     async def _once(
         self, request: Request, kind: type[Reply], start: Callable[[], Coroutine[None, None, Reply]]
     ) -> Reply:
-        # Nothing is awaited from here until the keeper is asked: what it tells of a call that was
-        # lost is in the journal before it lets the next one in.
+        # Nothing is awaited from here until the supervisor is asked: what it finds of a call that
+        # was lost is in the journal before it lets the next one in.
         earlier = idempotency.earlier_reply(self._journal, request, kind)
         return earlier if earlier is not None else await self._count(start())
 
@@ -162,7 +162,7 @@ class Applier:
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
     ) -> pb.ApplyVersionResponse:
-        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
+        async with self._supervisor.exclusive(secrets.token_hex(8)) as session:
             live = _live(session)
             _check_capable(session, spec)
             record = self._choose(request, live)
@@ -173,20 +173,20 @@ class Applier:
             durable = request.require_durable or not request.HasField("require_durable")
             target = await self._ready(session, live, record, timeout, durable=durable)
             if request.dry_run:
-                plan = self._plan(target, spec, read_from_store=absent)
+                predicted = self._plan(target, spec, read_from_store=absent)
                 await self._drop(session, live, target)
-                report = replies.planned(target, live.record.version, spec, plan)
+                report = replies.planned(target, live.record.version, spec, predicted)
                 return pb.ApplyVersionResponse(report=report)
             if request.clear_rejected:
                 await self._accept(session, live, target)
-            attempt = CutoverPlan(target, live, spec, idempotency.cause(request))
-            switch = self._switch(session)
-            reply = pb.ApplyVersionResponse(report=await self._make_live(session, switch, attempt))
-            await self._journal.done(attempt, idempotency.pack(reply))
+            plan = CutoverPlan(target, live, spec, idempotency.cause(request))
+            cutover = self._cutover(session)
+            reply = pb.ApplyVersionResponse(report=await self._make_live(session, cutover, plan))
+            await self._journal.done(plan, idempotency.pack(reply))
             return reply
 
     async def _rollback(self, request: pb.RollbackRequest, spec: PauseSpec) -> pb.RollbackResponse:
-        async with self._keeper.exclusive(secrets.token_hex(8)) as session:
+        async with self._supervisor.exclusive(secrets.token_hex(8)) as session:
             live = _live(session)
             _check_capable(session, spec)
             version = self._versions.rollback_to
@@ -200,11 +200,11 @@ class Applier:
             target = await self._ready(session, live, self._versions.get(version), None)
             reason = request.reason or f"rolled back to version {version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
-            attempt, switch = CutoverPlan(target, live, spec, cause), self._switch(session)
-            report = await self._make_live(session, switch, attempt)
+            plan, cutover = CutoverPlan(target, live, spec, cause), self._cutover(session)
+            report = await self._make_live(session, cutover, plan)
             rejected = await reject(self._versions, left, reason)
             reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
-            await self._journal.done(attempt, idempotency.pack(reply))
+            await self._journal.done(plan, idempotency.pack(reply))
             return reply
 
     def _choose(self, request: pb.ApplyVersionRequest, live: PreparedVersion) -> VersionRecord:
@@ -266,8 +266,8 @@ class Applier:
                 compare_live=False,
                 timeout_s=timeout_s,
                 patch=True,
-                ahead=self._keeper.ahead.name_of(record),
-                apply_id=self._keeper.apply_id,
+                prefetched=self._supervisor.prefetcher.name_of(record),
+                apply_id=self._supervisor.apply_id,
                 digests=digests,
             )
             try:
@@ -293,48 +293,48 @@ class Applier:
         target.lease.release()
         await session.hold(live)
 
-    def _switch(self, session: EngineSession) -> Cutover:
+    def _cutover(self, session: EngineSession) -> Cutover:
         return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _make_live(
-        self, session: EngineSession, switch: Cutover, attempt: CutoverPlan
+        self, session: EngineSession, cutover: Cutover, plan: CutoverPlan
     ) -> pb.ApplyReport:
-        target, base = attempt.target, attempt.base
+        target, base = plan.target, plan.base
         try:
             with translate_os_errors("the apply"):
                 await failpoints.reach("apply.prepared")
-                switched = await switch.run(attempt)
+                result = await cutover.run(plan)
         except BaseException as error:
-            self._keeper.doubts.let_go(target.lease, session.ranks, error)
+            self._supervisor.quarantine.release(target.lease, session.ranks, error)
             if isinstance(error, WeightSyncError):
-                await self._failed(session, switch, attempt, error)
+                await self._failed(session, cutover, plan, error)
             raise
         self._versions.set_live(target.record.version)
         await session.hold(target)
-        self._keeper.show(target, whole=switched.compared_all)
-        if switched.paused_s:
-            done = replies.strategy(patched=switched.patched)
-            self._rates[done, attempt.spec.mode == BETWEEN_STEPS] = (
-                switched.written_bytes / switched.paused_s
+        self._supervisor.show(target, whole=result.compared_all)
+        if result.paused_s:
+            done = replies.strategy(patched=result.patched)
+            self._rates[done, plan.spec.mode == BETWEEN_STEPS] = (
+                result.written_bytes / result.paused_s
             )
         logger.info(
             "version %d is live, %d bytes written, paused for %.1f ms",
             target.record.version,
-            switched.written_bytes,
-            switched.paused_s * 1e3,
+            result.written_bytes,
+            result.paused_s * 1e3,
         )
-        return replies.applied(target, base.record.version, attempt.spec, switched)
+        return replies.applied(target, base.record.version, plan.spec, result)
 
     async def _failed(
-        self, session: EngineSession, switch: Cutover, attempt: CutoverPlan, error: WeightSyncError
+        self, session: EngineSession, cutover: Cutover, plan: CutoverPlan, error: WeightSyncError
     ) -> None:
-        error.metadata["apply_id"] = attempt.target.apply_id
+        error.metadata["apply_id"] = plan.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
-            self._keeper.show(attempt.base, whole=switch.compared_all)
-            await reject(self._versions, attempt.target.record.version, error.message)
-            await self._journal.restored(attempt, idempotency.pack_refusal(error.message))
+            self._supervisor.show(plan.base, whole=cutover.compared_all)
+            await reject(self._versions, plan.target.record.version, error.message)
+            await self._journal.restored(plan, idempotency.pack_refusal(error.message))
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
-            await session.hold(attempt.base)
+            await session.hold(plan.base)
 
     def _plan(
         self, target: PreparedVersion, spec: PauseSpec, *, read_from_store: bool

@@ -72,7 +72,7 @@ class EngineCondition:
             engine_id=info.engine_id if info else "",
             vllm_version=info.vllm_version if info else "",
             kind=info.kind if info else "",
-            ranks=replies.held_ranks(live) if live else [],
+            ranks=replies.current_ranks(live) if live else [],
             capabilities=sorted(info.capabilities) if info else [],
         )
 

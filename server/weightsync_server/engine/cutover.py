@@ -76,7 +76,7 @@ class Cutover:
         self._timeout_s = commit_timeout_s
         self.compared_all = True
 
-    async def run(self, attempt: CutoverPlan) -> CutoverResult:
+    async def run(self, plan: CutoverPlan) -> CutoverResult:
         """Return when the engine generates on the target, proved on every rank; DONE must follow.
 
         Raises:
@@ -88,12 +88,12 @@ class Cutover:
         """
         result = CutoverResult()
         await failpoints.reach("apply.intent")
-        self._refuse_second(attempt.cause)
-        await self._journal.intent(attempt)
+        self._refuse_second(plan.cause)
+        await self._journal.intent(plan)
         await failpoints.reach("apply.pause")
         try:
-            with self._bounded(attempt):
-                await self._made_live(attempt, result)
+            with self._bounded(plan):
+                await self._made_live(plan, result)
         except OSError as error:
             raise WeightSyncError(
                 Reason.ENGINE_AWAY,
@@ -117,14 +117,14 @@ class Cutover:
         if failures:
             await self._fence(failures)
 
-    async def _made_live(self, attempt: CutoverPlan, result: CutoverResult) -> None:
-        if attempt.spec.mode == BETWEEN_STEPS:
-            await self._between(attempt, result)
+    async def _made_live(self, plan: CutoverPlan, result: CutoverResult) -> None:
+        if plan.spec.mode == BETWEEN_STEPS:
+            await self._between(plan, result)
         else:
-            await self._paused(attempt, result)
+            await self._paused(plan, result)
 
-    async def _between(self, attempt: CutoverPlan, result: CutoverResult) -> None:
-        target, base = attempt.target, attempt.base
+    async def _between(self, plan: CutoverPlan, result: CutoverResult) -> None:
+        target, base = plan.target, plan.base
         result.pause_mode = BETWEEN_STEPS
         order = SwitchOrder(
             apply_id=target.apply_id,
@@ -165,15 +165,15 @@ class Cutover:
         await failpoints.reach("apply.committed")
         return written
 
-    async def _paused(self, attempt: CutoverPlan, result: CutoverResult) -> None:
-        async with self._session.paused(attempt.spec) as pause:
+    async def _paused(self, plan: CutoverPlan, result: CutoverResult) -> None:
+        async with self._session.paused(plan.spec) as pause:
             result.pause_mode, result.pause_s = pause.mode, pause.seconds
-            failures = await self._tried(lambda: self._commit(attempt.target, result))
+            failures = await self._tried(lambda: self._commit(plan.target, result))
             if failures:
-                await self._restore(attempt.base, failures)
+                await self._restore(plan.base, failures)
             start = time.perf_counter()
             await failpoints.reach("apply.resume")
-            await self._resume(attempt.target)
+            await self._resume(plan.target)
             result.resume_s = time.perf_counter() - start
         result.paused_s = time.perf_counter() - pause.began
 
@@ -186,11 +186,11 @@ class Cutover:
                 "this call was answered already, and nothing was done again; repeat it",
             )
 
-    def _bounded(self, attempt: CutoverPlan) -> contextlib.AbstractContextManager[None]:
+    def _bounded(self, plan: CutoverPlan) -> contextlib.AbstractContextManager[None]:
         # Two commits, a fence or as many resumes as are tried, each with a look at the engine.
-        longest = self._session.longest_pause_s(attempt.spec) + 2 * self._timeout_s
+        longest = self._session.longest_pause_s(plan.spec) + 2 * self._timeout_s
         longest += self._session.longest_resume_s()
-        return self._metrics.bounds.within(f"the pause of apply {attempt.target.apply_id}", longest)
+        return self._metrics.bounds.within(f"the pause of apply {plan.target.apply_id}", longest)
 
     async def _commit(self, target: PreparedVersion, result: CutoverResult) -> list[str]:
         try:

@@ -169,15 +169,15 @@ def pack_refusal(message: str) -> Answer:
     return Answer(refusal=message.encode()[:_MAX_MESSAGE].decode(errors="ignore"))
 
 
-def pack_recovered(intent: Entry, held: PreparedVersion, *, rejected: bool) -> Answer:
+def pack_recovered(intent: Entry, current: PreparedVersion, *, rejected: bool) -> Answer:
     """Return the answer to a call that lost its server, or its engine, after its last write.
 
     Args:
         intent: What it was about to do.
-        held: What every rank was found to hold, which is just that.
+        current: What every rank was found to hold, which is just that.
         rejected: Whether the version that a rollback left is rejected.
     """
-    report = replies.recovered(intent, held)
+    report = replies.recovered(intent, current)
     left = intent.cause.rejects
     if left:
         return pack(pb.RollbackResponse(report=report, rejected_version=left * rejected))

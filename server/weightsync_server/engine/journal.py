@@ -143,7 +143,7 @@ class Journal:
                 return entry.version, entry.previous
         return 0, 0
 
-    def tells(self, version: int) -> bool:
+    def says_live(self, version: int) -> bool:
         """Whether the newest record is that this version is live."""
         return self.last is not None and (self.last.event, self.last.version) == ("DONE", version)
 

@@ -75,33 +75,33 @@ class LiveChecks:
         """Whether the ranks compare."""
         return self._task is not None and not self._task.done()
 
-    def passed(self, held: PreparedVersion) -> None:
+    def passed(self, current: PreparedVersion) -> None:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
-        self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PASSED)
+        self._versions.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
         self._metrics.set_live_checked()
 
-    def owe(self, held: PreparedVersion) -> None:
+    def owe(self, current: PreparedVersion) -> None:
         """Take note that only what was written was compared; `begin` owes the rest."""
         since = self._pending[1] if self._pending else clock.monotonic()
-        self._pending = held, since
+        self._pending = current, since
         self._not_before = 0.0
-        self._versions.set_live_check(held.record.version, pb.LIVE_CHECK_PENDING)
+        self._versions.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
 
     async def begin(self, session: EngineSession) -> None:
         """Let the ranks compare, if that is owed; returns as soon as they have begun."""
-        held = self._pending[0] if self._pending else None
-        if held is None or held is not session.live or not self.owed:
+        current = self._pending[0] if self._pending else None
+        if current is None or current is not session.live or not self.owed:
             return
         try:
-            ticket = await session.ranks.start_check(held.apply_id)
+            ticket = await session.ranks.start_check(current.apply_id)
         except WeightSyncError as error:
             self._put_off(error.message)
             return
-        self._task = asyncio.create_task(self._watch(session, held, ticket), name="live check")
+        self._task = asyncio.create_task(self._watch(session, current, ticket), name="live check")
         self._task.add_done_callback(lambda _: self._on_end())
 
-    async def step_aside(self) -> None:
+    async def release_ranks(self) -> None:
         """Let the caller have the ranks: end a comparison, or wait for one that is overdue."""
         if not self.running or self._task is None or self._pending is None:
             return
@@ -120,7 +120,7 @@ class LiveChecks:
         self.stop()
         self._pending = None
 
-    async def _watch(self, session: EngineSession, held: PreparedVersion, ticket: str) -> None:
+    async def _watch(self, session: EngineSession, current: PreparedVersion, ticket: str) -> None:
         try:
             reports = await session.ranks.reports("a comparison", ticket, _LONGEST_S)
         except WeightSyncError as error:
@@ -131,18 +131,18 @@ class LiveChecks:
             self._put_off("; ".join(report.error for report in reports if report.error))
             return
         self._metrics.count_live_check("failed" if False in answers else "passed")
-        self.judge(held, reports)
+        self.judge(current, reports)
 
-    def judge(self, held: PreparedVersion, reports: Sequence[Report]) -> None:
+    def judge(self, current: PreparedVersion, reports: Sequence[Report]) -> None:
         """Take note of what ranks found that compared all their parameters with the live version.
 
         Where one differs, `on_failure` is called.
         """
         if any(report.proved is False for report in reports):
             names = sorted({name for report in reports for name in report.mismatched})
-            self._fail(held.record.version, names)
+            self._fail(current.record.version, names)
         elif all(report.proved for report in reports):
-            self.passed(held)
+            self.passed(current)
 
     def _fail(self, version: int, names: Sequence[str]) -> None:
         logger.critical("live parameters do not hold version %d: %s", version, ", ".join(names))

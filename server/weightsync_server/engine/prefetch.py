@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 #: How long what was read waits for its apply before the next version takes its place, seconds.
-_HELD_S = 5.0
+_WAITS_S = 5.0
 
 
 class Prefetcher:
@@ -84,7 +84,7 @@ class Prefetcher:
         try:
             document = await coming.offer()
             if document:
-                await session.ranks.start_ahead(name, document)
+                await session.ranks.start_prefetch(name, document)
                 self._read, self._reading = (coming, name), True
         except WeightSyncError as error:
             self._coming = None
@@ -100,11 +100,11 @@ class Prefetcher:
         """Tell whether another version was read that is complete and may be applied any time."""
         if self._read is None or session.live is None or self._read[0] is self._coming:
             return False
-        held = self._read[0]
-        newer = held.record.version > session.live.record.version
-        ended = held.ended_at
-        late = ended is not None and clock.monotonic() - ended > _HELD_S
-        return newer and held.stays and ended is not None and not late
+        waiting = self._read[0]
+        newer = waiting.record.version > session.live.record.version
+        ended = waiting.ended_at
+        late = ended is not None and clock.monotonic() - ended > _WAITS_S
+        return newer and waiting.stays and ended is not None and not late
 
 
 def _able(session: EngineSession) -> bool:

@@ -27,14 +27,14 @@ class QuarantinedLeases:
         self._leases: list[SlotLease] = []
 
     @staticmethod
-    def about(ranks: Ranks, error: BaseException) -> bool:
+    def outcome_unknown(ranks: Ranks, error: BaseException) -> bool:
         """Return whether nobody knows any more what the ranks do, after a call that failed so."""
-        told = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
-        return not told or ranks.may_write
+        known = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
+        return not known or ranks.may_write
 
-    def let_go(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:
+    def release(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:
         """Release a lease of what was not made live: at once, or after the ranks' next answer."""
-        if self.about(ranks, error):
+        if self.outcome_unknown(ranks, error):
             self._leases.append(lease)
         else:
             lease.release()

@@ -129,7 +129,7 @@ class Ranks:
         timeout_s: float,
         proof_only: bool = False,
         base: str = "",
-        ahead: str = "",
+        prefetched: str = "",
         on_read: Callable[[int], None] | None = None,
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
@@ -141,7 +141,7 @@ class Ranks:
             timeout_s: Longest wait, seconds.
             proof_only: Whether ranks that hold it do not claim that: it is no version.
             base: Apply id of what is live: where little differs from it, only that is prepared.
-            ahead: What the version was called when it was read while it came in.
+            prefetched: What the version was called when it was read while it came in.
             on_read: Called with n, time and again, when no rank reads the first n shards any more,
                 in the order of `Layout.largest_first`.
         """
@@ -152,7 +152,7 @@ class Ranks:
             "compare_live": compare_live,
             "proof_only": proof_only,
             "base": base,
-            "ahead": ahead,
+            "ahead": prefetched,
         }
         return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
@@ -170,7 +170,7 @@ class Ranks:
         args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
 
-    async def start_ahead(self, apply_id: str, document: str) -> None:
+    async def start_prefetch(self, apply_id: str, document: str) -> None:
         """Let every rank read shards of a version as they come; what they are asked next ends it.
 
         A prepare that names it waits for what all of it was just being found to change.

@@ -49,10 +49,10 @@ class Reconciler:
         session: The engine.
         versions: What this server knows.
         journal: What was live before.
-        switch: Writes versions into a paused engine.
+        cutover: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
         violate: Called with the label of an invariant that is found violated.
-        doubts: What the ranks may still read.
+        quarantine: What the ranks may still read.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Reconciler:
         session: EngineSession,
         versions: ModelVersions,
         journal: Journal,
-        switch: Cutover,
+        cutover: Cutover,
         prepare_timeout_s: float,
         violate: Callable[[str], None],
-        doubts: QuarantinedLeases,
+        quarantine: QuarantinedLeases,
     ) -> None:
         self._session = session
         self._versions = versions
         self._journal = journal
-        self._switch = switch
+        self._cutover = cutover
         self._timeout_s = prepare_timeout_s
         self._violate = violate
-        self._doubts = doubts
+        self._quarantine = quarantine
 
     async def run(self) -> PreparedVersion:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -86,16 +86,16 @@ class Reconciler:
             # A lease that nobody holds any more: an apply ended without knowing how.
             await self._session.engine.fence("the server asks every rank what it holds")
         # A rank may be at work for a server that died, and would refuse the prepare.
-        await self._session.let_go()
+        await self._session.release_prepared()
         states = await self._session.ranks.states(QUICK_S)
-        self._doubts.answered()
-        known = self._held(states)
+        self._quarantine.answered()
+        known = self._known_version(states)
         if known is not None:
             self._count_unexpected(known)
-            held = await self._prepare(known, compare_live=True)
-            if _proved(held):
-                return await self._go_on(held)
-            held.lease.release()
+            current = await self._prepare(known, compare_live=True)
+            if _proved(current):
+                return await self._go_on(current)
+            current.lease.release()
             if health.state is EngineState.SERVING:
                 # Measured in the live parameters: every rank claims what it does not hold.
                 self._violate("never_mixed")
@@ -109,7 +109,7 @@ class Reconciler:
                 await self._session.engine.fence(error.message)
             raise
 
-    def _held(self, states: Sequence[RankState]) -> VersionRecord | None:
+    def _known_version(self, states: Sequence[RankState]) -> VersionRecord | None:
         contents = {"" if state.dirty else state.content_digest for state in states}
         if len(contents) != 1 or contents == {""}:
             return None
@@ -125,8 +125,8 @@ class Reconciler:
         if self._versions.live or last is None:
             return
         named = [self._versions.find(version) for version in (self._journal.live[0], last.version)]
-        told = {record.content_digest for record in named if record is not None}
-        if None not in named and known.content_digest not in told:
+        digests = {record.content_digest for record in named if record is not None}
+        if None not in named and known.content_digest not in digests:
             logger.critical(
                 "invariant crash_safe: every rank holds version %d, which the journal does not "
                 "know of",
@@ -162,33 +162,33 @@ class Reconciler:
                 raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
             raise
 
-    async def _go_on(self, held: PreparedVersion) -> PreparedVersion:
-        await self._record(held)
+    async def _go_on(self, current: PreparedVersion) -> PreparedVersion:
+        await self._record(current)
         health = await self._session.engine.health()
         if health.state is not EngineState.SERVING:
-            await self._session.resume(held)
-        logger.info("the engine serves version %d", held.record.version)
-        return held
+            await self._session.resume(current)
+        logger.info("the engine serves version %d", current.record.version)
+        return current
 
     async def _place(self, *, written: bool) -> PreparedVersion:
         async with contextlib.AsyncExitStack() as stack:
             await self._stand_still(stack)
-            held = await self._last_good(fresh=not written)
-            adopted = held is None
-            if held is None:
-                held = await self._prepare(await self._adopt(), compare_live=True)
+            current = await self._last_good(fresh=not written)
+            adopted = current is None
+            if current is None:
+                current = await self._prepare(await self._adopt(), compare_live=True)
             try:
                 if adopted and not written:
-                    self._check_plan(held)
-                if not _proved(held):
-                    await self._switch.place(held)
+                    self._check_plan(current)
+                if not _proved(current):
+                    await self._cutover.place(current)
             except BaseException as error:
-                self._doubts.let_go(held.lease, self._session.ranks, error)
+                self._quarantine.release(current.lease, self._session.ranks, error)
                 raise
-            await self._record(held)
-            await self._session.resume(held)
-        logger.info("the engine serves version %d", held.record.version)
-        return held
+            await self._record(current)
+            await self._session.resume(current)
+        logger.info("the engine serves version %d", current.record.version)
+        return current
 
     async def _last_good(self, *, fresh: bool) -> PreparedVersion | None:
         """Prepare what was live, else what was live before it; None: neither can be had.
@@ -221,13 +221,13 @@ class Reconciler:
             self._offered() as files,
             self._versions.borrow_checkpoint(files) as lease,
         ):
-            held = await self._ask(lease, compare_live=True, proof_only=True)
-            await self._session.let_go()
-        self._check_plan(held)
+            current = await self._ask(lease, compare_live=True, proof_only=True)
+            await self._session.release_prepared()
+        self._check_plan(current)
 
-    def _check_plan(self, held: PreparedVersion) -> None:
-        if not _proved(held):
-            raise _not_copies(held)
+    def _check_plan(self, current: PreparedVersion) -> None:
+        if not _proved(current):
+            raise _not_copies(current)
         self._session.plan_proved = True
         logger.info("the load plan is proved against the engine's checkpoint")
 
@@ -271,17 +271,17 @@ class Reconciler:
             for _, _, fd in files:
                 os.close(fd)
 
-    async def _record(self, held: PreparedVersion) -> None:
-        await self._session.hold(held)
-        if self._versions.live != held.record.version:
-            self._versions.set_live(held.record.version)
-        intent = unfinished(self._journal, held)
+    async def _record(self, current: PreparedVersion) -> None:
+        await self._session.hold(current)
+        if self._versions.live != current.record.version:
+            self._versions.set_live(current.record.version)
+        intent = unfinished(self._journal, current)
         rejected = False
         if intent is not None and intent.cause.rejects:
             # A rollback that went on to its end without a server.
             cause = intent.cause
             rejected = await reject(self._versions, cause.rejects, cause.reason)
-        await write_down(self._journal, held, rejected=rejected)
+        await write_down(self._journal, current, rejected=rejected)
 
 
 def unfinished(journal: Journal, current: PreparedVersion) -> Entry | None:
@@ -305,7 +305,7 @@ async def write_down(journal: Journal, current: PreparedVersion, *, rejected: bo
     if intent is not None:
         answer = idempotency.pack_recovered(intent, current, rejected=rejected)
         await journal.finish(intent, current, answer)
-    elif not journal.tells(current.record.version):
+    elif not journal.says_live(current.record.version):
         await journal.found(current)
 
 
@@ -326,13 +326,13 @@ async def reject(versions: ModelVersions, version: int, reason: str) -> bool:
     return True
 
 
-def _proved(held: PreparedVersion) -> bool:
-    return all(report.proved for report in held.reports)
+def _proved(current: PreparedVersion) -> bool:
+    return all(report.proved for report in current.reports)
 
 
-def _not_copies(held: PreparedVersion) -> WeightSyncError:
+def _not_copies(current: PreparedVersion) -> WeightSyncError:
     # A loader that does more than copy is found here: its parameters are not its tensors.
-    names = sorted({name for report in held.reports for name in report.mismatched})
+    names = sorted({name for report in current.reports for name in report.mismatched})
     return WeightSyncError(
         Reason.ENGINE_UNSUPPORTED,
         "the engine's live parameters are not plain copies of its checkpoint "

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "applied",
-    "held_ranks",
+    "current_ranks",
     "nothing_done",
     "planned",
     "proof",
@@ -28,22 +28,22 @@ def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
     return pb.APPLY_STRATEGY_PATCH if patched else pb.APPLY_STRATEGY_COPY
 
 
-def held_ranks(held: PreparedVersion) -> list[pb.RankResult]:
+def current_ranks(current: PreparedVersion) -> list[pb.RankResult]:
     """Return what every rank was last proved to hold."""
     return [
         pb.RankResult(
             rank=report.rank,
-            version=held.record.version,
-            content_digest=held.digest,
+            version=current.record.version,
+            content_digest=current.digest,
             device_room_bytes=report.device.room,
             device_used_bytes=report.device.used,
         )
-        for report in held.reports
+        for report in current.reports
     ]
 
 
 def applied(
-    target: PreparedVersion, previous: int, spec: PauseSpec, switched: CutoverResult
+    target: PreparedVersion, previous: int, spec: PauseSpec, result: CutoverResult
 ) -> pb.ApplyReport:
     """Return the report of an apply that made `target` live."""
     staged = {report.rank: report.device.sent for report in target.reports}
@@ -55,13 +55,13 @@ def applied(
         previous_version=previous,
         phases=pb.PhaseDurations(
             prepare=duration(target.seconds),
-            pause=duration(switched.pause_s),
-            commit=duration(switched.commit_s),
-            verify=duration(switched.verify_s),
-            resume=duration(switched.resume_s),
-            paused_total=duration(switched.paused_s),
+            pause=duration(result.pause_s),
+            commit=duration(result.commit_s),
+            verify=duration(result.verify_s),
+            resume=duration(result.resume_s),
+            paused_total=duration(result.paused_s),
         ),
-        written_bytes=switched.written_bytes,
+        written_bytes=result.written_bytes,
         ranks=[
             pb.RankResult(
                 rank=rank.rank,
@@ -74,37 +74,37 @@ def applied(
                 device_room_bytes=rank.device.room,
                 device_used_bytes=rank.device.used,
             )
-            for rank in switched.ranks
+            for rank in result.ranks
         ],
-        pause=pause_options(spec, switched.pause_mode),
+        pause=pause_options(spec, result.pause_mode),
         durability=target.record.durability,
-        strategy=strategy(patched=switched.patched),
+        strategy=strategy(patched=result.patched),
     )
 
 
-def recovered(intent: Entry, held: PreparedVersion) -> pb.ApplyReport:
+def recovered(intent: Entry, current: PreparedVersion) -> pb.ApplyReport:
     """Return the report of an apply that was found done; how long it took is not known."""
     return pb.ApplyReport(
         apply_id=intent.apply_id,
         outcome=pb.APPLY_OUTCOME_APPLIED,
-        version=held.record.version,
-        content_digest=held.digest,
+        version=current.record.version,
+        content_digest=current.digest,
         previous_version=intent.previous,
-        ranks=held_ranks(held),
-        durability=held.record.durability,
+        ranks=current_ranks(current),
+        durability=current.record.durability,
     )
 
 
-def nothing_done(held: PreparedVersion, spec: PauseSpec) -> pb.ApplyReport:
+def nothing_done(current: PreparedVersion, spec: PauseSpec) -> pb.ApplyReport:
     """Return the report for a version that is live already."""
     return pb.ApplyReport(
         outcome=pb.APPLY_OUTCOME_ALREADY_LIVE,
-        version=held.record.version,
-        content_digest=held.digest,
-        previous_version=held.record.version,
-        ranks=held_ranks(held),
+        version=current.record.version,
+        content_digest=current.digest,
+        previous_version=current.record.version,
+        ranks=current_ranks(current),
         pause=pause_options(spec),
-        durability=held.record.durability,
+        durability=current.record.durability,
     )
 
 
@@ -128,23 +128,23 @@ def planned(
     )
 
 
-def proof(held: PreparedVersion) -> pb.VerifyVersionResponse:
+def proof(current: PreparedVersion) -> pb.VerifyVersionResponse:
     """Return the answer to VerifyVersion from reports that compared live parameters."""
     ranks = []
-    for report in held.reports:
+    for report in current.reports:
         names = ", ".join(report.mismatched)
         ranks.append(
             pb.RankResult(
                 rank=report.rank,
-                version=held.record.version if report.proved else 0,
-                content_digest=held.digest if report.proved else "",
+                version=current.record.version if report.proved else 0,
+                content_digest=current.digest if report.proved else "",
                 verify=duration(report.seconds),
                 error="" if report.proved else report.error or f"differs in {names}",
             )
         )
     return pb.VerifyVersionResponse(
-        verified=all(report.proved for report in held.reports),
-        version=held.record.version,
-        content_digest=held.digest,
+        verified=all(report.proved for report in current.reports),
+        version=current.record.version,
+        content_digest=current.digest,
         ranks=ranks,
     )

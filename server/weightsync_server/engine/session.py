@@ -87,7 +87,7 @@ class EngineSession:
         timeout_s: float,
         proof_only: bool = False,
         patch: bool = False,
-        ahead: str = "",
+        prefetched: str = "",
         digests: ShardDigests | None = None,
         apply_id: str = "",
     ) -> PreparedVersion:
@@ -100,7 +100,7 @@ class EngineSession:
             timeout_s: Longest wait, seconds.
             proof_only: Whether that comparison is all, and no rank claims to hold it.
             patch: Whether the ranks may prepare to write only what differs from what is live.
-            ahead: What the ranks call what they have read of it already; "": nothing.
+            prefetched: What the ranks call what they have read of it already; "": nothing.
             digests: Begun for each shard as soon as no rank reads it any more; None: not here.
             apply_id: What the ranks shall call it; "": anything.
 
@@ -116,14 +116,14 @@ class EngineSession:
                 timeout_s=timeout_s,
                 proof_only=proof_only,
                 base=self.live.apply_id if patch and self.live else "",
-                ahead=ahead,
+                prefetched=prefetched,
                 digests=digests,
             )
         except BaseException as error:
             if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
                 logger.warning("version %d is not taken: %s", record.version, error.message)
             # A rank may still be at work on it, and would refuse the next prepare.
-            await self.let_go()
+            await self.release_prepared()
             raise
 
     async def _prepare(
@@ -136,7 +136,7 @@ class EngineSession:
         timeout_s: float,
         proof_only: bool,
         base: str,
-        ahead: str,
+        prefetched: str,
         digests: ShardDigests | None,
     ) -> PreparedVersion:
         start = time.perf_counter()
@@ -151,7 +151,7 @@ class EngineSession:
                 timeout_s=timeout_s,
                 proof_only=proof_only,
                 base=base,
-                ahead=ahead,
+                prefetched=prefetched,
                 on_read=digests.begin if digests is not None else None,
             )
             if attempt or not any(report.phase == "needs_capture" for report in reports):
@@ -184,12 +184,12 @@ class EngineSession:
                 if not self.ranks.hung:
                     await self.resume(self.live)
 
-    async def takes(self, tensors: Sequence[TensorEntry], keeper: SegmentAllocator) -> bool:
+    async def takes(self, tensors: Sequence[TensorEntry], allocator: SegmentAllocator) -> bool:
         """Ask every rank whether its model takes tensors of a version; returns True.
 
         Args:
             tensors: Some of a version.
-            keeper: Publishes what the ranks read them from.
+            allocator: Publishes what the ranks read them from.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
@@ -197,11 +197,11 @@ class EngineSession:
         layout = Layout((ShardEntry("", 0, 0),), tuple(replace(t, shard=0) for t in tensors))
         # What their bytes will be is not known yet, nor where they will lie.
         document = StagedVersion(Manifest(layout, (b"",) * len(tensors)), ("",))
-        segment = await keeper.write(document.to_segment)
+        segment = await allocator.write(document.to_segment)
         try:
             await self.ranks.check(segment.id)
         finally:
-            keeper.retire(segment)
+            allocator.retire(segment)
         return True
 
     @contextlib.asynccontextmanager
@@ -281,21 +281,21 @@ class EngineSession:
         if self.live is not None and self.live.lease is not prepared.lease:
             self.live.lease.release()
         self.live = prepared
-        await self.let_go()
+        await self.release_prepared()
 
-    async def unmap(self, existing: frozenset[str], ahead: str = "") -> frozenset[str] | None:
+    async def unmap(self, existing: frozenset[str], prefetched: str = "") -> frozenset[str] | None:
         """Let every rank unmap segments that do not exist any more; tells as `Ranks.unmap` does.
 
         Args:
             existing: Segments that still exist.
-            ahead: What the ranks may be reading ahead, and go on with.
+            prefetched: What the ranks may be reading ahead, and go on with.
         """
-        keep = [ahead, self.live.apply_id] if self.live else [ahead]
+        keep = [prefetched, self.live.apply_id] if self.live else [prefetched]
         mapped = await self.ranks.unmap(keep, existing, QUICK_S)
         self.tidy = mapped is not None and mapped <= existing
         return mapped
 
-    async def let_go(self) -> None:
+    async def release_prepared(self) -> None:
         """Let the ranks drop all that they prepared and are at work on, but for what is live."""
         keep = [self.live.apply_id] if self.live else []
         try:

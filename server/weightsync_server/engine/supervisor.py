@@ -56,7 +56,7 @@ class EngineSupervisor:
 
     Attributes:
         checks: Compares the live parameters as a whole.
-        ahead: Has the ranks read what comes in.
+        prefetcher: Has the ranks read what comes in.
         apply_id: Of the apply that has the engine; "": none does.
     """
 
@@ -79,11 +79,11 @@ class EngineSupervisor:
         self._condition = EngineCondition(metrics, on_change)
         self._wake = asyncio.Event()
         self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
-        self.doubts = QuarantinedLeases()
-        self.ahead = Prefetcher(self._wake.set)
+        self.quarantine = QuarantinedLeases()
+        self.prefetcher = Prefetcher(self._wake.set)
         versions.accepted.ask = self._takes
         if settings.read_ahead:
-            versions.arrivals.listener = self.ahead.note
+            versions.arrivals.listener = self.prefetcher.note
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
         self._write_at = 0.0
@@ -116,13 +116,13 @@ class EngineSupervisor:
         self._condition.set(pb.ENGINE_STATE_FENCED, reason)
         self._wake.set()
 
-    def show(self, held: PreparedVersion, *, whole: bool) -> None:
+    def show(self, current: PreparedVersion, *, whole: bool) -> None:
         """Show what every rank serves, and whether all of it was compared."""
-        self._metrics.set_served({r.rank: held.record.version for r in held.reports})
+        self._metrics.set_served({r.rank: current.record.version for r in current.reports})
         if whole:
-            self.checks.passed(held)
+            self.checks.passed(current)
         else:
-            self.checks.owe(held)
+            self.checks.owe(current)
 
     async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now.
@@ -162,8 +162,8 @@ class EngineSupervisor:
         if not self.serving:
             raise self._condition.unavailable(_RETRY_S)
         async with self._lock:
-            await self.checks.step_aside()
-            self.ahead.interrupted()
+            await self.checks.release_ranks()
+            self.prefetcher.interrupted()
             session = await self._usable()
             self._condition.set(pb.ENGINE_STATE_APPLYING, "")
             self.apply_id = apply_id
@@ -173,14 +173,14 @@ class EngineSupervisor:
                 self.suspect("a fault of this host in an apply: every rank is asked what it holds")
                 raise write_fault(error, "the apply") from error
             except BaseException as error:
-                if self.doubts.about(session.ranks, error):
+                if self.quarantine.outcome_unknown(session.ranks, error):
                     self.suspect(str(error) or "an apply was interrupted")
                 raise
             finally:
                 self.apply_id = ""
                 if self._condition.state == pb.ENGINE_STATE_APPLYING:
                     self._condition.set(pb.ENGINE_STATE_SERVING, "")
-                    if self.checks.owed or self.ahead.wanted:
+                    if self.checks.owed or self.prefetcher.wanted:
                         self._wake.set()
 
     async def _usable(self) -> EngineSession:
@@ -249,7 +249,7 @@ class EngineSupervisor:
         retired = self._versions.keeper.retired
         if (retired or not self._session.tidy) and not self.checks.running:
             existing = self._versions.keeper.exposed - retired
-            mapped = await self._session.unmap(existing, self.ahead.name)
+            mapped = await self._session.unmap(existing, self.prefetcher.name)
             if mapped is not None:
                 self._versions.let_go(retired - mapped)
 
@@ -257,9 +257,9 @@ class EngineSupervisor:
         """Give the ranks something to do beside generation: one thing at a time."""
         await self.checks.begin(session)
         if self.checks.running:
-            self.ahead.interrupted()
+            self.prefetcher.interrupted()
         else:
-            await self.ahead.begin(session)
+            await self.prefetcher.begin(session)
 
     async def _write_down(self) -> None:
         # What the disk refused when it became live is written as soon as the disk takes it.
@@ -267,13 +267,13 @@ class EngineSupervisor:
         now = asyncio.get_running_loop().time()
         if self._session is None or live is None or now < self._write_at:
             return
-        if not self._journal.tells(live.record.version):
+        if not self._journal.says_live(live.record.version):
             self._write_at = now + _RETRY_S
             intent = unfinished(self._journal, live)
             left = self._versions.find(intent.cause.rejects) if intent is not None else None
             await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
 
-    def _switch(self, session: EngineSession) -> Cutover:
+    def _cutover(self, session: EngineSession) -> Cutover:
         return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
 
     async def _connect(self) -> None:
@@ -301,15 +301,15 @@ class EngineSupervisor:
             self._session,
             self._versions,
             self._journal,
-            self._switch(self._session),
+            self._cutover(self._session),
             self._settings.prepare_timeout_s,
             self._metrics.violate,
-            self.doubts,
+            self.quarantine,
         )
         with translate_os_errors("reconciling the engine"):
-            held = await reconciler.run()
-            await self._versions.taken(held.record)
-        self.show(held, whole=True)
+            current = await reconciler.run()
+            await self._versions.taken(current.record)
+        self.show(current, whole=True)
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
 
     def _failed(self, error: WeightSyncError) -> float:
@@ -326,7 +326,7 @@ class EngineSupervisor:
 
     def _forget(self) -> None:
         self.checks.forget()
-        self.ahead.forget()
+        self.prefetcher.forget()
         if self._session is not None:
             self._session.close()
         self._versions.accepted.forget()

@@ -107,9 +107,9 @@ class RankState:
     dirty: bool
 
 
-def read_names(told: Mapping[str, Any]) -> tuple[str, ...]:
+def read_names(reply: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of those at fault."""
-    return tuple(map(str, told.get("names", ())))
+    return tuple(map(str, reply.get("names", ())))
 
 
 def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
@@ -148,9 +148,9 @@ def shards_read(ticket: str, page: dict[str, Any] | None) -> int:
     return read if page.get("phase") == "running" and isinstance(read, int) else 0
 
 
-def _device(told: dict[str, Any]) -> DeviceUse:
+def _device(reply: dict[str, Any]) -> DeviceUse:
     room, used, sent = (
-        int(told.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
+        int(reply.get(name, 0)) for name in ("device_room", "device_used", "h2d_bytes")
     )
     return DeviceUse(room, used, sent)
 

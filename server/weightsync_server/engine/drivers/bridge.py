@@ -206,9 +206,9 @@ class BridgeEngine:
             self._refuse(error)
 
     def _refuse(self, error: grpc.aio.AioRpcError) -> Never:
-        told = from_call(error)
-        if told is not None:
-            raise told from None
+        refusal = from_call(error)
+        if refusal is not None:
+            raise refusal from None
         # A refusal of the bridge has a reason. After anything else nobody knows what was done.
         raise WeightSyncError(
             Reason.ENGINE_AWAY,

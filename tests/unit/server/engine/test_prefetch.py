@@ -288,7 +288,7 @@ async def test_what_ranks_have_proved_is_not_digested_again(it: Plant) -> None:
 async def test_a_version_that_was_read_anew_is_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_HELD_S", 0.0)
+    monkeypatch.setattr(prefetch, "_WAITS_S", 0.0)
     engine = Reader(tmp_path / "segments.sock")
     async with plant(tmp_path, engine, slots=2, store=f"file://{tmp_path}/store") as it:
         await it.ready()
@@ -340,7 +340,7 @@ async def test_what_waits_for_its_apply_is_not_written_over(
 async def test_what_nobody_applies_is_not_waited_for(
     it: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_HELD_S", 0.1)
+    monkeypatch.setattr(prefetch, "_WAITS_S", 0.1)
     engine = _engine(it)
     for count, version in enumerate((5, 6), 1):
         push = await _begin(it, version)
