@@ -22,7 +22,7 @@ from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine import Applier, EngineSupervisor, Journal
+from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal
 from weightsync_server.engine.drivers.bridge import BridgeEngine
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
@@ -156,10 +156,10 @@ class App:
             segments,
             journal,
             metrics,
-            settings,
+            _apply_limits(settings),
             Announcer(health_service).serving,
         )
-        applier = Applier(keeper, versions, journal, metrics, settings)
+        applier = Applier(keeper, versions, journal, metrics, _apply_limits(settings))
         processes = Processes(fetchers, ingesters)
         status = StatusSource(versions, pushes, keeper, budget, processes, store, metrics)
         servicer = WeightSyncServicer(
@@ -204,17 +204,20 @@ class App:
         return versions
 
     async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
-        if self._settings.engine == "embedded":
+        settings = self._settings
+        if settings.engine == "embedded":
             # Imports vLLM and torch, which a server beside a bridge has no need of.
             from weightsync_server.engine.drivers.embedded import start_embedded
 
-            engine: Engine = await start_embedded(self._settings, self._engine_args)
-        elif self._settings.engine == "memory":
+            engine: Engine = await start_embedded(
+                settings.model, settings.segment_socket, self._engine_args
+            )
+        elif settings.engine == "memory":
             from weightsync_server.engine.drivers.memory_engine import load_memory_engine
 
-            engine = load_memory_engine(self._settings)
+            engine = load_memory_engine(settings.model, settings.segment_socket, settings.ranks)
         else:
-            engine = BridgeEngine(self._settings.engine)
+            engine = BridgeEngine(settings.engine)
         stack.push_async_callback(engine.close)
         return engine
 
@@ -304,6 +307,15 @@ def _limits(settings: Settings) -> PushLimits:
         max_version_jump=settings.max_version_jump,
         stream_idle_timeout_s=settings.push_idle_timeout_s,
         resume_timeout_s=settings.push_resume_timeout_s,
+    )
+
+
+def _apply_limits(settings: Settings) -> ApplyLimits:
+    return ApplyLimits(
+        prepare_timeout_s=settings.prepare_timeout_s,
+        commit_timeout_s=settings.commit_timeout_s,
+        pause_lease_s=settings.pause_lease_s,
+        read_ahead=settings.read_ahead,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from weightsync_server.engine.applier import Applier
+from weightsync_server.engine.apply_limits import ApplyLimits
 from weightsync_server.engine.journal import Journal
 from weightsync_server.engine.supervisor import EngineSupervisor
 
-__all__ = ["Applier", "EngineSupervisor", "Journal"]
+__all__ = ["Applier", "ApplyLimits", "EngineSupervisor", "Journal"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import PauseSpec
     from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.apply_limits import ApplyLimits
     from weightsync_server.engine.idempotency import Reply, Request
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.outcome import PreparedVersion
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.residency.leases import SlotLease
-    from weightsync_server.settings import Settings
 
 __all__ = ["Applier"]
 
@@ -61,7 +61,7 @@ class Applier:
         versions: The versions of the model.
         journal: Where applies are written down.
         metrics: Where they are counted.
-        settings: Timeouts.
+        limits: Timeouts.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Applier:
         versions: ModelVersions,
         journal: Journal,
         metrics: Metrics,
-        settings: Settings,
+        limits: ApplyLimits,
     ) -> None:
         self._supervisor = supervisor
         self._versions = versions
         self._journal = journal
         self._metrics = metrics
-        self._settings = settings
+        self._limits = limits
         self._calls = idempotency.Calls()
         # Bytes per second of pause in the last apply, by strategy and whether it paused at all.
         self._rates: dict[tuple[int, bool], float] = {}
@@ -119,11 +119,11 @@ class Applier:
         async with self._supervisor.exclusive() as session:
             live = _live(session)
             if request.version in (0, live.record.version):
-                seen = await session.ranks.verify(live.apply_id, self._settings.prepare_timeout_s)
+                seen = await session.ranks.verify(live.apply_id, self._limits.prepare_timeout_s)
                 found = dataclasses.replace(live, reports=tuple(seen))
             else:
                 record = self._versions.get(request.version)
-                timeout_s = self._settings.prepare_timeout_s
+                timeout_s = self._limits.prepare_timeout_s
                 with await self._versions.stage(record.version, timeout_s) as lease:
                     found = await session.prepare(
                         record, lease, compare_live=True, timeout_s=timeout_s
@@ -239,7 +239,7 @@ class Applier:
     ) -> PreparedVersion:
         with translate_os_errors("the apply"):
             await failpoints.reach("apply.begin")
-        seconds = timeout_s or self._settings.prepare_timeout_s
+        seconds = timeout_s or self._limits.prepare_timeout_s
         lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
             target = await self._proved(session, live, record, lease, seconds)
@@ -294,7 +294,7 @@ class Applier:
         await session.hold(live)
 
     def _cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
 
     async def _make_live(
         self, session: EngineSession, cutover: Cutover, plan: CutoverPlan

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.engine.apply_limits import ApplyLimits
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
-    from weightsync_server.settings import Settings
 
 __all__ = ["EngineSupervisor"]
 
@@ -51,7 +51,7 @@ class EngineSupervisor:
         segments: The segment socket.
         journal: What was live before.
         metrics: Where its state is shown.
-        settings: Timeouts.
+        limits: Timeouts.
         on_change: Called with whether the engine serves one verified version.
 
     Attributes:
@@ -67,7 +67,7 @@ class EngineSupervisor:
         segments: SegmentServer,
         journal: Journal,
         metrics: Metrics,
-        settings: Settings,
+        limits: ApplyLimits,
         on_change: Callable[[bool], None],
     ) -> None:
         self._engine = engine
@@ -75,14 +75,14 @@ class EngineSupervisor:
         self._segments = segments
         self._journal = journal
         self._metrics = metrics
-        self._settings = settings
+        self._limits = limits
         self._condition = EngineCondition(metrics, on_change)
         self._wake = asyncio.Event()
         self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
         versions.accepted.ask = self._takes
-        if settings.read_ahead:
+        if limits.read_ahead:
             versions.arrivals.listener = self.prefetcher.note
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
@@ -274,7 +274,7 @@ class EngineSupervisor:
             await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
 
     def _cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self._journal, self._metrics, self._settings.commit_timeout_s)
+        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
 
     async def _connect(self) -> None:
         self._forget()
@@ -289,7 +289,7 @@ class EngineSupervisor:
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
         self._session = EngineSession(
-            self._engine, info, self._segments, self._settings.pause_lease_s
+            self._engine, info, self._segments, self._limits.pause_lease_s
         )
 
     async def _reconcile(self) -> None:
@@ -302,7 +302,7 @@ class EngineSupervisor:
             self._versions,
             self._journal,
             self._cutover(self._session),
-            self._settings.prepare_timeout_s,
+            self._limits.prepare_timeout_s,
             self._metrics.violate,
             self.quarantine,
         )

@@ -10,20 +10,21 @@ from weightsync.vllm.bridge.embedded import EmbeddedEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from weightsync.engine import Engine
-    from weightsync_server.settings import Settings
 
 __all__ = ["start_embedded"]
 
 logger = logging.getLogger(__name__)
 
 
-async def start_embedded(settings: Settings, engine_args: Sequence[str]) -> Engine:
+async def start_embedded(model: str, segment_socket: Path, engine_args: Sequence[str]) -> Engine:
     """Return an engine that is up and paused, with vLLM's OpenAI API on top.
 
     Args:
-        settings: `model` is the directory or name that vLLM loads.
+        model: The directory or name that vLLM loads.
+        segment_socket: Where its ranks get segments.
         engine_args: vLLM's own flags.
 
     Raises:
@@ -31,7 +32,7 @@ async def start_embedded(settings: Settings, engine_args: Sequence[str]) -> Engi
     """
     # This process has threads by now, and a fork would copy their locks in any state.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    flags = ["--model", settings.model, *engine_args]
-    engine = await EmbeddedEngine.launch(flags, str(settings.segment_socket))
+    flags = ["--model", model, *engine_args]
+    engine = await EmbeddedEngine.launch(flags, str(segment_socket))
     logger.info("vLLM's API on %s", engine.address)
     return engine

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import parse_header
 from weightsync.testing import MemoryEngine
-
-if TYPE_CHECKING:
-    from weightsync_server.settings import Settings
 
 __all__ = ["load_memory_engine"]
 
@@ -20,16 +16,18 @@ logger = logging.getLogger(__name__)
 _Tensor = tuple[str, tuple[int, ...], bytes]
 
 
-def load_memory_engine(settings: Settings) -> MemoryEngine:
+def load_memory_engine(model: str, segment_socket: Path, ranks: int) -> MemoryEngine:
     """Return an engine that holds a checkpoint and generates nothing.
 
     Args:
-        settings: `model` is a safetensors file or a folder of them; `ranks` says how many ranks.
+        model: A safetensors file or a folder of them.
+        segment_socket: Where its ranks get segments.
+        ranks: How many.
 
     Raises:
         WeightSyncError: REQUEST_INVALID: the checkpoint cannot be read.
     """
-    path = Path(settings.model)
+    path = Path(model)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     tensors: dict[str, _Tensor] = {}
     for file in files:
@@ -37,7 +35,7 @@ def load_memory_engine(settings: Settings) -> MemoryEngine:
     if not tensors:
         raise _refused(path, "it holds no tensors")
     logger.warning("the engine is one for tests: it takes weights and generates nothing")
-    return MemoryEngine(tensors, settings.segment_socket, settings.ranks)
+    return MemoryEngine(tensors, segment_socket, ranks)
 
 
 def _read(file: Path) -> dict[str, _Tensor]:

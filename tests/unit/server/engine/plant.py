@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tests.unit.server.world import MODEL, Shard, World, make_shard, world
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import Applier, EngineSupervisor, Journal, supervisor
+from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal, supervisor
 from weightsync_server.ops.metrics import Metrics
-from weightsync_server.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -118,9 +117,9 @@ class Engine(MemoryEngine):
         return seed
 
 
-def settings(**more: Any) -> Settings:
+def limits(**more: Any) -> ApplyLimits:
     values = {"prepare_timeout_s": 5.0, "commit_timeout_s": 5.0, "pause_lease_s": 5.0} | more
-    return Settings(**values)
+    return ApplyLimits(**values)
 
 
 @dataclass
@@ -206,7 +205,7 @@ async def plant(
         here.versions.restore_history(previous, live)
         metrics = Metrics(MODEL)
         serving: list[bool] = []
-        values = settings(**more)
+        values = limits(**more)
         held = EngineSupervisor(
             engine, here.versions, here.server, journal, metrics, values, serving.append
         )
