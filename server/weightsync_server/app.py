@@ -128,7 +128,8 @@ class App:
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
         versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
-        count_lost(store, {record.version for record in versions.list()}, journal, metrics)
+        known = {record.version for record in versions.list()}
+        count_lost(store, known, journal.live_in_store, metrics)
         stack.push_async_callback(versions.close)
         versions.folder.on_fold = metrics.deltas.count_fold
         ingesters = IngestPool(settings, metrics)

@@ -12,7 +12,6 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    from weightsync_server.engine import Journal
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.residency.budget import SegmentBudget
@@ -134,7 +133,7 @@ class InvariantMonitor:
                 yield "idempotent", f"versions {record.version} and {other} have one key", ""
 
 
-def count_lost(store: Store, known: Container[int], journal: Journal, metrics: Metrics) -> None:
+def count_lost(store: Store, known: Container[int], live: int, metrics: Metrics) -> None:
     """Count what a start does not find although it was acknowledged.
 
     Files are flushed before the record that names them, and a version before it is made live, so
@@ -143,13 +142,12 @@ def count_lost(store: Store, known: Container[int], journal: Journal, metrics: M
     Args:
         store: The store, opened.
         known: Committed versions that it has.
-        journal: What was live.
+        live: The version that was live and lay in this store; 0: none did.
         metrics: Where violations are counted.
     """
     lost = list(store.lost)
-    last = journal.last
-    if last is not None and last.store == journal.store != "" and last.version not in known:
-        lost.append(f"version {last.version}, the live one, is not in the store")
+    if live and live not in known:
+        lost.append(f"version {live}, the live one, is not in the store")
     for text in lost:
         logger.critical("invariant crash_safe is violated: %s", text)
         metrics.violate("crash_safe")

@@ -143,6 +143,15 @@ class Journal:
                 return entry.version, entry.previous
         return 0, 0
 
+    @property
+    def live_in_store(self) -> int:
+        """Live version, if the newest record says that it is in the store of today; 0: it is not.
+
+        An INTENT says nothing of that.
+        """
+        last = self.last
+        return last.version if last is not None and last.store == self.store != "" else 0
+
     def says_live(self, version: int) -> bool:
         """Whether the newest record is that this version is live."""
         return self.last is not None and (self.last.event, self.last.version) == ("DONE", version)

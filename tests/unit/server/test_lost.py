@@ -47,7 +47,7 @@ async def _violations(folder: Path, store: str = "") -> dict[str, int]:
     records = await opened.open()
     book = Journal(folder / "journal", opened.url if opened.durable else "")
     book.close()
-    count_lost(opened, {record.version for record in records}, book, metrics)
+    count_lost(opened, {record.version for record in records}, book.live_in_store, metrics)
     return metrics.violations()
 
 
