@@ -67,6 +67,7 @@ _BENCHMARKS = (
     "staging",
     "apply",
     "control",
+    "refusals",
     "delta",
     "train",
 )

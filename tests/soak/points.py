@@ -44,7 +44,9 @@ _LIES = ("worker.reply", "worker.tell", "worker.opinion", "bridge.replies", "bri
 _COLLECTING = ("receive.collect",)
 #: Met only by ranks with a GPU, and by those of the in-memory engine.
 _AHEAD = ("worker.ahead",)
-_LEFT_OUT = (*_LIES, *_COLLECTING)
+#: Met only where a push brings tensors that the engine's checkpoint does not have.
+_CHECKING = ("worker.check",)
+_LEFT_OUT = (*_LIES, *_COLLECTING, *_CHECKING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -153,6 +153,8 @@ def test_what_is_made_of_the_weights_and_not_written_is_refused(staging: Staging
     assert reply["names"] == ["absorbed"]
     # What only shows a parameter in another form follows what is written there.
     model.absorbed = model.qk.detach().T
+    # Another one: a refusal is remembered.
+    rank = Worker(model, staging)
     assert rank.call("capture", document=version.document.id)["ok"]
 
 
