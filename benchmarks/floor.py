@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from weightsync_server.ops.allocator import tune_allocator
+from weightsync_server.ops.process_tuning import tune_allocator
 
 __all__ = ["CLIENT_OPTIONS", "make_chunk_class", "push_floor"]
 

@@ -27,7 +27,8 @@ from weightsync_server.engine.drivers.bridge import BridgeEngine
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import ModelVersions
-from weightsync_server.ops.metrics import Metrics, MetricsEndpoint
+from weightsync_server.ops.http_endpoint import MetricsEndpoint
+from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock

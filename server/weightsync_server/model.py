@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.feed import VersionEvent
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.deltas import PushedDelta
-    from weightsync_server.ops.meters import Fetchers
     from weightsync_server.residency.budget import SegmentBudget
     from weightsync_server.residency.digests import ShardDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.store.protocol import Store
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["ModelVersions"]
 
@@ -74,7 +74,7 @@ class ModelVersions(VersionTable):
         name: str,
         *,
         store: Store,
-        fetchers: Fetchers,
+        fetchers: FetchApi,
         server: SegmentServer,
         budget: SegmentBudget,
         slots: int = 2,

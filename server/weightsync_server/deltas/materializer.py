@@ -14,7 +14,8 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas.build_plan import ChainLink, Plan, Start, plan
 from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.deltas.pushed_delta import DeltaShard, touched
-from weightsync_server.residency.loading import all_done, compare
+from weightsync_server.ops.tasks import all_done
+from weightsync_server.residency.loading import compare
 from weightsync_server.workers.fetch.delta_summary import DeltaHeader
 
 if TYPE_CHECKING:

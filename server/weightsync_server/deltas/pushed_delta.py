@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.dtypes import DTYPE_BITS
+from weightsync_server.ops.meters import DeltaCounts
 from weightsync_server.workers.fetch.delta_summary import CODINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from weightsync.model.manifest import Layout, Manifest, ShardEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.workers.fetch.delta_summary import TensorDelta
 
-__all__ = ["DeltaCounts", "DeltaShard", "PushedDelta"]
+__all__ = ["DeltaShard", "PushedDelta"]
 
 
 class DeltaShard(NamedTuple):
@@ -32,22 +33,6 @@ class DeltaShard(NamedTuple):
     entry: ShardEntry
     source: Segment | str
     touches: frozenset[int]
-
-
-class DeltaCounts(NamedTuple):
-    """What is counted of a committed delta.
-
-    Attributes:
-        delta_bytes: Bytes of its shards.
-        dense_bytes: Bytes that the version takes in full.
-        fraction: Share of the elements that it told.
-        codings: Tensors by coding, `unchanged` included.
-    """
-
-    delta_bytes: int
-    dense_bytes: int
-    fraction: float
-    codings: Mapping[str, int]
 
 
 @dataclass(frozen=True)

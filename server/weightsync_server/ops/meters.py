@@ -1,63 +1,29 @@
-"""What versions and pushes need of others: processes that work on segments, and whoever counts."""
+"""What pushes count of themselves, and for whom."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from asyncio import Future
+    from collections.abc import Mapping
 
-    from weightsync.model.manifest import ShardEntry
-    from weightsync.shm.segments import Segment
-    from weightsync_server.deltas import DeltaCounts
-    from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
-
-__all__ = ["Fetchers", "Meters", "NoMeters"]
+__all__ = ["DeltaCounts", "Meters", "NoMeters"]
 
 
-class Fetchers(Protocol):
-    """Works on segments in other processes; `weightsync_server.workers.fetch.FetcherPool` does."""
+class DeltaCounts(NamedTuple):
+    """What is counted of a committed delta.
 
-    async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
-        """Return the digest of each tensor, in the order of `check_shard`."""
+    Attributes:
+        delta_bytes: Bytes of its shards.
+        dense_bytes: Bytes that the version takes in full.
+        fraction: Share of the elements that it told.
+        codings: Tensors by coding, `unchanged` included.
+    """
 
-    async def persist(self, segment: Segment, size: int, target: str) -> None:
-        """Write the first `size` bytes to the file `target`, durably."""
-
-    async def keep(
-        self, segment: Segment, shard: ShardEntry, begin: int, end: int, target: str
-    ) -> None:
-        """Make the bytes from `begin` to `end` durable, so that `restore` finds them."""
-
-    async def restore(self, segment: Segment, shard: ShardEntry, source: str) -> int:
-        """Fill a segment with what was kept of a shard; return how many bytes are undamaged."""
-
-    async def load(self, source_fd: int | str, size: int, segment: Segment) -> None:
-        """Fill the first `size` bytes with a whole file."""
-
-    async def copy(self, source: Segment, size: int, segment: Segment) -> None:
-        """Fill the first `size` bytes with those of another segment."""
-
-    async def inspect(
-        self, layout: Segment, shard: ShardEntry, source: Segment | str
-    ) -> tuple[DeltaHeader, list[TensorDelta]]:
-        """Prove that a delta shard is whole; return what it is of, and what it changes."""
-
-    async def patch(
-        self,
-        segment: Segment,
-        index: int,
-        layout: Segment,
-        shard: ShardEntry,
-        source: Segment | str,
-    ) -> None:
-        """Change the canonical shard `index` as a delta shard tells; never tried twice."""
-
-    def warm(self) -> None:
-        """Get ready for deltas: the first one would be slow."""
-
-    def forget(self, segment_id: str) -> Future[list[None]]:
-        """Unmap a segment everywhere; the result tells when."""
+    delta_bytes: int
+    dense_bytes: int
+    fraction: float
+    codings: Mapping[str, int]
 
 
 class Meters(Protocol):

@@ -1,4 +1,4 @@
-"""What operators see: every metric of the server, in one registry, and the endpoint that serves it.
+"""What operators see: every metric of the server, in one registry.
 
 Names follow https://prometheus.io/docs/practices/naming/: base units, a closed set of labels, no
 push or apply ids. Every child exists from the start, so a rate exists before the first failure.
@@ -6,29 +6,22 @@ push or apply ids. Every child exists from the start, so a rate exists before th
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import socket
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.exposition import choose_encoder
 
 from weightsync import __version__, clock
 from weightsync_server.ops.deadlines import DeadlineMonitor
-from weightsync_server.ops.delta_metrics import DeltaMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from weightsync_server.deltas import DeltaCounts
+    from weightsync_server.ops.meters import DeltaCounts
 
-__all__ = ["INVARIANTS", "PHASES", "Metrics", "MetricsEndpoint"]
+__all__ = ["INVARIANTS", "PHASES", "DeltaMetrics", "Metrics"]
 
 logger = logging.getLogger(__name__)
-
-#: Longest request in bytes, and seconds from its connection to the last byte of its answer.
-_MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
 
 #: DESIGN section 12, in order.
 INVARIANTS = (
@@ -62,6 +55,12 @@ PHASES = tuple(name for name, _, _ in _PHASES)
 PUSH_OUTCOMES = ("committed", "already", "failed", "aborted")
 LIVE_CHECK_OUTCOMES = ("passed", "failed", "cancelled")
 APPLY_OUTCOMES = ("applied", "already_live", "planned", "refused", "restored", "fenced")
+CODINGS = ("unchanged", "gap16", "gap8", "bitmap", "dense")
+#: Why a trainer pushed in full, as the proto lists it; the last one is the rest.
+FALLBACKS = (
+    "first", "no_room", "new_run", "base_mismatch", "layout_changed", "too_dense", "copied",
+    "other",
+)  # fmt: skip
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library annotates no return
 
@@ -242,65 +241,55 @@ class Metrics:
         )
 
 
-class MetricsEndpoint:
-    """Serves a registry over HTTP from the event loop; a request gets 5 s in all.
-
-    The gauges that `Metrics.track` adds are so read on the loop, where what they tell changes.
+class DeltaMetrics:
+    """Counts of the deltas of one model.
 
     Args:
-        registry: What to serve.
-        host: Address to bind; loopback unless the operator chose otherwise.
-        port: TCP port; 0: any free one, see `port`.
-
-    Raises:
-        OSError: The address cannot be bound.
+        model: The only value of the label `model`.
+        registry: Where the metrics live.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._registry = registry
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
-        self.port: int = self._socket.getsockname()[1]
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name="metrics")
-        self._task.add_done_callback(lambda _: self._socket.close())
+    def __init__(self, model: str, registry: CollectorRegistry) -> None:
+        self._model = model
 
-    def close(self) -> None:
-        """Stop serving."""
-        self._task.cancel()
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"weightsync_delta_{name}", text, ["model", *labels], registry=registry)
 
-    async def _serve(self) -> None:
-        # Serving only inside the block, which ends it: else a close that comes early is half one.
-        server = await asyncio.start_server(
-            self._client, sock=self._socket, limit=_MAX_REQUEST, start_serving=False
+        self._bytes = counter("bytes_total", "Bytes of the shards of committed deltas.")
+        self._dense = counter("dense_bytes_total", "Bytes of the same versions in full.")
+        self._folds = counter("folds_total", "Deltas that are kept in full now.")
+        for alone in (self._bytes, self._dense, self._folds):
+            alone.labels(model)
+        self._tensors = counter(
+            "tensors_total", "Tensors of committed deltas, by how they came.", "coding"
         )
-        async with server:
-            await server.serve_forever()
-
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
-        try:
-            async with asyncio.timeout(_REQUEST_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.transport.set_write_buffer_limits(0)
-                writer.write(self._answer(head.decode("latin-1")))
-                await writer.drain()
-        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
-            writer.transport.abort()
-        finally:
-            writer.close()
-
-    def _answer(self, head: str) -> bytes:
-        request, *lines = head.split("\r\n")
-        method, target, *_ = [*request.split(" "), "", ""]
-        headers = dict(line.lower().split(":", 1) for line in lines if ":" in line)
-        status, kind, body = "404 Not Found", "text/plain", b"metrics are at /metrics\n"
-        if method not in ("GET", "HEAD"):
-            status, body = "405 Method Not Allowed", b"GET /metrics\n"
-        elif target.partition("?")[0] in ("/metrics", "/"):
-            encode, kind = choose_encoder(headers.get("accept", ""))
-            status, body = "200 OK", encode(self._registry)
-        answer = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n"
+        for coding in CODINGS:
+            self._tensors.labels(model, coding)
+        self._fallbacks = counter(
+            "fallbacks_total", "Full pushes in the place of deltas, by reason.", "reason"
         )
-        return answer.encode() + (b"" if method == "HEAD" else body)
+        for reason in FALLBACKS:
+            self._fallbacks.labels(model, reason)
+        self._fraction = Gauge(
+            "weightsync_delta_changed_fraction",
+            "Share of the elements that the newest delta changed.",
+            ["model"],
+            registry=registry,
+        ).labels(model)
+
+    def count(self, counts: DeltaCounts) -> None:
+        """Count a delta that was committed."""
+        self._bytes.labels(self._model).inc(counts.delta_bytes)
+        self._dense.labels(self._model).inc(counts.dense_bytes)
+        self._fraction.set(counts.fraction)
+        for coding, tensors in counts.codings.items():
+            self._tensors.labels(self._model, coding).inc(tensors)
+
+    def count_fallback(self, reason: str) -> None:
+        """Count a full push and why it was no delta."""
+        known = reason if reason in FALLBACKS else FALLBACKS[-1]
+        self._fallbacks.labels(self._model, known).inc()
+
+    def count_fold(self) -> None:
+        """Count a delta that is kept in full now."""
+        self._folds.labels(self._model).inc()

@@ -1,7 +1,8 @@
-"""Settings of the server's own process that its event loop and its many segments need."""
+"""Settings of the process that its event loop, its many segments and large messages need."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import sys
@@ -9,15 +10,16 @@ import sys
 from google.protobuf.internal import api_implementation
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.ops.allocator import tune_allocator
 
-__all__ = ["tune_process"]
+__all__ = ["tune_allocator", "tune_process"]
 
 #: Allocations between two collections; a version of 37,000 tensors is a few 100,000 objects, and
 #: walking them costs 20 to 40 ms each time.
 _GC_THRESHOLD = 200_000
 #: How long a thread may keep the interpreter from the event loop, seconds; 0.005 by default.
 _SWITCH_S = 0.001
+# The option numbers of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def tune_process() -> None:
@@ -43,3 +45,21 @@ def tune_process() -> None:
     # Every segment takes two descriptors, every connection one.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def tune_allocator() -> bool:
+    """Keep freed chunk buffers in the heap instead of giving each back to the kernel.
+
+    With glibc's defaults every 1 MiB chunk is a fresh mapping: 370,000 page faults per GiB and 0.6
+    of the throughput. Two arenas keep the heap of a many-threaded server from creeping. Returns
+    whether the C library took the settings (musl has no mallopt).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = (
+        (_M_MMAP_THRESHOLD, 64 << 20),
+        (_M_TRIM_THRESHOLD, 256 << 20),
+        (_M_ARENA_MAX, 2),
+    )
+    return all(mallopt(option, value) == 1 for option, value in settings)

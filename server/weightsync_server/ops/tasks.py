@@ -1,4 +1,4 @@
-"""Blocking work beside the event loop that is never left running unwatched."""
+"""Threads and groups of tasks that are never left running unwatched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable, Iterable
     from concurrent.futures import Executor
 
-__all__ = ["in_thread", "to_end"]
+__all__ = ["all_done", "in_thread", "to_end"]
 
 _T = TypeVar("_T")
 
@@ -45,3 +45,17 @@ async def to_end(future: asyncio.Future[_T]) -> _T:
             future.exception()  # retrieved: the cancellation goes before it
         raise interrupted
     return future.result()
+
+
+async def all_done(works: Iterable[Awaitable[_T]]) -> list[_T]:
+    """Return all results; when one fails, wait for the others before its error is raised.
+
+    So whoever frees memory afterwards frees it from under nobody.
+    """
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
+    results: list[_T] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results

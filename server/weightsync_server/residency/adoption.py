@@ -12,7 +12,8 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import MAX_HEADER_BYTES, check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.residency.loading import all_done, load_shard
+from weightsync_server.ops.tasks import all_done
+from weightsync_server.residency.loading import load_shard
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -11,15 +11,15 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
-from weightsync_server.residency.loading import all_done
+from weightsync_server.ops.tasks import all_done
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from weightsync.model.manifest import Manifest
     from weightsync_server.model import ModelVersions
-    from weightsync_server.ops.meters import Fetchers
     from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["ShardDigests", "digesting"]
 
@@ -35,7 +35,7 @@ class ShardDigests:
         fetchers: Compute them.
     """
 
-    def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: Fetchers) -> None:
+    def __init__(self, lease: SlotLease, manifest: Manifest, fetchers: FetchApi) -> None:
         self._shards = list(zip(lease.segments, manifest.layout.shards, strict=True))
         self._manifest = manifest
         #: What the manifest tells of the shards that readers have proved.

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from weightsync.model.manifest import Layout, Manifest, TensorEntry
     from weightsync_server.model import ModelVersions
     from weightsync_server.residency.slot import Slot
 
-__all__ = ["all_done", "compare", "first_difference", "load_shard"]
-
-_T = TypeVar("_T")
-
-
-async def all_done(works: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Return all results; when one fails, wait for the others before its error is raised.
-
-    So whoever frees memory afterwards frees it from under nobody.
-    """
-    outcomes = await asyncio.gather(*works, return_exceptions=True)
-    results: list[_T] = []
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        results.append(outcome)
-    return results
+__all__ = ["compare", "first_difference", "load_shard"]
 
 
 async def load_shard(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from weightsync.shm.segment_socket import SegmentServer
-    from weightsync_server.ops.meters import Fetchers
     from weightsync_server.residency.budget import SegmentBudget
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["MAKERS", "SegmentAllocator"]
 
@@ -46,7 +46,7 @@ class SegmentAllocator:
         mappers: Who is told to unmap a segment; each returns when that is done.
     """
 
-    def __init__(self, budget: SegmentBudget, server: SegmentServer, fetchers: Fetchers) -> None:
+    def __init__(self, budget: SegmentBudget, server: SegmentServer, fetchers: FetchApi) -> None:
         self.budget = budget
         self._server = server
         self.mappers: list[Callable[[str], Awaitable[object]]] = [fetchers.forget]

@@ -26,14 +26,15 @@ from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.store import open_store
 from weightsync_server.workers.fetch import FetcherPool, checkpoint_tasks, delta_tasks, shard_tasks
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
+from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from weightsync.model.manifest import ShardEntry, TensorEntry
     from weightsync.shm.segments import Segment
-    from weightsync_server.deltas import ChainLimits, DeltaCounts
-    from weightsync_server.ops.meters import Fetchers
+    from weightsync_server.deltas import ChainLimits
+    from weightsync_server.ops.meters import DeltaCounts
     from weightsync_server.push import Message
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
@@ -190,7 +191,7 @@ class World:
     pushes: PushService
     meters: Counts
     budget: SegmentBudget
-    fetchers: Fetchers
+    fetchers: FetchApi
     server: SegmentServer
 
     async def push(self, shards: Sequence[Shard], version: int = 0, **fields: Any) -> int:
@@ -218,7 +219,7 @@ class World:
 async def world(
     folder: Path,
     *,
-    fetchers: Fetchers | None = None,
+    fetchers: FetchApi | None = None,
     store: str = "",
     slots: int = 2,
     limits: Mapping[str, float] | None = None,
@@ -255,7 +256,7 @@ async def world(
         server.close()
 
 
-class Threads:
+class Threads(FetchApi):
     """Does a fetcher's work in threads of this process, for tests of other things than processes.
 
     Attributes:
@@ -272,6 +273,15 @@ class Threads:
         self.forgotten: list[str] = []
         self.persisted: list[str] = []
         self.warmed = False
+
+    # No task is cut into parts here, nor queued.
+    _sharing = 1
+
+    def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> Any:
+        raise NotImplementedError(op)
+
+    async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        raise NotImplementedError(op)
 
     async def digest(self, segment: Segment, shard: ShardEntry) -> list[bytes]:
         if self.errors:

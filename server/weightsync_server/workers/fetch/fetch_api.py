@@ -63,6 +63,14 @@ class FetchApi(ABC):
         """Return among how many fetchers the next digest is worth cutting."""
 
     @abstractmethod
+    def warm(self) -> None:
+        """Get ready for deltas: the first one would be slow."""
+
+    @abstractmethod
+    def forget(self, segment_id: str) -> asyncio.Future[list[None]]:
+        """Unmap a segment everywhere; the result tells when."""
+
+    @abstractmethod
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         """Have files read or written; return the answer's blob."""
 

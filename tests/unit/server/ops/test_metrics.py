@@ -9,14 +9,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightsync import __version__
-from weightsync_server.deltas import DeltaCounts
-from weightsync_server.ops import metrics as module
+from weightsync_server.ops import http_endpoint as module
+from weightsync_server.ops.http_endpoint import MetricsEndpoint
+from weightsync_server.ops.meters import DeltaCounts
 from weightsync_server.ops.metrics import (
     INVARIANTS,
     PAUSE_BUCKETS,
     PHASES,
     Metrics,
-    MetricsEndpoint,
 )
 
 if TYPE_CHECKING:
