@@ -30,7 +30,7 @@ from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.residency.slot_pool import SlotPool
 from weightsync_server.residency.stager import Stager
 from weightsync_server.store.disk_quota import DiskQuota
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -235,7 +235,7 @@ class ModelVersions(VersionTable):
                     Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
                 )
             told = {"trainer_verified": trainer_verified, "adopted": adopted}
-            commit = record.sealed(manifest, **told, delta=delta)
+            commit = record.sealed(manifest, **told, delta=delta.facts if delta else None)
             kept = delta if delta and delta.kept else None
             await failpoints.reach("commit.store")
             await self.store.commit(commit, manifest, kept.manifest if kept else None)

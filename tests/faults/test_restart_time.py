@@ -21,7 +21,7 @@ from weightsync.model.layout import build_header, check_version
 from weightsync.model.manifest import Manifest, ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.store import open_store
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

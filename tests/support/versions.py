@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import build_header, check_version
 from weightsync.model.manifest import Manifest, ShardEntry
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store

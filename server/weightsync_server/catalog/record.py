@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.deltas import PushedDelta
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.store.store_records import DeltaFacts
 
 __all__ = ["VersionRecord"]
 
@@ -124,7 +124,7 @@ class VersionRecord:
         *,
         trainer_verified: bool,
         adopted: bool,
-        delta: PushedDelta | None = None,
+        delta: DeltaFacts | None = None,
     ) -> CommitRecord:
         """Return the commit record of this content, dated now."""
         layout = manifest.layout
@@ -144,7 +144,7 @@ class VersionRecord:
             adopted=adopted,
             push_id=self.push_id,
             idempotency_key=self.key,
-            **(delta.facts if delta is not None else {}),
+            **(asdict(delta) if delta is not None else {}),
         )
 
     def check(self, outcome: pb.LiveCheck.ValueType) -> None:

@@ -13,6 +13,7 @@ from weightsync.model.layout import check_header
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.os_errors import read_fault
 from weightsync_server.ops.tasks import in_thread
+from weightsync_server.store.damage import STORED_DAMAGE
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
@@ -26,15 +27,6 @@ logger = logging.getLogger(__name__)
 _PIECE = 4 << 20
 #: Seconds until the first round, which leaves a start to those who wait for it, and between rounds.
 _FIRST_S, _ROUND_S = 10.0, 60.0
-#: What tells that stored bytes are not what was committed; anything else is a fault of this host.
-_DAMAGE = frozenset(
-    {
-        Reason.DATA_CORRUPT,
-        Reason.SHARD_INVALID,
-        Reason.LAYOUT_INVALID,
-        Reason.VERSION_UNKNOWN,
-    }
-)
 
 
 class Scrubber:
@@ -76,7 +68,7 @@ class Scrubber:
             if folded or self._versions.find(record.version) is not record:
                 return  # It was deleted meanwhile, or is kept in full now.
             told = read_fault(error, "reading it") if isinstance(error, OSError) else error
-            if told.reason not in _DAMAGE:
+            if told.reason not in STORED_DAMAGE:
                 # Too few descriptors, no memory: nothing is known, and it passes.
                 logger.warning("version %d is checked later: %s", record.version, told.message)
                 return

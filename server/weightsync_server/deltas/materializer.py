@@ -16,6 +16,7 @@ from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.deltas.pushed_delta import DeltaShard, touched
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.residency.loading import compare
+from weightsync_server.store.damage import DELTA_DAMAGE
 from weightsync_server.workers.fetch.delta_summary import DeltaHeader
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 #: Shards under way at once; the fetchers order the work among themselves.
 _AT_ONCE = 8
-#: What a fetcher says of a delta shard whose bytes are not what they were.
-_DAMAGE = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
 
 
 class PatchInput(NamedTuple):
@@ -272,7 +271,7 @@ class Materializer:
             try:
                 told = await self.inspect(document, layout, index, entry, source)
             except WeightSyncError as error:
-                if error.reason not in _DAMAGE:
+                if error.reason not in DELTA_DAMAGE:
                     raise
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT, f"the delta of version {record.version}: {error.message}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_server.ops.meters import DeltaCounts
+from weightsync_server.store.store_records import DeltaFacts
 from weightsync_server.workers.fetch.delta_summary import CODINGS
 
 if TYPE_CHECKING:
@@ -94,18 +95,18 @@ class PushedDelta:
         return cls(base, manifest, tuple(digests), changed, counts, kept)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What the commit record tells of it."""
-        found: dict[str, Any] = {
-            "changed_elements": self.changed,
-            "changed_fraction": self.counts.fraction,
-        }
-        if self.kept:
-            commit = self.base.commit
-            found["base_version"] = self.base.version
-            found["base_content_digest"] = commit.content_digest if commit else ""
-            found["delta_bytes"] = self.counts.delta_bytes
-        return found
+    def facts(self) -> DeltaFacts:
+        """What the commit record says of it."""
+        facts = DeltaFacts(self.changed, self.counts.fraction)
+        commit = self.base.commit
+        if not self.kept or commit is None:
+            return facts
+        return replace(
+            facts,
+            base_version=self.base.version,
+            base_content_digest=commit.content_digest,
+            delta_bytes=self.counts.delta_bytes,
+        )
 
 
 def touched(layout: Layout, changes: Iterable[TensorDelta]) -> frozenset[int]:

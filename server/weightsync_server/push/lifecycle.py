@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.sources.remote_stream import RemoteStream
     from weightsync_server.residency.incoming import IncomingReader
     from weightsync_server.residency.slot import Slot
-    from weightsync_server.store.protocol import ShardCheckpoint
+    from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["FATAL", "Push"]
 

@@ -10,7 +10,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.reservation import promise_room
-from weightsync_server.store.protocol import PushRecord
+from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.store.protocol import OpenPush, ShardCheckpoint
+    from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
 
 __all__ = ["RecoveredPushes", "loaded", "wake"]
 

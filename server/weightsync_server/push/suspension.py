@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.checkpoint import keep_received
 from weightsync_server.push.layout_parts import PushLayout
-from weightsync_server.store.protocol import ShardCheckpoint
+from weightsync_server.store.store_records import ShardCheckpoint
 
 if TYPE_CHECKING:
     from weightsync_server.push.lifecycle import Push

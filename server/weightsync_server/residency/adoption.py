@@ -14,6 +14,7 @@ from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.residency.loading import load_shard
+from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["adopt", "borrow"]
 
 _SLOT_WAIT_S = 60.0
-#: What files are that are not, or not wholly, safetensors.
-_UNREADABLE = (Reason.SHARD_INVALID, Reason.LAYOUT_INVALID, Reason.DATA_CORRUPT)
 
 
 def _read_shard(index: int, file: OfferedFile) -> tuple[ShardEntry, tuple[TensorEntry, ...]]:
@@ -55,7 +54,7 @@ async def _read(versions: ModelVersions, slot: Slot, files: Sequence[OfferedFile
     try:
         return await _read_whole(versions, slot, files)
     except WeightSyncError as error:
-        if error.reason not in _UNREADABLE:
+        if error.reason not in SHARD_DAMAGE:
             raise
         raise WeightSyncError(
             error.reason,

@@ -14,6 +14,7 @@ from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.residency.digests import ShardDigests
 from weightsync_server.residency.leases import SlotLease
 from weightsync_server.residency.loading import compare
+from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
@@ -106,7 +107,7 @@ class Stager:
             found = await digests.all()
             compare(manifest, found, "in shared memory")
         except WeightSyncError as error:
-            if error.reason not in _DAMAGE:
+            if error.reason not in SHARD_DAMAGE:
                 raise
             self._damaged(record, lease.slot)
             remedy = (
@@ -192,7 +193,7 @@ class Stager:
             slot.spoil()
             ours.pool.release(record)
             ours.changed(record)
-            if isinstance(error, WeightSyncError) and error.reason in _DAMAGE:
+            if isinstance(error, WeightSyncError) and error.reason in SHARD_DAMAGE:
                 raise _not_ours(record, error.message, _RESTORE) from error
             raise
         ours.staged(record, manifest)
@@ -229,7 +230,3 @@ class Stager:
         if slot.record is not None:
             self._versions.orphans.settle(slot.record)
         self._versions.pool.wake()
-
-
-#: What a fetcher says about bytes that are not what they were.
-_DAMAGE = frozenset({Reason.DATA_CORRUPT, Reason.SHARD_INVALID, Reason.LAYOUT_INVALID})

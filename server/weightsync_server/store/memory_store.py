@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.store.protocol import CommitRecord, OpenPush, PushRecord
+    from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
 __all__ = ["MemoryStore"]
 

@@ -47,14 +47,15 @@ from weightsync_server.store.local.version_files import (
     shard_names,
     write_manifests,
 )
-from weightsync_server.store.protocol import CommitRecord, check_epoch, check_model, check_version
+from weightsync_server.store.protocol import check_epoch, check_model, check_version
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.store.protocol import OpenPush, PushRecord
+    from weightsync_server.store.store_records import OpenPush, PushRecord
 
 __all__ = ["LocalStore"]
 

@@ -19,7 +19,7 @@ from weightsync.model.layout import check_shard, parse_header
 from weightsync_server.ops import durable_files
 from weightsync_server.store import checkpoint_index
 from weightsync_server.store.documents import read_document
-from weightsync_server.store.protocol import OpenPush, PushRecord, ShardCheckpoint
+from weightsync_server.store.store_records import OpenPush, PushRecord, ShardCheckpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,8 @@ from weightsync_server.ops import durable_files
 from weightsync_server.store.documents import TEMPORARY, read_document, write_document
 from weightsync_server.store.local.open_pushes import is_foreign, read_push
 from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
-from weightsync_server.store.protocol import CommitRecord, check_model
+from weightsync_server.store.protocol import check_model
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from pathlib import Path

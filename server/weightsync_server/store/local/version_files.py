@@ -19,7 +19,7 @@ from weightsync.model.manifest import Manifest
 from weightsync_server.ops import durable_files
 from weightsync_server.store.documents import TEMPORARY, read_document, replace
 from weightsync_server.store.local.open_pushes import is_partial
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

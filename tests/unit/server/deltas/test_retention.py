@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.retention import Retention
-from weightsync_server.store.protocol import CommitRecord
+from weightsync_server.store.store_records import CommitRecord
 
 DENSE, DELTA = 1000, 10
 

@@ -28,7 +28,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from weightsync_server.store.protocol import CommitRecord
+    from weightsync_server.store.store_records import CommitRecord
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3, 0, 2), (1,), (8,), (2, 4), (1,) * 32)
 

@@ -17,7 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops import durable_files
 from weightsync_server.store import open_store
 from weightsync_server.store.documents import read_document, write_document
-from weightsync_server.store.protocol import CommitRecord, PushRecord
+from weightsync_server.store.store_records import CommitRecord, PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
