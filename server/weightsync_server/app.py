@@ -110,7 +110,7 @@ class App:
         settings = self._settings
         tune_process()
         # Before anything is made: a file that is not right changes nothing.
-        self._doors = Listeners(settings)
+        self._doors = Listeners(settings.listener_options)
         lock = StateLock(settings.state_dir)
         stack.callback(lock.close)
         metrics = Metrics(settings.name)
@@ -138,7 +138,10 @@ class App:
         pushes = PushService({settings.name: versions}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
-            scrubbing = asyncio.create_task(Scrubber(versions, settings.scrub_bytes_per_s).run())
+            scrubber = Scrubber(
+                versions.table, store, versions.builder.lock, settings.scrub_bytes_per_s
+            )
+            scrubbing = asyncio.create_task(scrubber.run())
             stack.callback(scrubbing.cancel)
         stack.push_async_callback(pushes.close)
         lender = None
@@ -169,7 +172,12 @@ class App:
         )
         _track(metrics, versions, budget, processes, pushes)
         census = InvariantMonitor(
-            versions, budget, metrics, [metrics.bounds.overdue, pushes.overdue]
+            versions.table,
+            versions.epochs,
+            versions.pool,
+            versions.keeper,
+            metrics,
+            [metrics.bounds.overdue, pushes.overdue],
         )
         census.start()
         stack.push_async_callback(census.stop)

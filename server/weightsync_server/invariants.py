@@ -12,9 +12,11 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.epochs import Epochs
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.ops.metrics import Metrics
-    from weightsync_server.residency.budget import SegmentBudget
+    from weightsync_server.residency.segments import SegmentAllocator
+    from weightsync_server.residency.slot_pool import SlotPool
     from weightsync_server.store.protocol import Store
 
 __all__ = ["InvariantMonitor", "count_lost"]
@@ -29,22 +31,28 @@ class InvariantMonitor:
     """Counts a violation once, when two looks in a row see the same: work is between two steps.
 
     Args:
-        versions: The versions of the one model.
-        budget: Memory of segments.
+        table: The versions of the one model.
+        epochs: Who may write them.
+        slots: Where their bytes lie.
+        segments: Has the budget of their memory.
         metrics: Where violations are counted.
         late: Each yields a sentence for everything that goes on past its bound.
     """
 
     def __init__(
         self,
-        versions: ModelVersions,
-        budget: SegmentBudget,
+        table: VersionTable,
+        epochs: Epochs,
+        slots: SlotPool,
+        segments: SegmentAllocator,
         metrics: Metrics,
         late: Sequence[Callable[[], Iterable[str]]] = (),
     ) -> None:
         self._late = late
-        self._versions = versions
-        self._budget = budget
+        self._table = table
+        self._epochs = epochs
+        self._slots = slots
+        self._segments = segments
         self._metrics = metrics
         self._contents: dict[int, str] = {}
         self._epoch = 0
@@ -85,16 +93,16 @@ class InvariantMonitor:
 
     def _wrong(self) -> Iterator[tuple[str, str, str]]:
         """Yield everything that must not be: label, what it is, and figures that may change."""
-        budget, versions = self._budget, self._versions
-        stray = budget.reserved - versions.pool.reserved_bytes - versions.keeper.retired_bytes
+        budget, epoch = self._segments.budget, self._epochs.newest
+        stray = budget.reserved - self._slots.reserved_bytes - self._segments.retired_bytes
         if stray:
             yield "no_leak", "segments are reserved and in no slot", f": {stray} bytes"
         if budget.reserved > budget.limit:
             figures = f": {budget.reserved} of {budget.limit} bytes"
             yield "bounded", "more is reserved than there may be", figures
-        if versions.epoch < self._epoch:
-            yield "stale_writer", f"the epoch fell from {self._epoch}", f" to {versions.epoch}"
-        self._epoch = max(self._epoch, versions.epoch)
+        if epoch < self._epoch:
+            yield "stale_writer", f"the epoch fell from {self._epoch}", f" to {epoch}"
+        self._epoch = max(self._epoch, epoch)
         yield from self._changed()
         yield from self._twice()
         for overdue in self._late:
@@ -103,7 +111,7 @@ class InvariantMonitor:
 
     def _changed(self) -> Iterator[tuple[str, str, str]]:
         committed = {}
-        for record in self._versions.list():
+        for record in self._table.list():
             if record.durability != pb.DURABILITY_COMMITTED:
                 continue
             if record.commit is None:
@@ -126,7 +134,7 @@ class InvariantMonitor:
 
     def _twice(self) -> Iterator[tuple[str, str, str]]:
         first: dict[str, int] = {}
-        for record in self._versions.list():
+        for record in self._table.list():
             key = record.commit.idempotency_key if record.commit is not None else ""
             other = first.setdefault(key, record.version)
             if key and other != record.version:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightsync.wire.addresses import is_loopback, is_private
-from weightsync_server.auth import Endpoint
+from weightsync_server.auth import Endpoint, ListenerOptions
 
 __all__ = ["MODEL_NAME", "Settings"]
 
@@ -345,6 +345,20 @@ class Settings(BaseSettings):
             ValueError: An address leaves no room for it.
         """
         return [one.beside(place + 1) for one in self.endpoints if one.takes_pushes]
+
+    @property
+    def listener_options(self) -> ListenerOptions:
+        """What the listeners of `endpoints` need to know."""
+        return ListenerOptions(
+            self.name,
+            self.endpoints,
+            self.max_connections,
+            self.max_calls,
+            self.authority,
+            self.tls_cert,
+            self.tls_key,
+            self.tls_client_ca,
+        )
 
     @property
     def store_url(self) -> str:

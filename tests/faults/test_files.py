@@ -57,7 +57,7 @@ async def test_any_step_of_a_push_fails(tmp_path: Path, code: int, for_ever: boo
                 assert committed
                 await here.versions.delete(2)
                 # The next push takes the number again, as no trainer could.
-                here.versions._spent = here.versions._marks.highest = 0
+                here.versions.table._spent = here.versions._pins.highest = 0
             else:
                 assert isinstance(outcome, WeightSyncError)
                 assert outcome.reason in CLEAN[code], outcome

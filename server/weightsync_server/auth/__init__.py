@@ -8,7 +8,16 @@ imported from its module.
 from __future__ import annotations
 
 from weightsync_server.auth.caller import CALLER, Caller
-from weightsync_server.auth.endpoints import Endpoint
+from weightsync_server.auth.endpoints import Endpoint, ListenerOptions
 from weightsync_server.auth.roles import PUSH_WEIGHTS, RULES, Role, Rule
 
-__all__ = ["CALLER", "PUSH_WEIGHTS", "RULES", "Caller", "Endpoint", "Role", "Rule"]
+__all__ = [
+    "CALLER",
+    "PUSH_WEIGHTS",
+    "RULES",
+    "Caller",
+    "Endpoint",
+    "ListenerOptions",
+    "Role",
+    "Rule",
+]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from weightsync_server.auth.roles import PUSH_WEIGHTS, RULES, Role
 
-__all__ = ["Endpoint"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Endpoint", "ListenerOptions"]
 
 _MAX_PORT = 65535
 #: What ends with a port, or with the name of a service.
@@ -78,6 +82,31 @@ class Endpoint:
             raise ValueError(msg)
         # With port 0 each takes any that is free.
         return replace(self, address=f"{host}:{int(port) and int(port) + number}")
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerOptions:
+    """What `Listeners` need to know.
+
+    Attributes:
+        model: Model name.
+        endpoints: Where to listen.
+        max_connections: Connections at once to each address.
+        max_calls: Calls at once, of every kind.
+        authority: The authority file; None: there is none.
+        tls_cert: The server's certificates, PEM; None: no TLS.
+        tls_key: Its key, PEM.
+        tls_client_ca: Who signs the certificates of clients, PEM; None: they need none.
+    """
+
+    model: str
+    endpoints: Sequence[Endpoint]
+    max_connections: int
+    max_calls: int
+    authority: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
 
 
 def _has_port(address: str) -> bool:

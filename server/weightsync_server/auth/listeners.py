@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from weightsync_server.auth.auth_interceptor import Auditor
-    from weightsync_server.auth.endpoints import Endpoint
-    from weightsync_server.settings import Settings
+    from weightsync_server.auth.endpoints import Endpoint, ListenerOptions
 
 __all__ = ["Listeners"]
 
@@ -54,27 +53,27 @@ class Listeners:
     """Every address that the server listens on; nobody is served before `start`.
 
     Args:
-        settings: Addresses, authority file, certificates, limits.
+        options: Addresses, authority file, certificates, limits.
 
     Raises:
         WeightSyncError: REQUEST_INVALID; a file cannot be used, or proves nobody's authority.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._model = settings.name
-        self._endpoints = settings.endpoints
-        connections = ("grpc.max_allowed_incoming_connections", settings.max_connections)
+    def __init__(self, options: ListenerOptions) -> None:
+        self._model = options.model
+        self._endpoints = options.endpoints
+        connections = ("grpc.max_allowed_incoming_connections", options.max_connections)
         self._options = [*_OPTIONS, connections]
-        self._most_calls = settings.max_calls
-        self._file = AuthorityFile(settings.authority) if settings.authority else None
+        self._most_calls = options.max_calls
+        self._file = AuthorityFile(options.authority) if options.authority else None
         self._certificates: Certificates | None = None
-        if settings.tls_cert and settings.tls_key:
+        if options.tls_cert and options.tls_key:
             self._certificates = Certificates(
-                settings.tls_cert, settings.tls_key, settings.tls_client_ca
+                options.tls_cert, options.tls_key, options.tls_client_ca
             )
         self._servers: list[grpc.aio.Server] = []
         if self._file:
-            _refuse_no_proof(self._file, takes_certificates=settings.tls_client_ca is not None)
+            _refuse_no_proof(self._file, takes_certificates=options.tls_client_ca is not None)
 
     def bind(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
@@ -14,10 +14,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.residency.slot import Slot
+    from weightsync.shm.segments import Segment
     from weightsync_server.store.store_records import DeltaFacts
 
-__all__ = ["VersionRecord"]
+__all__ = ["Residence", "VersionRecord"]
+
+
+class Residence(Protocol):
+    """Where the bytes of a version lie in shared memory; a slot is one.
+
+    Attributes:
+        leases: Readers that rely on the bytes.
+        writing: The bytes are not final yet.
+        segments: Segment of each shard.
+    """
+
+    leases: int
+    writing: bool
+    segments: dict[int, Segment]
+
+    def ordered(self) -> list[Segment]:
+        """Return the segments in the order of the shards."""
+
+    def settle(self) -> None:
+        """Take note that the bytes are final."""
+
+    def empty(self) -> None:
+        """Forget the version; its bytes are nobody's."""
 
 
 @dataclass(eq=False)
@@ -62,7 +85,7 @@ class VersionRecord:
     pinned: bool = False
     manifest: Manifest | None = None
     commit: CommitRecord | None = None
-    slot: Slot | None = None
+    slot: Residence | None = None
     missing: Callable[[], list[str]] | None = None
     served: bool = False
     damaged: str = ""
@@ -97,8 +120,8 @@ class VersionRecord:
         return found
 
     @property
-    def place(self) -> Slot:
-        """The slot of a version that has one.
+    def place(self) -> Residence:
+        """Where the bytes lie, of a version that has a slot.
 
         Raises:
             WeightSyncError: FAULT; the server lost count.

@@ -18,7 +18,8 @@ from weightsync_server.store.damage import STORED_DAMAGE
 if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["Scrubber"]
 
@@ -33,19 +34,25 @@ class Scrubber:
     """Marks stored versions whose bytes are not what was committed, and heals nothing.
 
     Args:
-        versions: The registry.
+        table: The versions of the model.
+        store: Where they are kept.
+        lock: Held by whoever removes stored deltas.
         bytes_per_s: How fast it reads, in bytes per second.
     """
 
-    def __init__(self, versions: ModelVersions, bytes_per_s: int) -> None:
-        self._versions = versions
+    def __init__(
+        self, table: VersionTable, store: Store, lock: asyncio.Lock, bytes_per_s: int
+    ) -> None:
+        self._table = table
+        self._store = store
+        self._lock = lock
         self._bytes_per_s = bytes_per_s
 
     async def run(self) -> None:
         """Scrub every version, oldest first, and begin again."""
         await asyncio.sleep(_FIRST_S)
         while True:
-            for record in reversed(self._versions.list()):
+            for record in reversed(self._table.list()):
                 if record.durability == pb.DURABILITY_COMMITTED:
                     await self._scrub(record)
             await asyncio.sleep(_ROUND_S)
@@ -63,9 +70,9 @@ class Scrubber:
         try:
             await self._check(record)
         except (WeightSyncError, OSError) as error:
-            async with self._versions.builder.lock:
+            async with self._lock:
                 folded = record.base is not base
-            if folded or self._versions.find(record.version) is not record:
+            if folded or self._table.find(record.version) is not record:
                 return  # It was deleted meanwhile, or is kept in full now.
             told = read_fault(error, "reading it") if isinstance(error, OSError) else error
             if told.reason not in STORED_DAMAGE:
@@ -80,7 +87,7 @@ class Scrubber:
         record.damaged = damage
 
     async def _check(self, record: VersionRecord) -> None:
-        store, delta = self._versions.store, record.base is not None
+        store, delta = self._store, record.base is not None
         if delta:
             manifest = await store.delta(record.model, record.version)
         else:

@@ -1,4 +1,4 @@
-"""Looking versions up: which exist, which is newest, which number is next."""
+"""The versions of one model: which exist, which is newest, which number is next, what changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.pins import Pins
     from weightsync_server.catalog.record import VersionRecord
 
@@ -20,16 +23,70 @@ class VersionTable:
 
     Args:
         name: Model name.
-        marks: Remember the numbers of deleted versions.
+        pins: Remember the numbers of deleted versions.
+        reserved: Number kept for the engine's checkpoint; 0: none.
+
+    Attributes:
+        on_change: Called with each version that came, changed, or was removed: then the table
+            does not have it any more.
+        on_free: Called when something that somebody waits for may have come free.
     """
 
-    def __init__(self, name: str, marks: Pins, reserved: int = 0) -> None:
+    def __init__(self, name: str, pins: Pins, reserved: int = 0) -> None:
         self.name = name
-        self._marks = marks
+        self.on_change: list[Callable[[VersionRecord], None]] = []
+        self.on_free: list[Callable[[], None]] = []
+        self._pins = pins
         self._reserved = reserved
         self._records: dict[int, VersionRecord] = {}
         # Highest number that is being deleted, before it is written down.
         self._spent = 0
+
+    # Changes
+
+    def load(self, record: VersionRecord) -> None:
+        """Take in what the store had when it was opened; nobody is told."""
+        self._records[record.version] = record
+
+    def add(self, record: VersionRecord) -> None:
+        """Register a version."""
+        self._records[record.version] = record
+        self.touch(record)
+
+    def remove(self, record: VersionRecord) -> None:
+        """Take a version out at once; what the store holds of it must be erased afterwards."""
+        if record.commit is not None or record.served:
+            # Nor does anybody get its number, while that is being written down.
+            self._spent = max(self._spent, record.version)
+        del self._records[record.version]
+        record.residency = pb.RESIDENCY_ABSENT
+        for observer in self.on_change:
+            observer(record)
+
+    def publish(self, record: VersionRecord) -> None:
+        """Tell observers of a version, unless they were told already that it is gone."""
+        if self.find(record.version) is record:
+            for observer in self.on_change:
+                observer(record)
+
+    def touch(self, record: VersionRecord) -> None:
+        """Tell observers, and those who wait for a slot."""
+        self.publish(record)
+        self.wake()
+
+    def wake(self) -> None:
+        """Tell those who wait that something may have come free."""
+        for waiter in self.on_free:
+            waiter()
+
+    def staged(self, record: VersionRecord, manifest: Manifest) -> None:
+        """Take note that all bytes lie in the version's slot, verified."""
+        record.manifest = manifest
+        record.residency = pb.RESIDENCY_STAGED
+        record.place.settle()
+        self.touch(record)
+
+    # Look-ups
 
     @property
     def newest(self) -> int:
@@ -39,7 +96,7 @@ class VersionTable:
     @property
     def highest(self) -> int:
         """Highest number that was ever committed, deleted versions included."""
-        return max(self.newest, self._marks.highest, self._spent)
+        return max(self.newest, self._pins.highest, self._spent)
 
     def find(self, version: int) -> VersionRecord | None:
         """Return a version, or None."""
@@ -89,7 +146,7 @@ class VersionTable:
 
     def adoption_version(self) -> int:
         """Return the number for the engine's checkpoint: the reserved one, unless it was used."""
-        spent = max(self._marks.highest, self._spent)
+        spent = max(self._pins.highest, self._spent)
         used = self._reserved in self._records or spent >= self._reserved
         return self.next_version() if used or not self._reserved else self._reserved
 

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.tasks import to_end
+from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.retention import Surplus
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.deltas.pushed_delta import PushedDelta
-    from weightsync_server.model import ModelVersions
     from weightsync_server.residency.slot import Slot
-    from weightsync_server.store.disk_quota import DiskReservation
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.store.disk_quota import DiskQuota, DiskReservation
+    from weightsync_server.store.protocol import Store
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["ChainLimits", "Compactor"]
 
@@ -48,33 +53,59 @@ class Compactor:
     that slot: the next commit begins again.
 
     Args:
-        versions: The registry.
+        table: The versions of the model.
+        commits: Has their manifests.
+        slots: Where their bytes lie.
+        store: Where versions are kept.
+        fetch: Proves and writes whole shards.
+        disk: Promises the room for them.
         limits: Bounds on chains.
+        lock: Held by whoever reads stored deltas.
+        collect: Called when a version needs its base no more.
 
     Attributes:
         on_fold: Called after each fold.
     """
 
-    def __init__(self, versions: ModelVersions, limits: ChainLimits) -> None:
+    def __init__(
+        self,
+        table: VersionTable,
+        commits: CommitService,
+        slots: SlotPool,
+        store: Store,
+        fetch: FetchApi,
+        disk: DiskQuota,
+        limits: ChainLimits,
+        *,
+        lock: asyncio.Lock,
+        collect: Callable[[], None],
+    ) -> None:
         self.on_fold: Callable[[], None] = lambda: None
-        self._versions = versions
+        self._table = table
+        self._commits = commits
+        self._slots = slots
+        self._store = store
+        self._fetch = fetch
+        self._disk = disk
         self._limits = limits
+        self._lock = lock
+        self._collect = collect
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     def consider(self, surplus: Surplus, most_carried: int) -> None:
         """Begin to fold the newest version if its chain is too long, or carries too much."""
-        newest = self._versions.find(self._versions.newest)
+        newest = self._table.find(self._table.newest)
         busy = self._closed or self._task is not None
         if busy or newest is None or newest.base is None:
             return
-        if self._too_long(newest) or surplus.weighs_on(newest, most_carried):
-            slot = newest.slot
-            if slot is not None and newest.residency == pb.RESIDENCY_STAGED:
-                # Leased at once: nobody writes over the bytes that are being kept.
-                slot.leases += 1
-                self._task = asyncio.create_task(self._fold(newest), name="fold")
-                self._task.add_done_callback(partial(self._ended, newest, slot))
+        there = newest.slot is not None and newest.residency == pb.RESIDENCY_STAGED
+        if there and (self._too_long(newest) or surplus.weighs_on(newest, most_carried)):
+            # Leased at once: nobody writes over the bytes that are being kept.
+            slot = slot_of(newest)
+            slot.leases += 1
+            self._task = asyncio.create_task(self._fold(newest), name="fold")
+            self._task.add_done_callback(partial(self._ended, newest, slot))
 
     def stand_back(self) -> None:
         """Give the slot free, because somebody waits for one."""
@@ -120,8 +151,7 @@ class Compactor:
     def _ended(self, record: VersionRecord, slot: Slot, task: asyncio.Task[None]) -> None:
         # Not in the task: one that is cancelled before its first step does nothing.
         self._task = None
-        slot.leases -= 1
-        self._versions.pool.wake()
+        self._slots.end_lease(slot)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, WeightSyncError):
             logger.warning("version %d stays a delta for now: %s", record.version, error.message)
@@ -131,33 +161,31 @@ class Compactor:
             logger.info("version %d is kept in full now", record.version)
             self.on_fold()
             # What it was based on may go now.
-            self._versions.collect()
+            self._collect()
 
     async def _fold(self, record: VersionRecord) -> None:
-        ours = self._versions
-        manifest = await ours.manifest(record)
+        manifest = await self._commits.manifest(record)
         try:
-            await self._persist(record, manifest, ours.disk.share())
-            async with ours.builder.lock:
+            await self._persist(record, manifest, self._disk.share())
+            async with self._lock:
                 await to_end(asyncio.ensure_future(self._swap(record, manifest)))
         except BaseException:
             # Of a version that was folded before the fault this removes nothing that it needs.
-            await to_end(asyncio.ensure_future(ours.store.tidy(ours.name, record.version)))
+            await to_end(asyncio.ensure_future(self._store.tidy(record.model, record.version)))
             raise
 
     async def _swap(self, record: VersionRecord, manifest: Manifest) -> None:
         if record.commit is None:
             return
         whole = replace(record.commit, base_version=0, base_content_digest="", delta_bytes=0)
-        await self._versions.store.fold(whole, manifest)
+        await self._store.fold(whole, manifest)
         record.commit, record.base = whole, None
-        self._versions.changed(record)
+        self._table.touch(record)
 
     async def _persist(
         self, record: VersionRecord, manifest: Manifest, room: DiskReservation
     ) -> None:
         """Write the whole shards, proved once more, one after the other: pushes go first."""
-        ours = self._versions
         try:
             await room.promise(manifest.layout.size)
             digests = iter(manifest.digests)
@@ -165,14 +193,14 @@ class Compactor:
                 zip(manifest.layout.shards, manifest.layout.by_shard, strict=True)
             ):
                 segment = record.place.segments[index]
-                found = await ours.fetchers.digest(segment, entry)
+                found = await self._fetch.digest(segment, entry)
                 if found != [next(digests) for _ in tensors]:
                     raise WeightSyncError(
                         Reason.DATA_CORRUPT, f"shard {index} changed in shared memory"
                     )
-                target = ours.store.shard_target(ours.name, record.version, index)
+                target = self._store.shard_target(record.model, record.version, index)
                 if target is not None:
-                    await ours.fetchers.persist(segment, entry.size, target)
+                    await self._fetch.persist(segment, entry.size, target)
                     room.wrote(entry.size)
         finally:
             room.close()

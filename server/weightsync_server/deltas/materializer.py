@@ -16,6 +16,7 @@ from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.deltas.pushed_delta import DeltaShard, touched
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.residency.loading import compare
+from weightsync_server.residency.slot import slot_of
 from weightsync_server.store.damage import DELTA_DAMAGE
 from weightsync_server.workers.fetch.delta_summary import DeltaHeader
 
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Layout, Manifest, ShardEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.residency.segments import SegmentAllocator
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.store.protocol import Store
     from weightsync_server.workers.fetch.delta_summary import TensorDelta
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["Materializer", "PatchInput"]
 
@@ -57,15 +61,23 @@ class Materializer:
     """Makes versions in slots that belong to them. Bytes of other slots are only read.
 
     Args:
-        versions: The registry.
+        store: Where versions are kept.
+        slots: Where they are made.
+        segments: Publishes what fetchers read.
+        fetch: Works on the bytes.
 
     Attributes:
         lock: Held while stored deltas are read; who removes some takes it.
     """
 
-    def __init__(self, versions: ModelVersions) -> None:
+    def __init__(
+        self, store: Store, slots: SlotPool, segments: SegmentAllocator, fetch: FetchApi
+    ) -> None:
         self.lock = asyncio.Lock()
-        self._versions = versions
+        self._store = store
+        self._slots = slots
+        self._segments = segments
+        self._fetch = fetch
         self._known: WeakKeyDictionary[VersionRecord, tuple[DeltaShard, ...]] = WeakKeyDictionary()
 
     def check(self, record: VersionRecord) -> None:
@@ -150,7 +162,7 @@ class Materializer:
         """
         if "signature" not in vars(layout):
             await asyncio.to_thread(getattr, layout, "signature")
-        told, changes = await self._versions.fetchers.inspect(document, entry, source)
+        told, changes = await self._fetch.inspect(document, entry, source)
         touches = await asyncio.to_thread(touched, layout, changes)
         if told != DeltaHeader(index, told.base_content_digest, layout.signature):
             raise WeightSyncError(
@@ -163,7 +175,7 @@ class Materializer:
 
     def remember(self, record: VersionRecord, shards: Sequence[DeltaShard]) -> None:
         """Take note of delta shards that were just stored, so that they need no second proof."""
-        store, stored = self._versions.store, []
+        store, stored = self._store, []
         for index, shard in enumerate(shards):
             source = store.shard_source(record.model, record.version, index, delta=True)
             if source is not None:
@@ -173,7 +185,7 @@ class Materializer:
     # Inside
 
     def _links(self, record: VersionRecord) -> list[ChainLink]:
-        durable = self._versions.store.durable
+        durable = self._store.durable
         links = []
         for one in record.chain:
             commit = one.commit
@@ -200,11 +212,11 @@ class Materializer:
         with contextlib.ExitStack() as held:
             # Before the first await, so that nobody takes away what the plan counts on.
             if way.start is Start.COPY and source.slot is not None:
-                held.enter_context(self._reading(source.slot))
+                held.enter_context(self._reading(slot_of(source)))
             if way.start is Start.IN_PLACE:
                 slot.revive()
-            parcel = self._versions.pool.parcel()
-            held.callback(self._versions.pool.discard, parcel)
+            parcel = self._slots.parcel()
+            held.callback(self._slots.discard, parcel)
             changed = await self._stored(parcel, manifest, chain[: way.at])
             gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -222,29 +234,29 @@ class Materializer:
         self, start: Start, source: VersionRecord, slot: Slot, layout: Layout, index: int
     ) -> Segment:
         """Return the segment of a shard, holding the bytes of `source`."""
-        ours, size = self._versions, layout.shards[index].size
-        segment = slot.segments.get(index) or await ours.pool.segment(slot, index, size)
+        size = layout.shards[index].size
+        segment = slot.segments.get(index) or await self._slots.segment(slot, index, size)
         if start is Start.COPY:
-            await ours.fetchers.copy(source.place.segments[index], size, segment)
+            await self._fetch.copy(source.place.segments[index], size, segment)
         elif start is Start.LOAD:
-            path = ours.store.shard_source(source.model, source.version, index)
+            path = self._store.shard_source(source.model, source.version, index)
             if path is None:
                 raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {index} was not kept")
-            await ours.fetchers.load(path, size, segment)
+            await self._fetch.load(path, size, segment)
         return segment
 
     async def _patch(self, segment: Segment, index: int, changed: PatchInput) -> None:
         for shards in changed.deltas:
             for shard in shards:
                 if index in shard.touches and changed.document is not None:
-                    await self._versions.fetchers.patch(
+                    await self._fetch.patch(
                         segment, index, changed.document, shard.entry, shard.source
                     )
 
     async def _prove(self, segment: Segment, index: int, changed: PatchInput) -> list[bytes]:
         if changed.deltas:
             await failpoints.reach("delta.patched")
-        return await self._versions.fetchers.digest(segment, changed.layout.shards[index])
+        return await self._fetch.digest(segment, changed.layout.shards[index])
 
     async def _stored(
         self, parcel: Slot, manifest: Manifest, deltas: Sequence[VersionRecord]
@@ -252,7 +264,7 @@ class Materializer:
         """Return the stored deltas of these versions, newest first, all proved."""
         if not deltas:
             return PatchInput(manifest.layout, None, ())
-        document = await write_layout(parcel, self._versions.keeper, manifest)
+        document = await write_layout(parcel, self._segments, manifest)
         found = []
         for record in reversed(deltas):
             if record not in self._known:
@@ -263,7 +275,7 @@ class Materializer:
     async def _read(
         self, record: VersionRecord, document: Segment, layout: Layout
     ) -> tuple[DeltaShard, ...]:
-        store = self._versions.store
+        store = self._store
         delta = await store.delta(record.model, record.version)
 
         async def one(index: int, entry: ShardEntry) -> DeltaShard:
@@ -286,7 +298,4 @@ class Materializer:
         try:
             yield
         finally:
-            slot.leases -= 1
-            if slot.record is not None:
-                self._versions.orphans.settle(slot.record)
-            self._versions.pool.wake()
+            self._slots.end_lease(slot)

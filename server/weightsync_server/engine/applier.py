@@ -21,7 +21,6 @@ from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
 from weightsync_server.engine.reconcile import reject
 from weightsync_server.ops.os_errors import translate_os_errors
-from weightsync_server.residency.digests import digesting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -259,7 +258,7 @@ class Applier:
         timeout_s: float,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
-        async with digesting(self._versions, lease) as digests:
+        async with self._versions.digesting(lease) as digests:
             target = await session.prepare(
                 record,
                 lease,

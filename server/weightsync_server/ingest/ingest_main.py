@@ -95,7 +95,7 @@ class _Ingest:
         return done.response
 
     def _listen(self) -> list[str]:
-        self._doors = Listeners(self._settings)
+        self._doors = Listeners(self._settings.listener_options)
         guard = GuardInterceptor(RpcMetrics(CollectorRegistry()), self._notices.fault)
         bound = self._doors.bind(_Report(self._notices), [guard], self._add)
         return [str(endpoint) for endpoint in bound]

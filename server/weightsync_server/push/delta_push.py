@@ -17,6 +17,7 @@ from weightsync_server.deltas import DeltaShard, PatchInput, PushedDelta
 from weightsync_server.deltas.bases import mismatch
 from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.residency.loading import compare
+from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,7 @@ class DeltaPush:
             WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
         """
         self._manifest = self._manifest or await self._versions.manifest(self._base)
-        await self._versions.pool.promise(self._record.place, self._manifest.layout.size)
+        await self._versions.pool.promise(slot_of(self._record), self._manifest.layout.size)
         await write_layout(self.parcel, self._versions.keeper, self._manifest)
         self._laying = asyncio.create_task(self._lay(prove=False))
         # Whoever needs the base asks for the outcome.
@@ -185,7 +186,7 @@ class DeltaPush:
         return [self._shards[index][0] for index in sorted(self._shards)]
 
     async def _make(self, manifest: Manifest) -> None:
-        slot = self._record.place
+        slot = slot_of(self._record)
         changed = PatchInput(manifest.layout, self._document, [self._ordered()])
         for left in reversed(range(_ATTEMPTS)):
             # What was laid meanwhile is proved with the rest; when that fails, it is laid again.
@@ -206,14 +207,14 @@ class DeltaPush:
                 return
 
     async def _lay(self, *, prove: bool) -> None:
-        slot, base = self._record.place, self._base
+        slot, base = slot_of(self._record), self._base
         try:
             await self._versions.builder.build(slot, base, self._base_manifest, prove=prove)
         except WeightSyncError as error:
             if error.reason is not Reason.DATA_CORRUPT:
                 raise
             raise mismatch(
-                self._versions, f"version {base.version} cannot be read ({error.message})"
+                self._versions.table, f"version {base.version} cannot be read ({error.message})"
             ) from error
 
     def _mistaken(self, error: WeightSyncError) -> WeightSyncError:

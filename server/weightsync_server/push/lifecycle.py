@@ -17,6 +17,7 @@ from weightsync_server.push.layout_parts import PushLayout
 from weightsync_server.push.progress import progress
 from weightsync_server.push.suspension import may_sleep, sleep
 from weightsync_server.push.verification import check_arrived_header, verify_shard
+from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +154,7 @@ class Push:
     @property
     def place(self) -> Slot:
         """Where its shards go: the slot of its version or, of a delta, memory of their own."""
-        return self.record.place if self.delta is None else self.delta.parcel
+        return slot_of(self.record) if self.delta is None else self.delta.parcel
 
     def based_on(self, base: VersionRecord | None) -> None:
         """Take note that this is a delta, and of which version; None: it is not."""

@@ -61,7 +61,8 @@ def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRec
     """
     if request.kind != pb.PUSH_KIND_DELTA:
         return None
-    return find_base(versions, request.base_content_digest, request.metadata.get("run_id", ""))
+    run_id = request.metadata.get("run_id", "")
+    return find_base(versions.table, request.base_content_digest, run_id)
 
 
 async def equip(push: Push, deadline_s: float | None) -> None:

@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import MAX_HEADER_BYTES, check_shard, check_version, parse_header
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.tasks import all_done
 from weightsync_server.residency.loading import load_shard
 from weightsync_server.store.damage import SHARD_DAMAGE
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Layout, Manifest, TensorEntry
     from weightsync.shm.segment_socket import OfferedFile
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.commits import CommitService
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.residency.leases import SlotLease
+    from weightsync_server.residency.orphans import OrphanReaper
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.residency.slot_pool import SlotPool
     from weightsync_server.residency.stager import Stager
+    from weightsync_server.store.protocol import Store
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["adopt", "borrow"]
+__all__ = ["CheckpointAdoption"]
 
 _SLOT_WAIT_S = 60.0
 
@@ -49,84 +54,121 @@ def _read_layout(files: Sequence[OfferedFile]) -> Layout:
     return check_version([shard for shard, _ in read], [tensors for _, tensors in read])
 
 
-async def _read(versions: ModelVersions, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
-    """Read files, sorted by name, into a slot and return what they turned out to be."""
-    try:
-        return await _read_whole(versions, slot, files)
-    except WeightSyncError as error:
-        if error.reason not in SHARD_DAMAGE:
+class CheckpointAdoption:
+    """Makes versions of the engine's own files, or holds them for the engine only.
+
+    Args:
+        table: The versions of the model.
+        commits: Commits what turns out to be new.
+        slots: Where the files are read to.
+        stager: Gives leases.
+        orphans: Drops what was not committed.
+        store: Where versions are kept.
+        fetch: Reads, digests and writes.
+    """
+
+    def __init__(
+        self,
+        table: VersionTable,
+        commits: CommitService,
+        slots: SlotPool,
+        stager: Stager,
+        orphans: OrphanReaper,
+        store: Store,
+        fetch: FetchApi,
+    ) -> None:
+        self._table = table
+        self._commits = commits
+        self._slots = slots
+        self._stager = stager
+        self._orphans = orphans
+        self._store = store
+        self._fetch = fetch
+
+    async def adopt(self, files: Sequence[OfferedFile], version: int) -> VersionRecord:
+        """Commit the engine's checkpoint as a version, or find the version that it is.
+
+        Args:
+            files: Name, size and read-only descriptor of each safetensors file; the caller closes.
+            version: Its number if it is new; 0: the next.
+
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, NO_SLOT, VERSION_NOT_ABOVE, ...
+        """
+        # Registered only when it turns out to be new: what it is, its content tells.
+        record = VersionRecord(self._table.name, version)
+        slot = await self._slots.take(record, _SLOT_WAIT_S)
+        try:
+            manifest = await self._read(slot, sorted(files))
+            known = self._table.same_content(manifest.content_digest)
+            if known is not None:
+                self._stager.hand_over(record, known, manifest)
+                return known
+            return await self._commit_new(record, manifest)
+        except BaseException:
+            if record.durability != pb.DURABILITY_COMMITTED:
+                await self._orphans.drop(record)
             raise
-        raise WeightSyncError(
-            error.reason,
-            f"the engine's checkpoint cannot be read: {error.message}; "
-            "restore its files, or restart vLLM on a whole checkpoint",
-        ) from error
 
+    @contextlib.asynccontextmanager
+    async def borrow(self, files: Sequence[OfferedFile]) -> AsyncIterator[SlotLease]:
+        """Lend the engine's checkpoint to the engine, in memory that is given back after the block.
 
-async def _read_whole(
-    versions: ModelVersions, slot: Slot, files: Sequence[OfferedFile]
-) -> Manifest:
-    layout = await asyncio.to_thread(_read_layout, files)
-    await versions.pool.promise(slot, layout.size)
-    loads = [
-        load_shard(versions, slot, layout, shard, fd) for shard, (_, _, fd) in enumerate(files)
-    ]
-    digests = [digest for found in await all_done(loads) for digest in found]
-    if len(digests) != len(layout.tensors):
-        raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
-    return await versions.seal(layout, digests)
+        It makes no version, and none that exists loses its bytes for good.
 
+        Args:
+            files: As for `adopt`; the caller closes.
 
-async def adopt(
-    versions: ModelVersions, files: Sequence[OfferedFile], version: int
-) -> VersionRecord:
-    """Commit a checkpoint or find the version that it is; see `ModelVersions.adopt`."""
-    # Registered only when it turns out to be new: what it is, its content tells.
-    record = versions.unlisted(version)
-    slot = await versions.pool.take(record, _SLOT_WAIT_S)
-    try:
-        manifest = await _read(versions, slot, sorted(files))
-        known = versions.same_content(manifest.content_digest)
-        if known is not None:
-            versions.hand_over(record, known, manifest)
-            return known
-        return await _commit_new(versions, record, manifest)
-    except BaseException:
-        if record.durability != pb.DURABILITY_COMMITTED:
-            await versions.drop(record)
-        raise
+        Raises:
+            WeightSyncError: LAYOUT_INVALID, SHARD_INVALID, MEMORY_EXHAUSTED, ...
+        """
+        record = VersionRecord(self._table.name, 0)
+        slot = self._slots.borrow(record)
+        try:
+            self._table.staged(record, await self._read(slot, sorted(files)))
+            # It is staged, so nothing is waited for.
+            with await self._stager.stage(record, 0, for_engine=True, durable=False) as lease:
+                yield lease
+        finally:
+            self._slots.give_back(slot)
 
+    async def _read(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
+        """Read files, sorted by name, into a slot and return what they turned out to be."""
+        try:
+            return await self._read_whole(slot, files)
+        except WeightSyncError as error:
+            if error.reason not in SHARD_DAMAGE:
+                raise
+            raise WeightSyncError(
+                error.reason,
+                f"the engine's checkpoint cannot be read: {error.message}; "
+                "restore its files, or restart vLLM on a whole checkpoint",
+            ) from error
 
-@contextlib.asynccontextmanager
-async def borrow(
-    versions: ModelVersions, stager: Stager, files: Sequence[OfferedFile]
-) -> AsyncIterator[SlotLease]:
-    """Lend a checkpoint in memory to an engine; see `ModelVersions.borrow_checkpoint`."""
-    record = versions.unlisted(0)
-    slot = versions.pool.borrow(record)
-    try:
-        versions.staged(record, await _read(versions, slot, sorted(files)))
-        # It is staged, so nothing is waited for.
-        with await stager.stage(record, 0, for_engine=True, durable=False) as lease:
-            yield lease
-    finally:
-        versions.pool.give_back(slot)
+    async def _read_whole(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
+        layout = await asyncio.to_thread(_read_layout, files)
+        await self._slots.promise(slot, layout.size)
+        loads = [
+            load_shard(self._slots, self._fetch, slot, layout, shard, fd)
+            for shard, (_, _, fd) in enumerate(files)
+        ]
+        digests = [digest for found in await all_done(loads) for digest in found]
+        if len(digests) != len(layout.tensors):
+            raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
+        return await self._commits.seal(layout, digests)
 
-
-async def _commit_new(
-    versions: ModelVersions, record: VersionRecord, manifest: Manifest
-) -> VersionRecord:
-    # No await between here and `enlist`: a push may take the number meanwhile.
-    if record.version and record.version < versions.next_version():
-        raise versions.not_above(record.version)
-    record.version = record.version or versions.adoption_version()
-    versions.enlist(record)
-    segments = record.place.ordered()
-    writes = []
-    for index, shard in enumerate(manifest.layout.shards):
-        target = versions.store.shard_target(versions.name, record.version, index)
-        if target is not None:
-            writes.append(versions.fetchers.persist(segments[index], shard.size, target))
-    await all_done(writes)
-    await versions.commit(record, manifest, adopted=True)
-    return record
+    async def _commit_new(self, record: VersionRecord, manifest: Manifest) -> VersionRecord:
+        # No await between here and `add`: a push may take the number meanwhile.
+        if record.version and record.version < self._table.next_version():
+            raise self._table.not_above(record.version)
+        record.version = record.version or self._table.adoption_version()
+        self._table.add(record)
+        segments = record.place.ordered()
+        writes = []
+        for index, shard in enumerate(manifest.layout.shards):
+            target = self._store.shard_target(record.model, record.version, index)
+            if target is not None:
+                writes.append(self._fetch.persist(segments[index], shard.size, target))
+        await all_done(writes)
+        await self._commits.commit(record, manifest, adopted=True)
+        return record

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
@@ -87,9 +86,11 @@ def _by_shard(manifest: Manifest) -> list[list[bytes]]:
 
 
 @contextlib.asynccontextmanager
-async def digesting(versions: ModelVersions, lease: SlotLease) -> AsyncIterator[ShardDigests]:
-    """Give digests for `verify_staged`; nobody is at them when the body has ended."""
-    digests = ShardDigests(lease, await versions.manifest(lease.record), versions.fetchers)
+async def digesting(
+    lease: SlotLease, manifest: Manifest, fetchers: FetchApi
+) -> AsyncIterator[ShardDigests]:
+    """Give digests for `Stager.verify`; nobody is at them when the body has ended."""
+    digests = ShardDigests(lease, manifest, fetchers)
     try:
         yield digests
     finally:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from weightsync import clock
 from weightsync.shm.incoming_version import ArrivalWriter
+from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +51,8 @@ class IncomingReader:
         self._layout = layout
         self._ids = tuple(segment.id for segment in segments)
         self._keeper = keeper
-        self._slot, self._life = record.place, record.place.lives
+        self._slot = slot_of(record)
+        self._life = self._slot.lives
         self._came: set[int] = set()
         self._lies: dict[int, Lying] = {}
         self.ended_at: float | None = None

@@ -11,20 +11,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsync.model.manifest import Layout, Manifest, TensorEntry
-    from weightsync_server.model import ModelVersions
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["compare", "first_difference", "load_shard"]
 
 
 async def load_shard(
-    versions: ModelVersions, slot: Slot, layout: Layout, shard: int, source: int | str
+    slots: SlotPool, fetch: FetchApi, slot: Slot, layout: Layout, shard: int, source: int | str
 ) -> list[bytes]:
     """Read a file into the shard's segment and return the digests of its tensors."""
     entry = layout.shards[shard]
-    segment = await versions.pool.segment(slot, shard, entry.size)
-    await versions.fetchers.load(source, entry.size, segment)
-    return await versions.fetchers.digest(segment, entry)
+    segment = await slots.segment(slot, shard, entry.size)
+    await fetch.load(source, entry.size, segment)
+    return await fetch.digest(segment, entry)
 
 
 def compare(manifest: Manifest, found: Sequence[Sequence[bytes]], where: str) -> None:

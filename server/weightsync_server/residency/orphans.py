@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.commits import CommitService, CommittedDelta
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.deltas import PushedDelta
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["OrphanReaper"]
 
@@ -26,21 +29,35 @@ class OrphanReaper:
     """Drops versions whose push failed, none from under an engine that serves or prepares it.
 
     Args:
-        versions: The registry.
+        table: The versions of the model.
+        serving: Which of them is live.
+        slots: Where their bytes lie.
+        commits: Commits what comes after all, and erases what was served.
+        store: Where versions are kept.
         spawn: Runs what nobody waits for.
     """
 
     def __init__(
-        self, versions: ModelVersions, spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self,
+        table: VersionTable,
+        serving: ServingState,
+        slots: SlotPool,
+        commits: CommitService,
+        store: Store,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._versions = versions
+        self._table = table
+        self._serving = serving
+        self._slots = slots
+        self._commits = commits
+        self._store = store
         self._spawn = spawn
 
     def use(self, record: VersionRecord) -> str:
         """Tell why a version that is not committed must stay; empty: it need not."""
-        if self._versions.find(record.version) is not record:
+        if self._table.find(record.version) is not record:
             return ""
-        if record.version == self._versions.live:
+        if record.version == self._serving.live:
             return "live; apply another version or roll back first"
         if record.slot is not None and record.slot.leases:
             return "staged for an apply; retry when that has ended"
@@ -58,27 +75,27 @@ class OrphanReaper:
             logger.warning(
                 "version %d failed to commit and is %s", record.version, self.use(record)
             )
-            self._versions.tell(record)
+            self._table.publish(record)
         if not keep:
             await self._discard(record)
-        if self._versions.find(record.version) is record:
+        if self._table.find(record.version) is record:
             record.orphaned = True
             self.settle(record)
         else:
-            self._versions.pool.release(record)
+            self._slots.release(record)
 
     def settle(self, record: VersionRecord) -> None:
         """Forget a failed version if nobody uses it any more."""
         if not record.orphaned or self.use(record):
             return
         record.orphaned = False
-        self._versions.forget(record)
-        self._versions.pool.release(record)
+        self._table.remove(record)
+        self._slots.release(record)
         if record.served:
             # What an engine served under a number is never another content.
-            self._spawn(self._versions.scrub(record))
+            self._spawn(self._commits.scrub(record))
         elif record.pinned or record.rejected_reason:
-            self._spawn(self._versions.unmark(record.version))
+            self._spawn(self._commits.unmark(record))
 
     async def revive(
         self,
@@ -87,16 +104,15 @@ class OrphanReaper:
         *,
         epoch: int,
         trainer_verified: bool,
-        delta: PushedDelta | None = None,
+        delta: CommittedDelta | None = None,
     ) -> None:
         """Commit a failed version that is still live, its shards having been stored anew.
 
         Raises:
-            WeightSyncError: VERSION_CONFLICT, VERSION_NOT_ABOVE, or as `ModelVersions.commit`.
+            WeightSyncError: VERSION_CONFLICT, VERSION_NOT_ABOVE, or as `CommitService.commit`.
         """
-        ours = self._versions
-        if ours.find(record.version) is not record or record.manifest is None:
-            raise ours.not_above(record.version)
+        if self._table.find(record.version) is not record or record.manifest is None:
+            raise self._table.not_above(record.version)
         if record.manifest.manifest_digest != manifest.manifest_digest:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
@@ -109,7 +125,7 @@ class OrphanReaper:
         record.durability = pb.DURABILITY_RECEIVING
         record.epoch = epoch
         try:
-            await ours.commit(
+            await self._commits.commit(
                 record, record.manifest, trainer_verified=trainer_verified, delta=delta
             )
         except BaseException:
@@ -117,12 +133,12 @@ class OrphanReaper:
             raise
 
     async def _discard(self, record: VersionRecord) -> None:
-        known = self._versions.find(record.version)
+        known = self._table.find(record.version)
         if not record.version or (known is not None and known.commit is not None):
             # Nothing was stored of a checkpoint without a number, nor of a repeated push.
             return
         try:
-            await self._versions.store.discard(record.model, record.version)
+            await self._store.discard(record.model, record.version)
         except (WeightSyncError, OSError) as error:
             # The store removes uncommitted leftovers when it is opened.
             logger.warning("leftovers of version %d stay for now: %s", record.version, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segments import reserved_size
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.residency.segments import SegmentAllocator
 
-__all__ = ["Residue", "Slot"]
+__all__ = ["Residue", "Slot", "slot_of"]
 
 
 class Residue(NamedTuple):
@@ -183,3 +184,15 @@ class Slot:
         if self._promised:
             self._keeper.budget.release(self._promised, touched=False)
             self._promised = 0
+
+
+def slot_of(record: VersionRecord) -> Slot:
+    """Return the slot of a version that has one.
+
+    Raises:
+        WeightSyncError: FAULT; the server lost count.
+    """
+    slot = record.slot
+    if isinstance(slot, Slot):
+        return slot
+    raise WeightSyncError(Reason.FAULT, f"version {record.version} has no slot; call again")

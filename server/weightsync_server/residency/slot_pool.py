@@ -79,6 +79,8 @@ class SlotPool:
         self.slots = [Slot(index, keeper) for index in range(count)]
         #: Told when somebody waits for a slot.
         self.on_wait: Callable[[], None] = lambda: None
+        #: Called with a version that one reader less relies on.
+        self.on_unleased: Callable[[VersionRecord], None] = lambda _: None
         self._parcels: set[Slot] = set()
         self._keeper = keeper
         self._order = order
@@ -193,6 +195,13 @@ class SlotPool:
         if holder.slot is not None:
             holder.slot.empty()
             self.wake()
+
+    def end_lease(self, slot: Slot) -> None:
+        """Take note that a reader relies on the bytes of a slot no more."""
+        slot.leases -= 1
+        if slot.record is not None:
+            self.on_unleased(slot.record)
+        self.wake()
 
     def wake(self) -> None:
         """Look again whether somebody who waits can be served. Call it after any change."""

@@ -14,13 +14,25 @@ from weightsync_server.ops.os_errors import translate_os_errors
 from weightsync_server.residency.digests import ShardDigests
 from weightsync_server.residency.leases import SlotLease
 from weightsync_server.residency.loading import compare
+from weightsync_server.residency.slot import slot_of
 from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from weightsync.model.manifest import Manifest
+    from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.residency.segments import SegmentAllocator
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.store.protocol import Store
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
+
+    #: Fills a slot with a committed version and proves it.
+    Materialize = Callable[[Slot, VersionRecord, Manifest], Awaitable[None]]
 
 __all__ = ["Stager"]
 
@@ -43,11 +55,39 @@ class Stager:
     """Reads versions from the store into slots and gives leases on them.
 
     Args:
-        versions: The registry.
+        table: The versions of the model.
+        serving: Which of them is live.
+        commits: Has their manifests.
+        slots: Where their bytes lie.
+        segments: Publishes what readers map.
+        store: Where versions are kept.
+        fetch: Digests what lies in a slot.
+        check: Refuses a committed version that cannot be made.
+        materialize: Makes one.
     """
 
-    def __init__(self, versions: ModelVersions) -> None:
-        self._versions = versions
+    def __init__(
+        self,
+        table: VersionTable,
+        serving: ServingState,
+        commits: CommitService,
+        slots: SlotPool,
+        segments: SegmentAllocator,
+        store: Store,
+        fetch: FetchApi,
+        *,
+        check: Callable[[VersionRecord], None],
+        materialize: Materialize,
+    ) -> None:
+        self._table = table
+        self._serving = serving
+        self._commits = commits
+        self._slots = slots
+        self._segments = segments
+        self._store = store
+        self._fetch = fetch
+        self._check = check
+        self._materialize = materialize
         self._loading: dict[int, asyncio.Task[None]] = {}
         #: Of those that wait for a slot, when the last who asked for it gives up.
         self._queued: dict[int, float] = {}
@@ -71,38 +111,54 @@ class Stager:
             # Who else uses it may find damage before our turn: then it is read once more.
             while record.slot is None or record.residency != pb.RESIDENCY_STAGED:
                 await self._loaded(record, timeout_s, deadline)
-            slot = record.slot
+            slot = slot_of(record)
             slot.leases += 1
         finally:
             record.awaited -= 1
-            self._versions.pool.wake()
+            self._slots.wake()
         try:
             document = await self._document(record, slot)
         except BaseException:
-            self._left(slot)
+            self._slots.end_lease(slot)
             raise
         if for_engine:
-            self._versions.keeper.expose([document, *(s.id for s in slot.segments.values())])
-        return SlotLease(record, document, slot.ordered(), slot, lambda: self._left(slot))
+            self._segments.expose([document, *(s.id for s in slot.segments.values())])
+        return SlotLease(
+            record, document, slot.ordered(), slot, partial(self._slots.end_lease, slot)
+        )
 
     def hand_over(self, record: VersionRecord, known: VersionRecord, manifest: Manifest) -> None:
-        """Pass a slot on or free it; see `ModelVersions.hand_over`."""
+        """Give the slot of a record to the version that it repeats, or free it.
+
+        Args:
+            record: Whose slot holds the bytes, verified.
+            known: The committed version that these bytes turned out to be.
+            manifest: Of the bytes.
+        """
         same = known.commit is not None and known.commit.manifest_digest == manifest.manifest_digest
         # Whoever reads it already waits for a slot of its own: with this one it would hold two.
         if same and known.slot is None and known.version not in self._loading:
-            record.place.pass_to(known)
-            self._versions.staged(known, manifest)
+            slot_of(record).pass_to(known)
+            self._table.staged(known, manifest)
         else:
-            self._versions.pool.release(record)
+            self._slots.release(record)
 
     async def verify(self, lease: SlotLease, digests: ShardDigests | None) -> None:
-        """Look at digests of the segments; see `ModelVersions.verify_staged`."""
+        """Prove again that the segments hold the version.
+
+        Args:
+            lease: On the version.
+            digests: Of its segments, as far as they were begun; None: begin now.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT, naming the tensor; the next `stage` reads the store.
+        """
         with translate_os_errors("verifying a staged version"):
             await failpoints.reach("stage.verify")
         record = lease.record
         self._refuse_failed(record)
-        manifest = await self._versions.manifest(record)
-        digests = digests or ShardDigests(lease, manifest, self._versions.fetchers)
+        manifest = await self._commits.manifest(record)
+        digests = digests or ShardDigests(lease, manifest, self._fetch)
         try:
             found = await digests.all()
             compare(manifest, found, "in shared memory")
@@ -112,14 +168,14 @@ class Stager:
             self._damaged(record, lease.slot)
             remedy = (
                 "it is read from the store again"
-                if self._versions.store.durable and record.commit is not None
+                if self._store.durable and record.commit is not None
                 else "push it again"
             )
             raise _not_ours(record, error.message, remedy) from error
         self._refuse_failed(record)
 
     def _refuse_failed(self, record: VersionRecord) -> None:
-        if record.orphaned and record.version != self._versions.live:
+        if record.orphaned and record.version != self._serving.live:
             raise WeightSyncError(
                 Reason.PUSH_ABORTED,
                 f"the push of version {record.version} ended without a commit; push it again",
@@ -132,7 +188,7 @@ class Stager:
         staged = record.slot is not None and record.residency == pb.RESIDENCY_STAGED
         coming = record.durability == pb.DURABILITY_RECEIVING
         # Somebody asked for the live one already.
-        if staged and (record.version == self._versions.live or (coming and not durable)):
+        if staged and (record.version == self._serving.live or (coming and not durable)):
             return
         missing = record.missing_text()
         waived = ", or set require_durable to false" if staged and coming else ""
@@ -158,7 +214,7 @@ class Stager:
             task.result()
         elif version in self._queued:
             # Whoever waits longer goes on waiting.
-            raise self._versions.pool.none_free(timeout_s)
+            raise self._slots.none_free(timeout_s)
         else:
             raise WeightSyncError(
                 Reason.DEADLINE_EXCEEDED,
@@ -176,27 +232,26 @@ class Stager:
     async def _load(self, record: VersionRecord) -> None:
         with translate_os_errors(f"reading version {record.version} from the store"):
             await failpoints.reach("stage.load")
-        ours = self._versions
         try:
-            ours.builder.check(record)
+            self._check(record)
         except WeightSyncError as error:
             raise _not_ours(record, error.message, _RESTORE) from error
-        slot = await ours.pool.take(record, 0, lambda: _until(self._queued[record.version]))
+        slot = await self._slots.take(record, 0, lambda: _until(self._queued[record.version]))
         del self._queued[record.version]
         record.residency = pb.RESIDENCY_STAGING
-        ours.changed(record)
+        self._table.touch(record)
         try:
-            manifest = await ours.manifest(record)
-            await ours.builder.build(slot, record, manifest)
+            manifest = await self._commits.manifest(record)
+            await self._materialize(slot, record, manifest)
         except BaseException as error:
             record.residency = pb.RESIDENCY_ABSENT
             slot.spoil()
-            ours.pool.release(record)
-            ours.changed(record)
+            self._slots.release(record)
+            self._table.touch(record)
             if isinstance(error, WeightSyncError) and error.reason in SHARD_DAMAGE:
                 raise _not_ours(record, error.message, _RESTORE) from error
             raise
-        ours.staged(record, manifest)
+        self._table.staged(record, manifest)
 
     def _damaged(self, record: VersionRecord, slot: Slot) -> None:
         if record.slot is not slot:
@@ -205,28 +260,22 @@ class Stager:
             # Its push may be at work in the slot, and frees it when it fails to commit.
             record.durability = pb.DURABILITY_FAILED
             record.residency = pb.RESIDENCY_STAGING
-            self._versions.changed(record)
+            self._table.touch(record)
             return
         record.manifest = None
         record.residency = pb.RESIDENCY_ABSENT
-        if not self._versions.store.durable:
+        if not self._store.durable:
             # Its only copy is gone: no apply may choose it.
             record.durability = pb.DURABILITY_FAILED
         slot.spoil()
-        self._versions.pool.release(record)
-        self._versions.changed(record)
+        self._slots.release(record)
+        self._table.touch(record)
 
     async def _document(self, record: VersionRecord, slot: Slot) -> str:
         async with self._documents:
             if slot.document is None:
-                manifest = await self._versions.manifest(record)
+                manifest = await self._commits.manifest(record)
                 ids = tuple(segment.id for segment in slot.ordered())
                 staged = StagedVersion(manifest, ids)
-                slot.document = await self._versions.keeper.write(staged.to_segment)
+                slot.document = await self._segments.write(staged.to_segment)
             return slot.document.id
-
-    def _left(self, slot: Slot) -> None:
-        slot.leases -= 1
-        if slot.record is not None:
-            self._versions.orphans.settle(slot.record)
-        self._versions.pool.wake()

@@ -29,9 +29,16 @@ async def here(tmp_path: Path) -> AsyncIterator[World]:
         yield made
 
 
+def _monitor(here: World, metrics: Metrics, late: Any = ()) -> InvariantMonitor:
+    versions = here.versions
+    return InvariantMonitor(
+        versions.table, versions.epochs, versions.pool, versions.keeper, metrics, late
+    )
+
+
 def _census(here: World) -> tuple[InvariantMonitor, Metrics]:
     metrics = Metrics("m")
-    return InvariantMonitor(here.versions, here.budget, metrics), metrics
+    return _monitor(here, metrics), metrics
 
 
 async def test_a_server_at_work_violates_nothing(here: World) -> None:
@@ -108,7 +115,7 @@ async def test_a_leak_that_grows_is_one_and_one_that_comes_again_another(here: W
 async def test_what_goes_on_past_its_bound_is_counted_once(here: World) -> None:
     late = ["a pause goes on past its bound"]
     metrics = Metrics("m")
-    made = InvariantMonitor(here.versions, here.budget, metrics, [lambda: late, list])
+    made = _monitor(here, metrics, [lambda: late, list])
     made.look()
     assert metrics.violations() == _NONE
     for _ in range(3):

@@ -18,7 +18,7 @@ async def test_no_call_waits_for_a_registered_method(tmp_path: Path) -> None:
     # One that waits costs the process when gRPC's accept loop ends; see `wire.named_methods`.
     listen = [f"unix:{tmp_path}/a.sock", f"unix:{tmp_path}/b.sock?role=read"]
     values: dict[str, Any] = {"listen": listen}
-    doors = Listeners(Settings(**values))
+    doors = Listeners(Settings(**values).listener_options)
     servicer = health.aio.HealthServicer()
     doors.bind(
         Audit("default", Metrics("default")),

@@ -39,6 +39,11 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+def _scrubber(here: World) -> Scrubber:
+    versions = here.versions
+    return Scrubber(versions.table, versions.store, versions.builder.lock, FAST)
+
+
 def shard_file(here: World, version: int, shard: int = 1) -> Path:
     source = here.versions.store.shard_source("m", version, shard)
     assert source is not None
@@ -51,7 +56,7 @@ async def test_damage_is_found_told_on_use_and_never_healed_in_silence(
 ) -> None:
     await here.push(simple(1), 1)
     record = here.versions.get(1)
-    looking = Scrubber(here.versions, FAST)
+    looking = _scrubber(here)
     await looking.scrub(record)
     assert record.damaged == ""
     path = shard_file(here, 1)
@@ -77,7 +82,7 @@ async def test_it_goes_round_and_passes_over_what_is_deleted(here: World) -> Non
     await here.push(simple(2), 2)
     path = shard_file(here, 2)
     path.write_bytes(flipped(path.read_bytes(), -1 % path.stat().st_size))
-    running = asyncio.create_task(Scrubber(here.versions, FAST).run())
+    running = asyncio.create_task(_scrubber(here).run())
     await here.versions.delete(1)
     end = time.monotonic() + 10
     while not here.versions.get(2).damaged:
@@ -92,7 +97,7 @@ async def test_a_fault_of_this_host_is_no_damage(
 ) -> None:
     await here.push(simple(1), 1)
     record = here.versions.get(1)
-    looking = Scrubber(here.versions, FAST)
+    looking = _scrubber(here)
     whole = os.pread
 
     def fail(number: int) -> Callable[..., bytes]:
@@ -134,7 +139,7 @@ async def test_one_that_cannot_be_checked_hides_no_other(
         return await manifest(model, version)
 
     monkeypatch.setattr(store, "manifest", odd)
-    running = asyncio.create_task(Scrubber(here.versions, FAST).run())
+    running = asyncio.create_task(_scrubber(here).run())
     await until(lambda: bool(here.versions.get(2).damaged))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

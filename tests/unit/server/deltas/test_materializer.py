@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
 
 
+def _scrubber(here: World) -> Scrubber:
+    versions = here.versions
+    return Scrubber(versions.table, versions.store, versions.builder.lock, 1 << 40)
+
+
 class Watched(Threads):
     """Notes what is asked, and does harm when it is told to.
 
@@ -257,7 +262,7 @@ async def test_damaged_deltas_are_found_by_the_scrubber(tmp_path: Path) -> None:
     contents = history(2)
     async with world(tmp_path) as here:
         await push_chain(here, contents)
-        scrubber = Scrubber(here.versions, 1 << 40)
+        scrubber = _scrubber(here)
         record = here.versions.get(2)
         await scrubber.scrub(record)
         assert record.damaged == ""
@@ -291,6 +296,6 @@ async def test_a_fold_under_the_scrubber_is_no_damage(
             return manifest
 
         monkeypatch.setattr(here.versions.store, "delta", folded_meanwhile)
-        await Scrubber(here.versions, 1 << 40).scrub(record)
+        await _scrubber(here).scrub(record)
         assert (record.base, record.damaged) == (None, "")
         lease.release()

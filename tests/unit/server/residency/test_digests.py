@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.server.world import Threads, World, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.residency.digests import digesting
 from weightsync_server.residency.leases import SlotLease
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ async def lease(here: World) -> AsyncIterator[SlotLease]:
 
 
 async def test_each_shard_is_digested_once(here: World, lease: SlotLease, fetchers: Gated) -> None:
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         for count in (0, 1, 1, 0, 2, -1):
             digests.begin(count)
         await asyncio.sleep(0.01)
@@ -78,7 +77,7 @@ async def test_each_shard_is_digested_once(here: World, lease: SlotLease, fetche
 
 
 async def test_more_than_there_are(here: World, lease: SlotLease, fetchers: Gated) -> None:
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         digests.begin(1 << 40)
         await here.versions.verify_staged(lease, digests)
     assert fetchers.begun == lease.segments
@@ -89,7 +88,7 @@ async def test_damage_is_named_and_the_others_come_to_their_end(
     here: World, lease: SlotLease, fetchers: Gated, shard: int
 ) -> None:
     lease.segments[shard].view[300] ^= 1
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         digests.begin(2)
         with pytest.raises(WeightSyncError, match=f"s{shard}.a") as caught:
             await here.versions.verify_staged(lease, digests)
@@ -103,7 +102,7 @@ async def test_nobody_is_at_a_segment_when_they_have_ended(
     fetchers.go.clear()
 
     async def fail() -> None:
-        async with digesting(here.versions, lease) as digests:
+        async with here.versions.digesting(lease) as digests:
             digests.begin(2)
             await asyncio.sleep(0.01)
             assert len(fetchers.at) == 2
@@ -120,7 +119,7 @@ async def test_nobody_is_at_a_segment_when_the_proof_is_cancelled(
     fetchers.go.clear()
 
     async def prove() -> None:
-        async with digesting(here.versions, lease) as digests:
+        async with here.versions.digesting(lease) as digests:
             await here.versions.verify_staged(lease, digests)
 
     task = asyncio.create_task(prove())
@@ -135,7 +134,7 @@ async def test_nobody_is_at_a_segment_when_the_proof_is_cancelled(
 async def test_what_was_forgotten_is_digested_again(
     here: World, lease: SlotLease, fetchers: Gated
 ) -> None:
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         digests.begin(3)
         await asyncio.sleep(0.05)
         await digests.cancel()
@@ -149,7 +148,7 @@ async def test_what_was_forgotten_is_digested_again(
 async def test_what_readers_have_proved_is_not_digested_again(
     here: World, lease: SlotLease, fetchers: Gated
 ) -> None:
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         digests.trust(frozenset({0, 2}))
         await here.versions.verify_staged(lease, digests)
         assert fetchers.begun == lease.segments[1:2]
@@ -161,7 +160,7 @@ async def test_what_readers_have_proved_is_not_digested_again(
 
 async def test_damage_in_what_nobody_has_proved_is_found(here: World, lease: SlotLease) -> None:
     lease.segments[1].view[lease.record.manifest.layout.shards[1].data_start] ^= 1  # type: ignore[union-attr]  # it is staged
-    async with digesting(here.versions, lease) as digests:
+    async with here.versions.digesting(lease) as digests:
         digests.trust(frozenset({0, 2}))
         with pytest.raises(WeightSyncError) as caught:
             await here.versions.verify_staged(lease, digests)

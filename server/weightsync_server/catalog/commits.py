@@ -1,0 +1,194 @@
+"""Sealing, committing and erasing versions: each one transaction of store and table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Protocol
+
+from weightsync import failpoints
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.manifest import Manifest
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.tasks import to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from weightsync.model.manifest import Layout
+    from weightsync_server.catalog.epochs import Epochs
+    from weightsync_server.catalog.layout_cache import KnownLayout, LayoutCache
+    from weightsync_server.catalog.pins import Pins
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.store.disk_quota import DiskQuota
+    from weightsync_server.store.protocol import Store
+    from weightsync_server.store.store_records import CommitRecord, DeltaFacts
+
+__all__ = ["CommitService", "CommittedDelta"]
+
+
+class CommittedDelta(Protocol):
+    """A delta that was pushed and proved, as far as its commit needs to know it."""
+
+    @property
+    def base(self) -> VersionRecord:
+        """The version that it changes."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of its own shards."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the store keeps the delta, and not the whole version."""
+
+    @property
+    def facts(self) -> DeltaFacts:
+        """What the commit record says of it."""
+
+
+class CommitService:
+    """Makes versions exist, and erases them; nothing of it is ever left half done.
+
+    Args:
+        table: The versions of the model.
+        epochs: Who may write.
+        pins: What is remembered of versions that are gone.
+        store: Where versions are kept.
+        layouts: Layouts that versions share.
+        disk: Is told of room that is being freed.
+
+    Attributes:
+        on_commit: Called after each commit.
+    """
+
+    def __init__(
+        self,
+        table: VersionTable,
+        epochs: Epochs,
+        pins: Pins,
+        store: Store,
+        layouts: LayoutCache,
+        disk: DiskQuota,
+    ) -> None:
+        self.on_commit: Callable[[], None] = lambda: None
+        self._table = table
+        self._epochs = epochs
+        self._pins = pins
+        self._store = store
+        self._layouts = layouts
+        self._disk = disk
+
+    async def seal(self, layout: Layout, digests: Iterable[bytes]) -> Manifest:
+        """Return a manifest with its digests computed, off the event loop, and a shared layout."""
+        if "digest" not in vars(layout):
+            await asyncio.to_thread(getattr, layout, "digest")
+        manifest = Manifest(self._layouts.remember(layout).layout, tuple(digests))
+        await asyncio.to_thread(getattr, manifest, "manifest_digest")
+        return manifest
+
+    async def layout(self, digest: str) -> KnownLayout | None:
+        """Return a layout that an earlier version had, or None."""
+        if self._layouts.get(digest) is None:
+            same = (r for r in self._table.list() if r.commit and r.commit.layout_digest == digest)
+            if (record := next(same, None)) is not None:
+                await self.manifest(record)
+        return self._layouts.get(digest)
+
+    async def manifest(self, record: VersionRecord) -> Manifest:
+        """Return the manifest of a committed version, from memory or the store."""
+        if record.manifest is not None:
+            return record.manifest
+        manifest = await self._store.manifest(record.model, record.version)
+        return await self.seal(manifest.layout, manifest.digests)
+
+    async def commit(
+        self,
+        record: VersionRecord,
+        manifest: Manifest,
+        *,
+        trainer_verified: bool = False,
+        adopted: bool = False,
+        delta: CommittedDelta | None = None,
+    ) -> CommitRecord:
+        """Make a version exist, once and for ever; every shard is verified and durable.
+
+        Args:
+            record: Its slot holds the bytes.
+            manifest: From `seal`.
+            trainer_verified: The trainer's own digests were compared.
+            adopted: It is the engine's checkpoint, which no writer's epoch guards.
+            delta: What was pushed of it; None: all.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE, VERSION_NOT_ABOVE or what the store says; nothing changed.
+        """
+        async with self._epochs.lock:
+            if not adopted and record.epoch != self._epochs.newest:
+                raise self._epochs.stale(record.epoch)
+            if record.version <= self._table.highest and not adopted:
+                raise self._table.not_above(record.version)
+            if record.durability == pb.DURABILITY_FAILED:
+                raise WeightSyncError(
+                    Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
+                )
+            commit = record.sealed(
+                manifest,
+                trainer_verified=trainer_verified,
+                adopted=adopted,
+                delta=delta.facts if delta else None,
+            )
+            kept = delta if delta and delta.kept else None
+            await failpoints.reach("commit.store")
+            await self._store.commit(commit, manifest, kept.manifest if kept else None)
+            record.commit, record.base = commit, kept.base if kept else None
+            record.durability = pb.DURABILITY_COMMITTED
+            record.missing = None
+            self._table.staged(record, manifest)
+        self.on_commit()
+        return commit
+
+    async def erase(self, record: VersionRecord) -> None:
+        """Delete a committed version that nobody uses; no check is made.
+
+        Raises:
+            WeightSyncError: What the store says; the version is there as before, or gone.
+        """
+        # Gone for everybody before the first await, so that nothing can begin to use it.
+        self._table.remove(record)
+        if record.slot is not None:
+            record.slot.empty()
+            self._table.wake()
+        # Wholly, also when the caller leaves: half of it would come back after a restart.
+        erasing = asyncio.create_task(self._erased(record))
+        self._disk.frees(erasing)
+        await to_end(erasing)
+
+    async def scrub(self, record: VersionRecord) -> None:
+        """Remove what the store holds of a version, for ever."""
+        await self._pins.use(record.version)
+        await self._store.delete(record.model, record.version)
+        # A mark of a version that is gone harms nobody.
+        with contextlib.suppress(WeightSyncError):
+            await self.unmark(record)
+
+    async def unmark(self, record: VersionRecord) -> None:
+        """Forget what people decided about a version that is gone."""
+        await self._pins.change(record.version, pinned=False, rejected="")
+
+    async def _erased(self, record: VersionRecord) -> None:
+        try:
+            await self.scrub(record)
+        except WeightSyncError:
+            await self._put_back(record)
+            raise
+
+    async def _put_back(self, record: VersionRecord) -> None:
+        """Register a version again whose deletion failed, unless its record is gone already."""
+        try:
+            await self._store.manifest(record.model, record.version)
+        except WeightSyncError as error:
+            if error.reason is Reason.VERSION_UNKNOWN:
+                return
+        self._table.add(record)
