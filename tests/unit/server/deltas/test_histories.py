@@ -70,7 +70,8 @@ class _History:
         try:
             await versions.delete(version)
         except WeightSyncError as error:
-            if error.reason is not Reason.VERSION_IN_USE or not (based or versions.live == version):
+            used = based or version in (versions.live, versions.rollback_to)
+            if error.reason is not Reason.VERSION_IN_USE or not used:
                 # A fold may hold it for a moment.
                 assert versions.folder._task is not None
         else:
