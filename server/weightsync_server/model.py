@@ -359,7 +359,7 @@ class ModelVersions:
 
     def let_go(self, ids: Iterable[str]) -> None:
         """Take note that no process of the engine maps these segments any more."""
-        self.keeper.let_go(ids)
+        self.keeper.release(ids)
 
     # What is live, and what may be
 

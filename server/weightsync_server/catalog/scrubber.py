@@ -65,7 +65,7 @@ class Scrubber:
             logger.exception("version %d could not be checked", record.version)
 
     async def scrub(self, record: VersionRecord) -> None:
-        """Digest a stored version and note what is wrong with it, unless that cannot be told."""
+        """Digest a stored version and note what is wrong with it, unless that cannot be fault."""
         base, damage = record.base, ""
         try:
             await self._check(record)
@@ -74,12 +74,12 @@ class Scrubber:
                 folded = record.base is not base
             if folded or self._table.find(record.version) is not record:
                 return  # It was deleted meanwhile, or is kept in full now.
-            told = read_fault(error, "reading it") if isinstance(error, OSError) else error
-            if told.reason not in STORED_DAMAGE:
+            fault = read_fault(error, "reading it") if isinstance(error, OSError) else error
+            if fault.reason not in STORED_DAMAGE:
                 # Too few descriptors, no memory: nothing is known, and it passes.
-                logger.warning("version %d is checked later: %s", record.version, told.message)
+                logger.warning("version %d is checked later: %s", record.version, fault.message)
                 return
-            damage = told.message
+            damage = fault.message
         if damage and not record.damaged:
             logger.error("version %d is damaged in the store: %s", record.version, damage)
         elif record.damaged and not damage:

@@ -18,15 +18,15 @@ _LENGTH_BYTES = 8
 _COPIED = 1 << 20
 
 
-async def write_layout(parcel: Slot, keeper: SegmentAllocator, manifest: Manifest) -> Segment:
-    """Return a segment of `parcel` with the layout of a manifest; written once per parcel.
+async def write_layout(scratch: Slot, keeper: SegmentAllocator, manifest: Manifest) -> Segment:
+    """Return a segment of `scratch` with the layout of a manifest; written once per slot.
 
     Raises:
         WeightSyncError: MEMORY_EXHAUSTED.
     """
-    if parcel.document is None:
-        parcel.document = await keeper.write(partial(_segment, manifest))
-    return parcel.document
+    if scratch.document is None:
+        scratch.document = await keeper.write(partial(_segment, manifest))
+    return scratch.document
 
 
 def _segment(manifest: Manifest) -> Segment:

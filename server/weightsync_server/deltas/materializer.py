@@ -162,16 +162,16 @@ class Materializer:
         """
         if "signature" not in vars(layout):
             await asyncio.to_thread(getattr, layout, "signature")
-        told, changes = await self._fetch.inspect(document, entry, source)
+        header, changes = await self._fetch.inspect(document, entry, source)
         touches = await asyncio.to_thread(touched, layout, changes)
-        if told != DeltaHeader(index, told.base_content_digest, layout.signature):
+        if header != DeltaHeader(index, header.base_content_digest, layout.signature):
             raise WeightSyncError(
                 Reason.SHARD_INVALID,
-                f"the delta in shard {index} tells that it is shard {told.shard} of layout "
-                f"{told.layout_digest}, the base has layout {layout.signature}; push the version "
+                f"the delta in shard {index} tells that it is shard {header.shard} of layout "
+                f"{header.layout_digest}, the base has layout {layout.signature}; push the version "
                 "in full",
             )
-        return told.base_content_digest, DeltaShard(entry, source, touches), changes
+        return header.base_content_digest, DeltaShard(entry, source, touches), changes
 
     def remember(self, record: VersionRecord, shards: Sequence[DeltaShard]) -> None:
         """Take note of delta shards that were just stored, so that they need no second proof."""
@@ -209,15 +209,15 @@ class Materializer:
     ) -> None:
         chain = record.chain
         source = chain[way.at]
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             # Before the first await, so that nobody takes away what the plan counts on.
             if way.start is Start.COPY and source.slot is not None:
-                held.enter_context(self._reading(slot_of(source)))
+                stack.enter_context(self._reading(slot_of(source)))
             if way.start is Start.IN_PLACE:
                 slot.revive()
-            parcel = self._slots.parcel()
-            held.callback(self._slots.discard, parcel)
-            changed = await self._stored(parcel, manifest, chain[: way.at])
+            scratch = self._slots.scratch()
+            stack.callback(self._slots.discard, scratch)
+            changed = await self._stored(scratch, manifest, chain[: way.at])
             gate = asyncio.Semaphore(_AT_ONCE)
 
             async def one(index: int) -> list[bytes]:
@@ -259,12 +259,12 @@ class Materializer:
         return await self._fetch.digest(segment, changed.layout.shards[index])
 
     async def _stored(
-        self, parcel: Slot, manifest: Manifest, deltas: Sequence[VersionRecord]
+        self, scratch: Slot, manifest: Manifest, deltas: Sequence[VersionRecord]
     ) -> PatchInput:
         """Return the stored deltas of these versions, newest first, all proved."""
         if not deltas:
             return PatchInput(manifest.layout, None, ())
-        document = await write_layout(parcel, self._segments, manifest)
+        document = await write_layout(scratch, self._segments, manifest)
         found = []
         for record in reversed(deltas):
             if record not in self._known:
@@ -281,14 +281,14 @@ class Materializer:
         async def one(index: int, entry: ShardEntry) -> DeltaShard:
             source = store.shard_source(record.model, record.version, index, delta=True) or ""
             try:
-                told = await self.inspect(document, layout, index, entry, source)
+                _, shard, _ = await self.inspect(document, layout, index, entry, source)
             except WeightSyncError as error:
                 if error.reason not in DELTA_DAMAGE:
                     raise
                 raise WeightSyncError(
                     Reason.DATA_CORRUPT, f"the delta of version {record.version}: {error.message}"
                 ) from error
-            return told[1]
+            return shard
 
         return tuple(await all_done([one(*pair) for pair in enumerate(delta.layout.shards)]))
 

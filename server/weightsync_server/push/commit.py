@@ -109,7 +109,7 @@ async def _delta(push: Push, manifest: Manifest) -> PushedDelta | None:
     if push.delta is None or push.delta.pushed is None:
         return None
     pushed = push.delta.pushed = await push.versions.folder.admit(
-        push.record, manifest, push.delta.pushed, push.disk.beside()
+        push.record, manifest, push.delta.pushed, push.disk.sibling()
     )
     return pushed
 

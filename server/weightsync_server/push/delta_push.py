@@ -58,7 +58,7 @@ class DeltaPush:
     def __init__(
         self, versions: ModelVersions, record: VersionRecord, base: VersionRecord, meters: Meters
     ) -> None:
-        self.parcel = versions.pool.parcel()
+        self.parcel = versions.pool.scratch()
         self.pushed: PushedDelta | None = None
         self._versions = versions
         self._record = record

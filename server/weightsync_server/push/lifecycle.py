@@ -244,12 +244,12 @@ class Push:
     def lies(self, upload: ShardState, where: Lying) -> None:
         """Take note of where a trainer has a shard on a GPU."""
         if self.arriving is not None:
-            self.arriving.lies(upload.index, where)
+            self.arriving.announce_ipc(upload.index, where)
 
     def came(self, upload: ShardState) -> None:
         """Take note that a shard is proved."""
         if self.arriving is not None:
-            self.arriving.came(upload.index)
+            self.arriving.mark_complete(upload.index)
 
     def quiet(self) -> None:
         """Tell engines of no more shards."""

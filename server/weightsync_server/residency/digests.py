@@ -48,8 +48,8 @@ class ShardDigests:
 
         Wherever it has that from: if not from the segments, they are as they were when they came.
         """
-        told = _by_shard(self._manifest) if shards else []
-        self._trusted = {index: told[index] for index in shards}
+        declared = _by_shard(self._manifest) if shards else []
+        self._trusted = {index: declared[index] for index in shards}
 
     def begin(self, count: int) -> None:
         """Begin with those of the first `count` shards that are not begun yet."""

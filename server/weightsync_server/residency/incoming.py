@@ -53,8 +53,8 @@ class IncomingReader:
         self._keeper = keeper
         self._slot = slot_of(record)
         self._life = self._slot.lives
-        self._came: set[int] = set()
-        self._lies: dict[int, Lying] = {}
+        self._complete: set[int] = set()
+        self._ipc: dict[int, Lying] = {}
         self.ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
 
@@ -63,15 +63,15 @@ class IncomingReader:
         """Whether its bytes lie where they came, and nobody else's came there since."""
         return self.record.slot is self._slot and self._slot.lives == self._life
 
-    def lies(self, shard: int, where: Lying) -> None:
+    def announce_ipc(self, shard: int, where: Lying) -> None:
         """Take note that a trainer has a shard on a GPU, where readers may copy it themselves."""
-        self._lies[shard] = where
+        self._ipc[shard] = where
         if self._writer is not None:
             self._writer.lies(shard, where)
 
-    def came(self, shard: int) -> None:
+    def mark_complete(self, shard: int) -> None:
         """Take note that all bytes of a shard are here and proved; they do not change any more."""
-        self._came.add(shard)
+        self._complete.add(shard)
         if self._writer is not None:
             self._writer.mark(shard)
 
@@ -83,7 +83,7 @@ class IncomingReader:
         if writer is not None:
             writer.end()
             # Whoever reads it has mapped it, or comes too late.
-            self._keeper.let_go([writer.segment.id])
+            self._keeper.release([writer.segment.id])
             self._keeper.retire(writer.segment)
 
     async def offer(self) -> str:
@@ -102,9 +102,9 @@ class IncomingReader:
         if self.ended_at is not None:
             self.end()
             return ""
-        for shard, where in self._lies.items():
+        for shard, where in self._ipc.items():
             self._writer.lies(shard, where)
-        for shard in self._came:
+        for shard in self._complete:
             self._writer.mark(shard)
         self._keeper.expose([self._writer.segment.id, *self._ids])
         return self._writer.segment.id

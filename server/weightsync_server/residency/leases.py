@@ -33,12 +33,12 @@ class SlotLease:
     segments: list[Segment]
     slot: Slot = field(repr=False)
     on_release: Callable[[], None] = field(repr=False)
-    _held: bool = True
+    _active: bool = True
 
     def release(self) -> None:
-        """Let go; further calls do nothing."""
-        if self._held:
-            self._held = False
+        """End it; further calls do nothing."""
+        if self._active:
+            self._active = False
             self.on_release()
 
     def __enter__(self) -> Self:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["MAKERS", "SegmentAllocator"]
 
 _UNMAP_S = 10.0
-#: Seconds between two looks whether a trainer has let go of what it was lent.
-_LENT_S = 0.5
+#: Seconds between two looks whether a trainer still writes to what it was granted.
+_WRITERS_S = 0.5
 #: Threads that make segments: half of the cores. Who is taken off its core while it touches pages
 #: keeps every other thread from mapping, the one with the GIL included.
 MAKERS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -52,7 +52,7 @@ class SegmentAllocator:
         self.mappers: list[Callable[[str], Awaitable[object]]] = [fetchers.forget]
         self._exposed: set[str] = set()
         self._retired: dict[str, int] = {}
-        self._lent: dict[str, int] = {}
+        self._granted: dict[str, int] = {}
         self._waiting: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._makers = ThreadPoolExecutor(MAKERS, thread_name_prefix="segment")
@@ -70,7 +70,7 @@ class SegmentAllocator:
     @property
     def retired_bytes(self) -> int:
         """Bytes that count only because an engine, or a trainer, has not let go."""
-        return sum(self._retired.values()) + sum(self._lent.values())
+        return sum(self._retired.values()) + sum(self._granted.values())
 
     async def create(self, size: int, reserved: int = 0) -> Segment:
         """Return a published segment for `size` bytes, made off the event loop.
@@ -139,8 +139,8 @@ class SegmentAllocator:
         """Hand it out no more; its memory is free when nobody else maps it."""
         self._server.withdraw(segment.id)
         if segment.lent:
-            self._lent[segment.id] = segment.capacity
-            waiting = asyncio.create_task(self._taken_back(segment))
+            self._granted[segment.id] = segment.capacity
+            waiting = asyncio.create_task(self._without_writers(segment))
             self._waiting.add(waiting)
             waiting.add_done_callback(self._waiting.discard)
             return
@@ -167,7 +167,7 @@ class SegmentAllocator:
         """Remember that an engine may map these from now on."""
         self._exposed.update(ids)
 
-    def let_go(self, ids: Iterable[str]) -> None:
+    def release(self, ids: Iterable[str]) -> None:
         """Take note that no process of the engine maps these any more."""
         for name in ids:
             self._exposed.discard(name)
@@ -175,11 +175,11 @@ class SegmentAllocator:
             if size is not None:
                 self.budget.release(size)
 
-    async def _taken_back(self, segment: Segment) -> None:
+    async def _without_writers(self, segment: Segment) -> None:
         # The kernel tells nobody when the last writer goes, so it is asked.
         while not segment.taken_back():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(_LENT_S)
-        del self._lent[segment.id]
+            await asyncio.sleep(_WRITERS_S)
+        del self._granted[segment.id]
         self.retire(segment)
 
     async def _unmap(self, segment: Segment, freed: int) -> None:

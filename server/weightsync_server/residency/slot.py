@@ -64,10 +64,10 @@ class Slot:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the budget that it holds."""
-        held = [*self.segments.values(), *self._spares]
+        owned = [*self.segments.values(), *self._spares]
         if self.document is not None:
-            held.append(self.document)
-        return sum(segment.capacity for segment in held) + self._promised
+            owned.append(self.document)
+        return sum(segment.capacity for segment in owned) + self._promised
 
     def ordered(self) -> list[Segment]:
         """Segments in the order of the shards."""
@@ -176,7 +176,7 @@ class Slot:
         self.segments = {}
         if self.document is not None:
             # Read by the engine during prepare only, so nobody is waited for.
-            self._keeper.let_go([self.document.id])
+            self._keeper.release([self.document.id])
             self._keeper.retire(self.document)
             self.document = None
 

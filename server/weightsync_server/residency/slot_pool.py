@@ -81,7 +81,7 @@ class SlotPool:
         self.on_wait: Callable[[], None] = lambda: None
         #: Called with a version that one reader less relies on.
         self.on_unleased: Callable[[VersionRecord], None] = lambda _: None
-        self._parcels: set[Slot] = set()
+        self._scratch: set[Slot] = set()
         self._keeper = keeper
         self._order = order
         self._evict = evict
@@ -143,46 +143,46 @@ class SlotPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that slots and parcels hold."""
-        return sum(slot.reserved_bytes for slot in (*self.slots, *self._parcels))
+        """Bytes of the budget that slots and scratch slots hold."""
+        return sum(slot.reserved_bytes for slot in (*self.slots, *self._scratch))
 
-    def parcel(self) -> Slot:
-        """Return memory outside of all slots, for what is no version; `discard` must follow."""
-        parcel = Slot(-1, self._keeper)
-        self._parcels.add(parcel)
-        return parcel
+    def scratch(self) -> Slot:
+        """Return a slot outside of the pool, for what is no version; `discard` must follow."""
+        slot = Slot(-1, self._keeper)
+        self._scratch.add(slot)
+        return slot
 
     def borrow(self, record: VersionRecord) -> Slot:
         """Return a slot, at once, for what is read and given back: no version gets lost by it.
 
-        Where none is free, and bytes that lose theirs could not be read again, it is a parcel.
-        `give_back` must follow.
+        Where none is free, and bytes that lose theirs could not be read again, it is a scratch
+        slot. `give_back` must follow.
         """
         idle = self._durable or any(slot.free for slot in self.slots)
         slot = self._claim(record) if idle else None
         if slot is None:
-            slot = self.parcel()
+            slot = self.scratch()
             slot.begin(record)
         return slot
 
     def give_back(self, slot: Slot) -> None:
         """Empty what was borrowed."""
-        if slot in self._parcels:
+        if slot in self._scratch:
             self.discard(slot)
         else:
             slot.empty()
         self.wake()
 
-    def discard(self, parcel: Slot) -> None:
-        """Give the memory of a parcel back."""
-        self._parcels.discard(parcel)
-        parcel.empty()
-        parcel.trim()
+    def discard(self, slot: Slot) -> None:
+        """Give the memory of a scratch slot back."""
+        self._scratch.discard(slot)
+        slot.empty()
+        slot.trim()
 
     def close(self) -> None:
         """Give all memory back."""
-        for parcel in list(self._parcels):
-            self.discard(parcel)
+        for slot in list(self._scratch):
+            self.discard(slot)
         for slot in self.slots:
             slot.empty()
             slot.trim()

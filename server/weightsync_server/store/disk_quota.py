@@ -93,7 +93,7 @@ class DiskReservation:
         self._closed = False
         self._ended = ended
 
-    def beside(self) -> DiskReservation:
+    def sibling(self) -> DiskReservation:
         """Return one more share of the same push, empty yet; the push fails for both."""
         return DiskReservation(self._budget, self._lock, self._ended)
 

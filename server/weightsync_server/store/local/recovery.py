@@ -177,11 +177,11 @@ def _whole(
 
 
 def _put_aside(directory: Path, why: str) -> _LostError:
-    aside = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
+    damaged = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
-        durable_files.rename(directory, aside)
+        durable_files.rename(directory, damaged)
     except OSError as error:
         logger.error("version %s is damaged (%s) and cannot be moved: %s", directory, why, error)  # noqa: TRY400
     else:
-        logger.error("version %s is damaged (%s): moved to %s", directory, why, aside)
+        logger.error("version %s is damaged (%s): moved to %s", directory, why, damaged)
     return _LostError(f"{directory.parent.name}/{directory.name} is damaged ({why})")

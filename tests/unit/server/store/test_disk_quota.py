@@ -167,7 +167,7 @@ async def test_who_failed_waits_for_no_room() -> None:
     waiting = asyncio.create_task(share.promise(1001))
     gone = WeightSyncError(Reason.PUSH_ABORTED, "it was aborted")
     share.end(gone, waiting)
-    for promise in (waiting, share.promise(2000), share.beside().promise(1)):
+    for promise in (waiting, share.promise(2000), share.sibling().promise(1)):
         with pytest.raises(WeightSyncError) as caught:
             await promise
         assert caught.value is gone
