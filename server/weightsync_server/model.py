@@ -112,8 +112,7 @@ class ModelVersions:
         self, server: SegmentServer, budget: SegmentBudget, slots: int, chains: ChainLimits
     ) -> None:
         """Make what knows which versions lie in memory, and how they get there."""
-        store, fetch = self.store, self.fetchers
-        durable = store.durable
+        store, fetch, durable = self.store, self.fetchers, self.store.durable
         self.keeper = SegmentAllocator(budget, server, fetch)
         eviction = EvictionPolicy(
             self.table, self.serving, self.commits, self._collector, durable=durable

@@ -125,14 +125,7 @@ class CommitService:
             WeightSyncError: EPOCH_STALE, VERSION_NOT_ABOVE or what the store says; nothing changed.
         """
         async with self._epochs.lock:
-            if not adopted and record.epoch != self._epochs.newest:
-                raise self._epochs.stale(record.epoch)
-            if record.version <= self._table.highest and not adopted:
-                raise self._table.not_above(record.version)
-            if record.durability == pb.DURABILITY_FAILED:
-                raise WeightSyncError(
-                    Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
-                )
+            self._admit(record, adopted=adopted)
             commit = record.sealed(
                 manifest,
                 trainer_verified=trainer_verified,
@@ -148,6 +141,17 @@ class CommitService:
             self._table.staged(record, manifest)
         self.on_commit()
         return commit
+
+    def _admit(self, record: VersionRecord, *, adopted: bool) -> None:
+        """Refuse what may not be committed now."""
+        if not adopted and record.epoch != self._epochs.newest:
+            raise self._epochs.stale(record.epoch)
+        if record.version <= self._table.highest and not adopted:
+            raise self._table.not_above(record.version)
+        if record.durability == pb.DURABILITY_FAILED:
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT, "the bytes changed in shared memory; push them again"
+            )
 
     async def erase(self, record: VersionRecord) -> None:
         """Delete a committed version that nobody uses; no check is made.
