@@ -155,8 +155,8 @@ class SlotPool:
     def borrow(self, record: VersionRecord) -> Slot:
         """Return a slot, at once, for what is read and given back: no version gets lost by it.
 
-        Where none is free, and bytes that lose theirs could not be read again, it is a scratch
-        slot. `give_back` must follow.
+        Where none is free, and bytes that lose theirs could not be read again, it is a `scratch`.
+        `give_back` must follow.
         """
         idle = self._durable or any(slot.free for slot in self.slots)
         slot = self._claim(record) if idle else None
