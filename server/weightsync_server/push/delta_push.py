@@ -1,7 +1,8 @@
 """What a push of a delta has besides its shards: a base, memory of its own, and a version to make.
 
-The delta's shards go into a parcel. The version's slot gets the base meanwhile, and is patched when
-every shard is here and proved, so that only what a delta really changes comes after the last byte.
+The delta's shards go into scratch memory. The version's slot gets the base meanwhile, and is
+patched when every shard is here and proved, so that only what a delta really changes comes after
+the last byte.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.deltas import DeltaShard, PatchInput, PushedDelta
 from weightsync_server.deltas.bases import mismatch
 from weightsync_server.deltas.layout_document import write_layout
+from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.residency.loading import compare
 from weightsync_server.residency.slot import slot_of
 
@@ -51,14 +53,14 @@ class DeltaPush:
         meters: Durations.
 
     Attributes:
-        parcel: Memory of its shards.
+        scratch: Memory of its shards.
         pushed: What was pushed, once the version is made.
     """
 
     def __init__(
         self, versions: ModelVersions, record: VersionRecord, base: VersionRecord, meters: Meters
     ) -> None:
-        self.parcel = versions.pool.scratch()
+        self.scratch = versions.pool.parcel()
         self.pushed: PushedDelta | None = None
         self._versions = versions
         self._record = record
@@ -68,7 +70,7 @@ class DeltaPush:
         self._manifest = base.manifest
         self._meters = meters
         self._shards: dict[int, tuple[DeltaShard, list[TensorDelta]]] = {}
-        self._laying: asyncio.Task[None] | None = None
+        self._base_build: asyncio.Task[None] | None = None
         self._ended = False
         base.holds += 1
         record.base = base
@@ -93,11 +95,14 @@ class DeltaPush:
             WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
         """
         self._manifest = self._manifest or await self._versions.manifest(self._base)
-        await self._versions.pool.promise(slot_of(self._record), self._manifest.layout.size)
-        await write_layout(self.parcel, self._versions.keeper, self._manifest)
-        self._laying = asyncio.create_task(self._lay(prove=False))
+        await self._versions.pool.promise(self._record.place, self._manifest.layout.size)
+        await write_layout(self.scratch, self._versions.keeper, self._manifest)
         # Whoever needs the base asks for the outcome.
-        self._laying.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._base_build = start_task(self._build_base(prove=False))
+
+    def renewed(self) -> DeltaPush:
+        """Return the same with nothing of it here yet; this one is to be ended."""
+        return DeltaPush(self._versions, self._record, self._base, self._meters)
 
     async def inspect(self, upload: ShardState, segment: Segment) -> None:
         """Prove that a shard is a part of this delta, whole.
@@ -150,22 +155,22 @@ class DeltaPush:
             self._meters.count_delta(self.pushed.counts)
 
     @property
-    def busy(self) -> bool:
+    def is_building_base(self) -> bool:
         """The base is being laid."""
-        return self._laying is not None and not self._laying.done()
+        return is_running(self._base_build)
 
     async def cease(self) -> None:
         """Work on the slot no more."""
-        if self._laying is not None:
-            self._laying.cancel()
-            await asyncio.wait([self._laying])
+        if self._base_build is not None:
+            self._base_build.cancel()
+            await asyncio.wait([self._base_build])
 
     def end(self) -> None:
         """Let go of the base and give the memory back; further calls do nothing."""
         if not self._ended:
             self._ended = True
             self._base.holds -= 1
-            self._versions.pool.discard(self.parcel)
+            self._versions.pool.discard(self.scratch)
             self._versions.pool.wake()
 
     # Inside
@@ -178,9 +183,9 @@ class DeltaPush:
 
     @property
     def _document(self) -> Segment:
-        if self.parcel.document is None:
+        if self.scratch.document is None:
             raise WeightSyncError(Reason.FAULT, "the delta lost its layout; push the version again")
-        return self.parcel.document
+        return self.scratch.document
 
     def _ordered(self) -> list[DeltaShard]:
         return [self._shards[index][0] for index in sorted(self._shards)]
@@ -190,9 +195,9 @@ class DeltaPush:
         changed = PatchInput(manifest.layout, self._document, [self._ordered()])
         for left in reversed(range(_ATTEMPTS)):
             # What was laid meanwhile is proved with the rest; when that fails, it is laid again.
-            laid, self._laying = self._laying, None
+            laid, self._base_build = self._base_build, None
             try:
-                await (laid if laid is not None else self._lay(prove=True))
+                await (laid if laid is not None else self._build_base(prove=True))
                 compare(manifest, await self._versions.builder.change(slot, changed), "changed")
             except WeightSyncError as error:
                 lost = error.reason is Reason.FETCHER_FAILED
@@ -206,8 +211,8 @@ class DeltaPush:
             else:
                 return
 
-    async def _lay(self, *, prove: bool) -> None:
-        slot, base = slot_of(self._record), self._base
+    async def _build_base(self, *, prove: bool) -> None:
+        slot, base = self._record.place, self._base
         try:
             await self._versions.builder.build(slot, base, self._base_manifest, prove=prove)
         except WeightSyncError as error:

@@ -9,13 +9,15 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
 from weightsync_server.ops.os_errors import to_refusal
-from weightsync_server.push.reservation import promise_room
-from weightsync_server.store.store_records import PushRecord
+from weightsync_server.push.state import check_open
+from weightsync_server.push.task_set import start_task
+from weightsync_server.store.protocol import PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import ModelVersions
-    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.limits import PushLimits
+    from weightsync_server.push.parts import Push
 
 __all__ = ["base_of", "equip", "opened", "start"]
 
@@ -27,13 +29,11 @@ async def start(push: Push, deadline_s: float | None) -> None:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...; the push has failed.
     """
     # The push ends it before it gives back what it works on.
-    push.opening = asyncio.create_task(_open(push, deadline_s))
-    # Whoever waits is told by the push.
-    push.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+    push.lifecycle.tasks.opening = start_task(_open(push, deadline_s))
     try:
         await opened(push)
     except WeightSyncError:
-        await push.closed()
+        await push.lifecycle.closed()
         raise
 
 
@@ -43,14 +43,14 @@ async def opened(push: Push) -> None:
     Raises:
         WeightSyncError: Why it failed.
     """
-    push.awaiting += 1
+    life = push.lifecycle
     try:
-        await asyncio.shield(push.opened)
+        with life.awaited():
+            await asyncio.shield(life.opened)
     finally:
-        push.awaiting -= 1
-        if not push.awaiting and not push.opened.done():
-            push.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
-    push.check_open()
+        if not life.awaiting and not life.opened.done():
+            life.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
+    life.check_open()
 
 
 def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRecord | None:
@@ -71,20 +71,21 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     Raises:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...
     """
-    await push.versions.pool.take(push.record, _slot_wait_s(push, deadline_s))
+    state, versions = push.state, push.versions
+    await versions.pool.take(state.record, _slot_wait_s(push.limits, deadline_s))
     known = None
-    if push.request.layout_digest:
-        known = await push.versions.layout(push.request.layout_digest)
-        push.check_open()
-    if push.delta is not None:
-        await push.delta.equip()
-        push.check_open()
-    total = push.request.total_bytes or (known.layout.size if known else 0)
-    await promise_room(push, total)
-    push.check_open()
+    if state.request.layout_digest:
+        known = await versions.layout(state.request.layout_digest)
+        check_open(state)
+    if state.delta is not None:
+        await state.delta.equip()
+        check_open(state)
+    total = state.request.total_bytes or (known.layout.size if known else 0)
+    await push.reservation.reserve(total)
+    check_open(state)
     if known is not None:
         push.layout.take_known(known)
-        push.announce(known.layout)
+        push.announcement.begin(known.layout)
 
 
 async def _open(push: Push, deadline_s: float | None) -> None:
@@ -92,32 +93,30 @@ async def _open(push: Push, deadline_s: float | None) -> None:
         await equip(push, deadline_s)
         await _record(push)
     except Exception as error:
-        told = to_refusal(error, f"opening the push of version {push.record.version}")
-        push.fail(told)
-        if told is error:
+        refusal = to_refusal(error, f"opening the push of version {push.state.record.version}")
+        push.lifecycle.fail(refusal)
+        if refusal is error:
             raise
-        raise told from error
-    push.opened.set_result(None)
-    # Whoever waits may be cancelled before it hears of it: then the idle timeout ends the push.
-    push.touch()
+        raise refusal from error
+    push.lifecycle.open()
 
 
 async def _record(push: Push) -> None:
-    versions = push.versions
-    if push.existing is not None or not versions.store.durable:
+    state, versions = push.state, push.versions
+    if state.existing is not None or not versions.store.durable:
         # What it repeats is committed already; what the store does not keep cannot survive.
         return
-    record, request = push.record, push.request.SerializeToString().hex()
-    delta = push.delta is not None
+    record, request = state.record, state.request.SerializeToString().hex()
+    delta = state.delta is not None
     await versions.store.record_push(
-        PushRecord(push.id, versions.name, record.version, record.epoch, request, delta)
+        PushRecord(state.id, versions.name, record.version, record.epoch, request, delta)
     )
-    push.check_open()
-    push.recorded = True
+    check_open(state)
+    push.lifecycle.mark_recorded()
 
 
-def _slot_wait_s(push: Push, deadline_s: float | None) -> float:
-    wait = push.limits.slot_wait_s
+def _slot_wait_s(limits: PushLimits, deadline_s: float | None) -> float:
+    wait = limits.slot_wait_s
     if deadline_s is None:
         return wait
     # A little less than the caller waits, so that it is told why.

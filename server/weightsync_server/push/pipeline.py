@@ -1,68 +1,313 @@
-"""A push becomes a staged version when every byte of it is here and proved, durable or not."""
+"""One shard from its first byte to its proof, then the manifest of all of them.
+
+Nothing below knows a push's life: it raises, and what runs it here fails the push.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import logging
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
-from weightsync.errors import Reason
+from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
+from weightsync_server.push.task_set import is_running, start_task
+from weightsync_server.push.verification import check_arrived_header, verify
 
 if TYPE_CHECKING:
-    from weightsync_server.push.lifecycle import Push
+    from collections.abc import Coroutine
 
-__all__ = ["proceed", "seal"]
+    from weightsync.shm.segments import Segment
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.announcement import PushAnnouncement
+    from weightsync_server.push.checkpoint import Checkpointer
+    from weightsync_server.push.lifecycle import PushLifecycle
+    from weightsync_server.push.reservation import PushReservation
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.state import PushState
+
+__all__ = ["ShardPipeline"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Failures of the fetchers, not of the push: the next step tries again.
+_PASSING = frozenset({Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN})
 
 
-def proceed(push: Push) -> None:
-    """Stage the version if all its shards are known and proved. Call it after each digest."""
-    # Without a count, a sum or a commit there may be shards of which nothing came yet.
-    if not (push.shard_count or push.total_bytes) or push.error is not None:
-        return
-    if all(upload.found is not None for upload in push.shards.values()) and not missing(push):
-        seal(push)
+class ShardPipeline:
+    """Takes the shards of one push on, whoever brings their bytes.
 
+    Args:
+        state: The push.
+        lifecycle: Fails it.
+        reservation: Where its shards go.
+        checkpointer: Makes them durable as they come.
+        announcement: What engines know of them.
+        versions: The registry of its model.
+        meters: Counts and durations.
+    """
 
-def seal(push: Push) -> asyncio.Task[Manifest]:
-    """Return the task that makes the manifest, once; what is in it does not change any more."""
-    if push.sealing is None:
-        push.sealing = asyncio.create_task(_seal(push))
-        # The commit asks for its outcome, if there is one.
-        push.sealing.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return push.sealing
+    def __init__(
+        self,
+        state: PushState,
+        lifecycle: PushLifecycle,
+        reservation: PushReservation,
+        checkpointer: Checkpointer,
+        announcement: PushAnnouncement,
+        versions: ModelVersions,
+        meters: Meters,
+    ) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._reservation = reservation
+        self._checkpointer = checkpointer
+        self._announcement = announcement
+        self._versions = versions
+        self._meters = meters
+        #: When the first bytes came, by the event loop's clock; 0: not yet.
+        self._first_byte_at = 0.0
+        #: When the last shard was complete; 0: none was since the push was opened or resumed.
+        self._last_byte_at = 0.0
 
+    # For those who bring the bytes
 
-async def _seal(push: Push) -> Manifest:
-    ordered = [push.shards[index] for index in sorted(push.shards)]
-    found = [digest for upload in ordered for digest in upload.found or ()]
-    try:
+    def begin_receive(self) -> None:
+        """Take note that bytes come; further calls do nothing."""
+        if not self._first_byte_at:
+            self._first_byte_at = asyncio.get_running_loop().time()
+
+    async def ready(self, shard: ShardState) -> Segment:
+        """Return the shard's segment, with what survived a crash.
+
+        Raises:
+            WeightSyncError: As `allocated`.
+        """
+        if shard.tasks.restore is not None:
+            await asyncio.wait([shard.tasks.restore])
+        return await self.allocated(shard)
+
+    async def allocated(self, shard: ShardState) -> Segment:
+        """Return the shard's segment, made by now, whatever is in it; the engine may take it.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed.
+        """
+        checking, allocation = shard.tasks.checking, shard.tasks.allocation
+        if is_running(checking) and checking is not None:
+            await asyncio.wait([checking])
+        if shard.segment is None and allocation is not None:
+            shard.segment = await asyncio.shield(allocation)
+        self._lifecycle.check_open()
+        if shard.segment is None:
+            raise WeightSyncError(Reason.FAULT, f"shard {shard.index} has no memory; push again")
+        return shard.segment
+
+    async def advance(self, shard: ShardState, segment: Segment) -> None:
+        """Do what is due when the received bytes have reached the shard's watermark.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID when the header is not the layout's.
+        """
+        await self._check_header(shard, segment)
+        if not shard.complete:
+            await self._checkpoint(shard, segment)
+        elif shard.tasks.verification is None:
+            await failpoints.reach("receive.shard")
+            shard.owner = None
+            self._last_byte_at = asyncio.get_running_loop().time()
+            self.verify(shard, segment)
+
+    # For the push
+
+    def start(
+        self, work: Coroutine[Any, Any, _T], what: str, passing: frozenset[Reason] = frozenset()
+    ) -> asyncio.Task[_T]:
+        """Return a task for a part of the push, whose failure is the push's.
+
+        Args:
+            work: What to do.
+            what: The act, as the subject of a sentence.
+            passing: Refusals that the push outlives: it is done again when it is asked for again.
+        """
+        return start_task(self._run(work, what, passing))
+
+    def verify(self, shard: ShardState, segment: Segment) -> None:
+        """Begin to digest a complete shard and to make it durable."""
+        shard.tasks.verification = self.start(
+            self._prove(shard, segment), f"verifying shard {shard.index}", _PASSING
+        )
+
+    async def sealed(self) -> Manifest:
+        """Return the manifest of a complete push once every shard is verified and durable.
+
+        What failed for want of a fetcher is tried again.
+
+        Raises:
+            WeightSyncError: Why the push has failed; FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        self._proceed()
+        await self._verified()
+        return await asyncio.shield(self._seal())
+
+    def observe_receive(self) -> None:
+        """Count how long the bytes took to come, if any came."""
+        if self._last_byte_at:
+            # Where a restart has left nothing to send, nothing was received.
+            self._meters.observe_phase("receive", self._last_byte_at - self._first_byte_at)
+
+    def restart(self) -> None:
+        """Take note that the push was suspended: from now on its bytes come again."""
+        self._first_byte_at = self._last_byte_at = 0.0
+
+    # One shard
+
+    async def _run(
+        self, work: Coroutine[Any, Any, _T], what: str, passing: frozenset[Reason]
+    ) -> _T:
+        try:
+            return await work
+        except Exception as error:
+            refusal = to_refusal(error, what)
+            if refusal is not error:
+                logger.exception("%s of version %d", what, self._state.record.version)
+            if refusal.reason not in passing:
+                self._lifecycle.fail(refusal)
+            if refusal is error:
+                raise
+            raise refusal from error
+
+    async def _check_header(self, shard: ShardState, segment: Segment) -> None:
+        if not shard.headed:
+            await check_arrived_header(shard, segment, self._state.known)
+            self._lifecycle.check_open()
+            shard.headed = True
+
+    async def _checkpoint(self, shard: ShardState, segment: Segment) -> None:
+        """Begin to make what came durable where it is worth it, and set the next watermark.
+
+        Returns at once, unless so much is not durable yet that a crash would lose too much.
+        """
+        if not self._state.recorded:
+            shard.watermark = shard.entry.size
+            return
+        task = shard.tasks.checkpoint
+        if task is None or task.done():
+            work = self._checkpointer.catch_up(shard, segment)
+            task = self.start(work, f"keeping shard {shard.index}", _PASSING)
+            shard.tasks.checkpoint = task
+        if self._checkpointer.lags(shard):
+            await asyncio.wait([task])
+            self._lifecycle.check_open()
+        shard.watermark = self._checkpointer.next_watermark(shard)
+
+    async def _prove(self, shard: ShardState, segment: Segment) -> None:
+        if not shard.headed:
+            # The stream that brought the last bytes was cut before it came to that.
+            await check_arrived_header(shard, segment, self._state.known)
+            shard.headed = True
+        digesting = asyncio.create_task(self._digest(shard, segment))
+        persisting = asyncio.create_task(self._persist(shard, segment))
+        try:
+            await asyncio.gather(digesting, persisting)
+        except BaseException:
+            digesting.cancel()
+            persisting.cancel()
+            await asyncio.gather(digesting, persisting, return_exceptions=True)
+            raise
+
+    async def _digest(self, shard: ShardState, segment: Segment) -> None:
+        started = time.perf_counter()
+        found = await verify(self._versions.fetchers, shard, segment)
+        self._meters.observe_phase("digest", time.perf_counter() - started)
+        if self._state.delta is not None:
+            await self._state.delta.inspect(shard, segment)
+        shard.found = found
+        shard.compare()
+        self._announcement.mark_complete(shard)
+        shard.digested.set()
+        self._proceed()
+
+    async def _persist(self, shard: ShardState, segment: Segment) -> None:
+        if not self._reservation.on_disk:
+            return
+        if self._state.recorded:
+            await self._checkpointer.finish(shard, segment)
+            return
+        entry, target = shard.entry, self._reservation.target(shard)
+        if target is not None:
+            started = time.perf_counter()
+            await self._versions.fetchers.persist(segment, entry.size, target)
+            self._reservation.disk.wrote(entry.size)
+            self._meters.observe_phase("persist", time.perf_counter() - started)
+
+    # All of them
+
+    async def _verified(self) -> None:
+        shards = self._state.shards.values()
+        for shard in shards:
+            task = shard.tasks.verification
+            failed = task is not None and task.done() and not shard.verified
+            if (task is None or failed) and shard.segment is not None:
+                # A fetcher was lost three times: another may live by now.
+                self.verify(shard, shard.segment)
+        tasks = [shard.tasks.verification for shard in shards if shard.tasks.verification]
+        await asyncio.wait(tasks)
+        self._lifecycle.check_open()
+        for task in tasks:
+            task.result()
+
+    def _proceed(self) -> None:
+        """Seal the push if all its shards are known and proved."""
+        state = self._state
+        # Without a count, a sum or a commit there may be shards of which nothing came yet.
+        if not (state.shard_count or state.request.total_bytes) or state.error is not None:
+            return
+        if all(shard.found is not None for shard in state.shards.values()) and not missing(state):
+            self._seal()
+
+    def _seal(self) -> asyncio.Task[Manifest]:
+        """Return the task that makes the manifest, once; its content does not change any more."""
+        tasks = self._lifecycle.tasks
+        if tasks.sealing is None:
+            # The commit asks for its outcome, if there is one.
+            tasks.sealing = start_task(self._stage())
+        return tasks.sealing
+
+    async def _stage(self) -> Manifest:
+        state = self._state
+        what = f"sealing version {state.record.version}"
+        try:
+            manifest = await self._run(self._manifest(), what, _PASSING)
+        except WeightSyncError as error:
+            if error.reason in _PASSING:
+                # The next commit tries again.
+                self._lifecycle.tasks.sealing = None
+            raise
+        if state.existing is None and state.error is None:
+            self._versions.staged(state.record, manifest)
+        return manifest
+
+    async def _manifest(self) -> Manifest:
+        state = self._state
+        ordered = [state.shards[index] for index in sorted(state.shards)]
+        found = [digest for shard in ordered for digest in shard.found or ()]
         await failpoints.reach("commit.seal")
-        if push.known is not None:
-            layout = push.known.layout
+        if state.known is not None:
+            layout = state.known.layout
         else:
             layout = await asyncio.to_thread(
                 check_version,
-                [upload.entry for upload in ordered],
-                [upload.tensors or () for upload in ordered],
+                [shard.entry for shard in ordered],
+                [shard.tensors or () for shard in ordered],
             )
-        if push.delta is not None:
-            manifest = await push.delta.build(Manifest(layout, tuple(found)))
-        else:
-            manifest = await push.versions.seal(layout, found)
-    except Exception as error:
-        told = to_refusal(error, f"sealing version {push.record.version}")
-        if told.reason in (Reason.FETCHER_FAILED, Reason.SHUTTING_DOWN):
-            # The next commit tries again.
-            push.sealing = None
-        else:
-            push.fail(told)
-        if told is error:
-            raise
-        raise told from error
-    if push.existing is None and push.error is None:
-        push.versions.staged(push.record, manifest)
-    return manifest
+        if state.delta is not None:
+            return await state.delta.build(Manifest(layout, tuple(found)))
+        return await self._versions.seal(layout, found)

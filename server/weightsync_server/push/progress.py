@@ -1,4 +1,4 @@
-"""What a push tells of itself: what has come, what has not."""
+"""What a push reports of itself: what has come, what has not."""
 
 from __future__ import annotations
 
@@ -7,57 +7,57 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from weightsync_server.push.lifecycle import Push
-    from weightsync_server.store.store_records import ShardCheckpoint
+    from weightsync_server.push.state import PushState
+    from weightsync_server.store.protocol import ShardCheckpoint
 
 __all__ = ["missing", "progress", "status"]
 
 _NAMED = 10
 
 
-def missing(push: Push, shard_count: int = 0) -> list[str]:
+def missing(state: PushState, shard_count: int = 0) -> list[str]:
     """Return what has not arrived, at most ten items and how many more."""
-    count = shard_count or push.shard_count or max(push.shards, default=-1) + 1
+    count = shard_count or state.shard_count or max(state.shards, default=-1) + 1
+    total = state.request.total_bytes
     items = []
     for index in range(count):
-        upload = push.shards.get(index)
-        if upload is None or upload.tensors is None:
+        shard = state.shards.get(index)
+        if shard is None or shard.tensors is None:
             items.append(f"the layout and bytes of shard {index}")
-        elif not upload.complete:
-            gone = upload.received
-            items.append(f"shard {index} from byte {gone} of {upload.entry.size} on")
-    if not items and not push.shards:
+        elif not shard.complete:
+            items.append(f"shard {index} from byte {shard.received} of {shard.entry.size} on")
+    if not items and not state.shards:
         items = ["all shards"]
-    if not items and push.declared_bytes < push.total_bytes:
-        items = [f"{push.total_bytes - push.declared_bytes} of total_bytes"]
+    if not items and state.declared_bytes < total:
+        items = [f"{total - state.declared_bytes} of total_bytes"]
     if len(items) > _NAMED:
         items[_NAMED:] = [f"{len(items) - _NAMED} more"]
     return items
 
 
-def progress(push: Push) -> list[pb.ShardProgress]:
+def progress(state: PushState) -> list[pb.ShardProgress]:
     """Return how far every shard has come whose layout is here."""
-    if push.told is not None:
-        return push.told
-    if push.asleep is not None:
-        return [_slept(push.asleep[index]) for index in sorted(push.asleep)]
-    uploads = [push.shards[index] for index in sorted(push.shards)]
-    return [upload.progress() for upload in uploads if upload.tensors is not None]
+    if state.final is not None:
+        return state.final
+    if state.suspended is not None:
+        return [_checkpointed(state.suspended[index]) for index in sorted(state.suspended)]
+    shards = [state.shards[index] for index in sorted(state.shards)]
+    return [shard.progress() for shard in shards if shard.tensors is not None]
 
 
-def status(push: Push) -> pb.PushStatus:
+def status(state: PushState) -> pb.PushStatus:
     """Return the push as GetStatus tells it."""
     return pb.PushStatus(
-        push_id=push.id,
-        version=push.record.version,
-        received_bytes=sum(shard.received_bytes for shard in progress(push)),
-        declared_bytes=max(push.declared_bytes, push.total_bytes),
-        streams=push.streams,
-        layout_check=push.record.layout_check,
+        push_id=state.id,
+        version=state.record.version,
+        received_bytes=sum(shard.received_bytes for shard in progress(state)),
+        declared_bytes=max(state.declared_bytes, state.request.total_bytes),
+        streams=state.streams,
+        layout_check=state.record.layout_check,
     )
 
 
-def _slept(shard: ShardCheckpoint) -> pb.ShardProgress:
+def _checkpointed(shard: ShardCheckpoint) -> pb.ShardProgress:
     return pb.ShardProgress(
         shard=shard.index,
         received_bytes=shard.size,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from weightsync_server.model import ModelVersions
-    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.parts import Push
     from weightsync_server.push.resume import RecoveredPushes
 
 __all__ = ["PushIndex", "check_same_push"]
@@ -37,8 +37,8 @@ class PushIndex:
 
     def end(self, push: Push) -> None:
         """Take note that a push is committed or has failed."""
-        self.open.pop(push.id, None)
-        self._ended[push.id] = push
+        self.open.pop(push.state.id, None)
+        self._ended[push.state.id] = push
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)
 
@@ -53,13 +53,21 @@ class PushIndex:
     def with_key(self, versions: ModelVersions, key: str) -> Push | None:
         """Return the push of a key: open, or committed as a version that still exists."""
         for push in self.open.values():
-            if push.versions is versions and push.key == key and push.error is None:
+            if (
+                push.versions is versions
+                and push.state.request.idempotency_key == key
+                and push.state.error is None
+            ):
                 return push
         if (brought := self._survivors[versions.name].committed(key=key)) is not None:
             return brought
         # A push that repeated a version left its key nowhere else.
         for push in reversed(self._ended.values()):
-            if push.versions is versions and push.key == key and _exists(push):
+            if (
+                push.versions is versions
+                and push.state.request.idempotency_key == key
+                and _exists(push)
+            ):
                 return push
         return None
 
@@ -70,22 +78,22 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
     Raises:
         WeightSyncError: VERSION_CONFLICT, with the id of an open push that may be dropped for it.
     """
-    version = push.record.version
+    version = push.state.record.version
     if request.version not in (0, version):
         raise _conflict(f"a push of version {version}")
-    if dict(request.metadata) != push.record.metadata:
+    if dict(request.metadata) != push.state.record.metadata:
         raise _conflict(f"a push of version {version} with other metadata")
     delta = request.kind == pb.PUSH_KIND_DELTA
-    if push.committed is not None:
+    if push.state.committed is not None:
         # A delta tells its own size, which is another one each time that it is encoded.
-        if not delta and request.total_bytes not in (0, push.committed.size_bytes):
-            raise _conflict(f"version {version}, which has {push.committed.size_bytes} bytes")
+        if not delta and request.total_bytes not in (0, push.state.committed.size_bytes):
+            raise _conflict(f"version {version}, which has {push.state.committed.size_bytes} bytes")
         return
-    if delta != (push.delta is not None):
+    if delta != (push.state.delta is not None):
         raise _conflict("an open push of another kind", push)
-    told = push.request.total_bytes
-    if told and request.total_bytes not in (0, told):
-        raise _conflict(f"an open push of {told} bytes", push)
+    total = push.state.request.total_bytes
+    if total and request.total_bytes not in (0, total):
+        raise _conflict(f"an open push of {total} bytes", push)
 
 
 def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
@@ -93,12 +101,12 @@ def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
     return WeightSyncError(
         Reason.VERSION_CONFLICT,
         f"the idempotency key belongs to {what}; {remedy}",
-        metadata={"push_id": droppable.id} if droppable else {},
+        metadata={"push_id": droppable.state.id} if droppable else {},
     )
 
 
 def _exists(push: Push) -> bool:
-    record = push.versions.find(push.record.version)
-    if push.committed is None or record is None or record.commit is None:
+    record = push.versions.find(push.state.record.version)
+    if push.state.committed is None or record is None or record.commit is None:
         return False
-    return record.commit.content_digest == push.committed.content_digest
+    return record.commit.content_digest == push.state.committed.content_digest

@@ -1,4 +1,4 @@
-"""Room for a shard before its bytes come: on the store's disk, then in shared memory."""
+"""What a push was promised before its bytes come: the store's disk, then shared memory."""
 
 from __future__ import annotations
 
@@ -6,37 +6,77 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
-    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.model import ModelVersions
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.state import PushState
+    from weightsync_server.residency.slot import Slot
 
-__all__ = ["make_room", "promise_room", "stored_at"]
+__all__ = ["PushReservation"]
 
 
-async def promise_room(push: Push, total: int) -> None:
-    """Reserve disk and memory for `total` bytes of shards; 0: not known yet.
+class PushReservation:
+    """Where the shards of one push go, in memory and on disk.
 
-    Raises:
-        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed meanwhile.
+    Args:
+        state: The push.
+        versions: The registry of its model.
+
+    Attributes:
+        disk: What the store's disk was promised to have for it.
     """
-    if push.stores:
-        await push.disk.promise(total)
-    await push.versions.pool.promise(push.place, total)
 
+    def __init__(self, state: PushState, versions: ModelVersions) -> None:
+        self._state = state
+        self._model = versions.name
+        self._store = versions.store
+        self._pool = versions.pool
+        self._quota = versions.disk
+        self.disk = versions.disk.share()
 
-def stored_at(push: Push, upload: ShardState) -> str | None:
-    """Return the path at which the store keeps a shard; None: it keeps none."""
-    versions, delta = push.versions, push.delta is not None
-    return versions.store.shard_target(
-        versions.name, push.record.version, upload.index, delta=delta
-    )
+    @property
+    def on_disk(self) -> bool:
+        """Its shards go to a disk; those of a repeated version lie there already."""
+        existing = self._state.existing
+        return self._store.durable and (existing is None or existing.commit is None)
 
+    @property
+    def slot(self) -> Slot:
+        """Where its shards go: the slot of its version or, of a delta, memory of their own."""
+        delta = self._state.delta
+        return self._state.record.place if delta is None else delta.scratch
 
-async def make_room(push: Push, upload: ShardState, total: int) -> Segment:
-    """Return the segment for a shard, the disk having room for `total` bytes of the push.
+    async def reserve(self, total: int) -> None:
+        """Reserve disk and memory for `total` bytes of shards; 0: not known yet.
 
-    Raises:
-        WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed meanwhile.
-    """
-    if push.stores:
-        await push.disk.promise(total)
-    return await push.versions.pool.segment(push.place, upload.index, upload.entry.size)
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push failed meanwhile.
+        """
+        if self.on_disk:
+            await self.disk.promise(total)
+        await self._pool.promise(self.slot, total)
+
+    def reuse(self, shard: ShardState) -> Segment | None:
+        """Return memory that the slot has for a shard, the disk having room for all so far."""
+        if self.on_disk and not self.disk.covers(self._state.declared_bytes):
+            return None
+        return self.slot.reuse(shard.index, shard.entry.size)
+
+    async def allocate(self, shard: ShardState, total: int) -> Segment:
+        """Return the segment for a shard, the disk having room for `total` bytes of the push.
+
+        Raises:
+            WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push failed meanwhile.
+        """
+        if self.on_disk:
+            await self.disk.promise(total)
+        return await self._pool.segment(self.slot, shard.index, shard.entry.size)
+
+    def target(self, shard: ShardState) -> str | None:
+        """Return the path at which the store keeps a shard; None: it keeps none."""
+        version, delta = self._state.record.version, self._state.delta is not None
+        return self._store.shard_target(self._model, version, shard.index, delta=delta)
+
+    def renew(self) -> None:
+        """Give up what the disk was promised; what comes from now on is promised again."""
+        self.disk.close()
+        self.disk = self._quota.share()

@@ -1,4 +1,4 @@
-"""A push that survived a restart: asleep until its trainer asks for it, then read back."""
+"""A push that survived a restart: suspended until its trainer asks for it, then read back."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.os_errors import to_refusal
-from weightsync_server.push.checkpoint import next_mark
 from weightsync_server.push.commit import answer
-from weightsync_server.push.lifecycle import Push
 from weightsync_server.push.opening import base_of, equip, opened
 from weightsync_server.push.progress import missing
-from weightsync_server.push.reservation import stored_at
+from weightsync_server.push.state import check_open
+from weightsync_server.push.task_set import start_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import ModelVersions
-    from weightsync_server.ops.meters import Meters
-    from weightsync_server.push.limits import PushLimits
+    from weightsync_server.push.parts import Push
+    from weightsync_server.push.push_factory import PushFactory
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
 
-__all__ = ["RecoveredPushes", "loaded", "wake"]
+__all__ = ["RecoveredPushes", "loaded", "resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +35,12 @@ class RecoveredPushes:
 
     Args:
         versions: The registry of a model.
-        limits: Bounds on each push.
-        meters: Counts.
-        on_end: Called when a push has ended.
+        factory: Makes its pushes.
     """
 
-    def __init__(
-        self,
-        versions: ModelVersions,
-        limits: PushLimits,
-        meters: Meters,
-        on_end: Callable[[Push], None],
-    ) -> None:
+    def __init__(self, versions: ModelVersions, factory: PushFactory) -> None:
         self._versions = versions
-        self._limits = limits
-        self._meters = meters
-        self._on_end = on_end
+        self._factory = factory
 
     def committed(self, *, push_id: str = "", key: str = "") -> Push | None:
         """Return the push that brought a version which exists, by its id or key, as an ended one.
@@ -66,13 +52,13 @@ class RecoveredPushes:
         if record is None or commit is None:
             return None
         request = pb.BeginPushRequest(idempotency_key=commit.idempotency_key)
-        push = self._made(record, request, commit.push_id)
-        push.opened.set_result(None)
-        push.committed = answer(record, durable=self._versions.store.durable, already=True)
+        push = self._factory.make(record, request, push_id=commit.push_id)
+        durable = self._versions.store.durable
+        push.lifecycle.restore(answer(record, durable=durable, already=True))
         return push
 
     async def open(self) -> list[Push]:
-        """Return the pushes that can still be committed, asleep; others are removed."""
+        """Return the pushes that can still be committed, suspended; others are removed."""
         found = []
         for survivor in await self._versions.store.open_pushes(self._versions.name):
             record = survivor.record
@@ -81,7 +67,7 @@ class RecoveredPushes:
                     raise self._versions.epochs.stale(record.epoch)
                 if record.version <= self._versions.highest:
                     raise self._versions.not_above(record.version)
-                found.append(self._asleep(survivor))
+                found.append(self._suspended(survivor))
             except WeightSyncError as error:
                 logger.info(
                     "the push of version %d cannot go on: %s", record.version, error.message
@@ -89,123 +75,114 @@ class RecoveredPushes:
                 await self._versions.store.discard(record.model, record.version)
         return found
 
-    def _asleep(self, survivor: OpenPush) -> Push:
-        told = survivor.record
-        request = pb.BeginPushRequest.FromString(bytes.fromhex(told.request))
-        record = self._versions.unlisted(told.version, told.epoch, dict(request.metadata))
+    def _suspended(self, survivor: OpenPush) -> Push:
+        written = survivor.record
+        request = pb.BeginPushRequest.FromString(bytes.fromhex(written.request))
+        record = self._versions.unlisted(written.version, written.epoch, dict(request.metadata))
         base = base_of(self._versions, request)
-        push = self._made(record, request, told.push_id)
-        push.based_on(base)
-        push.asleep = {shard.index: shard for shard in survivor.shards}
-        push.recorded = True
-        record.missing = partial(missing, push)
+        push = self._factory.make(record, request, push_id=written.push_id, base=base)
+        push.lifecycle.recover({shard.index: shard for shard in survivor.shards})
+        record.missing = partial(missing, push.state)
         self._versions.enlist(record)
-        push.touch()
+        push.lifecycle.touch()
         size = sum(shard.size for shard in survivor.shards)
-        logger.info("the push of version %d goes on: %d bytes were kept", told.version, size)
-        return push
-
-    def _made(self, record: VersionRecord, request: pb.BeginPushRequest, push_id: str) -> Push:
-        push = Push(self._versions, record, request, self._limits, self._meters, self._on_end)
-        push.rename(push_id)
+        logger.info("the push of version %d goes on: %d bytes were kept", written.version, size)
         return push
 
 
-async def wake(push: Push, deadline_s: float | None = None) -> None:
-    """Return when a push can go on; one that was asleep begins to be read back.
+async def resume(push: Push, deadline_s: float | None = None) -> None:
+    """Return when a push can go on; one that was suspended begins to be read back.
 
     Raises:
-        WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED; it sleeps on. Or why it has failed.
+        WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED; it stays suspended. Or why it has failed.
     """
-    push.check_open()
-    if push.sleeping is not None:
-        await asyncio.wait([push.sleeping])
-        push.check_open()
-    if push.asleep is not None and push.waking is None:
-        push.waking = asyncio.create_task(_wake(push, deadline_s))
-        push.waking.add_done_callback(lambda task: task.cancelled() or task.exception())
-    if (waking := push.waking) is not None:
+    tasks = push.lifecycle.tasks
+    check_open(push.state)
+    if tasks.suspending is not None:
+        await asyncio.wait([tasks.suspending])
+        check_open(push.state)
+    if push.state.suspended is not None and tasks.resuming is None:
+        tasks.resuming = start_task(_resume(push, deadline_s))
+    if (resuming := tasks.resuming) is not None:
         # Not its own cancellation is what callers are told, but why the push ended.
-        await asyncio.wait([waking])
-        push.check_open()
-        waking.result()
+        await asyncio.wait([resuming])
+        check_open(push.state)
+        resuming.result()
     await opened(push)
 
 
 async def loaded(push: Push) -> None:
     """Return when it is known which of the bytes that were kept are undamaged."""
-    tasks = [upload.restoring for upload in push.shards.values() if upload.restoring is not None]
+    each = (shard.tasks.restore for shard in push.state.shards.values())
+    tasks = [task for task in each if task is not None]
     if tasks:
         await asyncio.wait(tasks)
-    push.check_open()
+    check_open(push.state)
 
 
-async def _wake(push: Push, deadline_s: float | None) -> None:
+async def _resume(push: Push, deadline_s: float | None) -> None:
     try:
         await failpoints.reach("receive.resume")
         await equip(push, deadline_s)
-        shards, push.asleep = push.asleep or {}, None
-        for shard in shards.values():
+        for shard in push.lifecycle.resume().values():
             _take_up(push, shard)
     except BaseException as error:
-        await _fall_asleep(push)
+        await _stay_suspended(push)
         if not isinstance(error, Exception):
             raise
-        told = to_refusal(error, "resuming a push")
-        if push.asleep is None:
-            push.fail(told)
-        if told is error:
+        refusal = to_refusal(error, "resuming a push")
+        if push.state.suspended is None:
+            push.lifecycle.fail(refusal)
+        if refusal is error:
             raise
-        raise told from error
-    push.opened.set_result(None)
-    # Whoever asked may be gone.
-    push.touch()
+        raise refusal from error
+    push.lifecycle.open()
 
 
-async def _fall_asleep(push: Push) -> None:
-    if push.delta is not None:
-        await push.delta.cease()
-    if push.asleep is not None and push.error is None:
-        push.versions.pool.release(push.record)
-    # Last of all: who wakes it again gives it another slot.
-    push.waking = None
+async def _stay_suspended(push: Push) -> None:
+    state = push.state
+    if state.delta is not None:
+        await state.delta.cease()
+    if state.suspended is not None and state.error is None:
+        push.versions.pool.release(state.record)
+    # Last of all: who resumes it again gives it another slot.
+    push.lifecycle.tasks.resuming = None
 
 
-def _take_up(push: Push, shard: ShardCheckpoint) -> None:
-    upload = push.layout.take(shard.index, shard.entry, shard.tensors)
-    if upload is None:
-        logger.warning("what was kept of shard %d is not of its layout any more", shard.index)
+def _take_up(push: Push, checkpoint: ShardCheckpoint) -> None:
+    shard = push.layout.take(checkpoint.index, checkpoint.entry, checkpoint.tensors)
+    if shard is None:
+        logger.warning("what was kept of shard %d is not of its layout any more", checkpoint.index)
         return
-    if not shard.size:
+    if not checkpoint.size:
         return
-    upload.headed = True
-    upload.header_digest = shard.header_digest
-    upload.received = upload.kept = shard.size
-    upload.mark = next_mark(push, upload)
-    upload.restoring = asyncio.create_task(_restore(push, upload))
+    shard.resume(checkpoint.header_digest, checkpoint.size)
+    shard.watermark = push.checkpointer.next_watermark(shard)
+    shard.tasks.restore = asyncio.create_task(_restore(push, shard))
 
 
-async def _restore(push: Push, upload: ShardState) -> Segment:
-    segment = await push.allocated(upload)
+async def _restore(push: Push, shard: ShardState) -> Segment:
+    segment = await push.pipeline.allocated(shard)
     # Its file was reserved whole in the server's earlier life.
-    push.disk.wrote(upload.entry.size)
-    source = stored_at(push, upload)
+    push.reservation.disk.wrote(shard.entry.size)
+    source = push.reservation.target(shard)
     good = 0
     try:
-        good = await push.versions.fetchers.restore(segment, upload.entry, source or "")
+        good = await push.versions.fetchers.restore(segment, shard.entry, source or "")
     except WeightSyncError as error:
         if error.reason is Reason.SHUTTING_DOWN:
             raise
-        logger.warning("shard %d starts again: %s", upload.index, error.message)
-    if good < upload.kept:
-        logger.warning("of %d kept bytes of shard %d %d are whole", upload.kept, upload.index, good)
-        _go_back(push, upload, good)
-    if upload.complete:
-        push.verify(upload, segment)
+        logger.warning("shard %d starts again: %s", shard.index, error.message)
+    durable = shard.durable_bytes
+    if good < durable:
+        logger.warning("of %d kept bytes of shard %d %d are whole", durable, shard.index, good)
+        _go_back(push, shard, good)
+    if shard.complete:
+        push.pipeline.verify(shard, segment)
     return segment
 
 
-def _go_back(push: Push, upload: ShardState, good: int) -> None:
-    upload.headed = good >= upload.entry.data_start
-    upload.received = upload.kept = good if upload.headed else 0
-    upload.mark = next_mark(push, upload) if upload.headed else upload.entry.data_start
+def _go_back(push: Push, shard: ShardState, good: int) -> None:
+    shard.go_back(good)
+    next_watermark = push.checkpointer.next_watermark(shard)
+    shard.watermark = next_watermark if shard.headed else shard.entry.data_start

@@ -15,15 +15,16 @@ from weightsync_server.auth.callers import caller
 from weightsync_server.ops.meters import NoMeters
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.commit import check_complete, commit
-from weightsync_server.push.lifecycle import Push
 from weightsync_server.push.limits import PushLimits
 from weightsync_server.push.opening import base_of, start
 from weightsync_server.push.progress import missing, progress, status
+from weightsync_server.push.push_factory import PushFactory
 from weightsync_server.push.push_index import PushIndex, check_same_push
 from weightsync_server.push.quota import Shares
-from weightsync_server.push.resume import RecoveredPushes, loaded, wake
+from weightsync_server.push.resume import RecoveredPushes, loaded, resume
 from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.sources.remote_stream import DistantStream, RemoteStream
+from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from weightsync_server.model import ModelVersions
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.messages import Message
+    from weightsync_server.push.parts import Push
 
 __all__ = ["PushService"]
 
@@ -58,8 +60,12 @@ class PushService:
         self.limits = limits or PushLimits()
         self.meters = meters or NoMeters()
         self._models = models
+        self._factories = {
+            name: PushFactory(versions, self.limits, self.meters, self._end)
+            for name, versions in models.items()
+        }
         self._survivors = {
-            name: RecoveredPushes(versions, self.limits, self.meters, self._on_end)
+            name: RecoveredPushes(versions, self._factories[name])
             for name, versions in models.items()
         }
         self._index = PushIndex(self._survivors, self.limits.remembered)
@@ -76,21 +82,21 @@ class PushService:
         """
         for survivors in self._survivors.values():
             for push in await survivors.open():
-                self._open[push.id] = push
+                self._open[push.state.id] = push
 
     async def close(self) -> None:
         """End every open push; commits under way are finished first. What is kept can go on."""
         self._shut = True
         for push in list(self._open.values()):
-            if push.committing is not None:
-                await asyncio.wait([push.committing])
-            push.fail(
+            if push.lifecycle.tasks.committing is not None:
+                await asyncio.wait([push.lifecycle.tasks.committing])
+            push.lifecycle.fail(
                 WeightSyncError(
                     Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
                 ),
                 "aborted",
             )
-            await push.closed()
+            await push.lifecycle.closed()
 
     # The calls
 
@@ -108,15 +114,15 @@ class PushService:
         """
         push = await self.open(request, deadline_s)
         response = pb.BeginPushResponse(
-            push_id=push.id,
-            version=push.record.version,
-            epoch=push.record.epoch,
-            shards=progress(push),
+            push_id=push.state.id,
+            version=push.state.record.version,
+            epoch=push.state.record.epoch,
+            shards=progress(push.state),
             max_chunk_bytes=self.limits.max_chunk_bytes,
-            layout_known=push.known is not None,
+            layout_known=push.state.known is not None,
         )
-        if push.committed is not None:
-            response.committed.CopyFrom(push.again())
+        if push.state.committed is not None:
+            response.committed.CopyFrom(push.lifecycle.again())
         return response
 
     async def stream(
@@ -147,18 +153,19 @@ class PushService:
         """
         push = self.find(request.push_id)
         self._refuse_used(push)
-        if push.committing is not None:
-            await asyncio.wait([push.committing])
-        if push.committed is not None:
+        if push.lifecycle.tasks.committing is not None:
+            await asyncio.wait([push.lifecycle.tasks.committing])
+        if push.state.committed is not None:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,
-                f"the push is committed as version {push.record.version}; delete that instead",
+                f"the push is committed as version {push.state.record.version}; delete that "
+                "instead",
             )
         self._refuse_used(push)
-        push.fail(
+        push.lifecycle.fail(
             WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again"), "aborted"
         )
-        await push.closed()
+        await push.lifecycle.closed()
         return pb.AbortPushResponse()
 
     def get(self, request: pb.GetPushRequest) -> pb.GetPushResponse:
@@ -168,31 +175,36 @@ class PushService:
             WeightSyncError: PUSH_UNKNOWN.
         """
         push = self.find(request.push_id)
-        push.touch()
+        push.lifecycle.touch()
         response = pb.GetPushResponse(
             model=push.versions.name,
-            version=push.record.version,
+            version=push.state.record.version,
             durability=pb.DURABILITY_RECEIVING,
-            shards=progress(push),
+            shards=progress(push.state),
         )
-        if push.committed is not None:
+        if push.state.committed is not None:
             response.durability = pb.DURABILITY_COMMITTED
-        elif push.error is not None:
+        elif push.state.error is not None:
             response.durability = pb.DURABILITY_FAILED
-            response.error = push.error.message
+            response.error = push.state.error.message
         return response
 
     def status(self, model: str) -> list[pb.PushStatus]:
         """Return the open pushes of a model."""
-        return [status(push) for push in self._open.values() if push.versions.name == model]
+        return [status(push.state) for push in self._open.values() if push.versions.name == model]
 
     def overdue(self) -> Iterator[str]:
         """Yield a sentence for every push that nobody goes on with and that should be gone."""
         now = asyncio.get_running_loop().time()
         for push in self._open.values():
-            opening = not push.opened.done() and push.asleep is None
-            if push.error is None and push.streams == 0 and not opening and push.until < now:
-                yield f"the push of version {push.record.version} stays although it is idle"
+            opening = not push.lifecycle.opened.done() and push.state.suspended is None
+            if (
+                push.state.error is None
+                and push.state.streams == 0
+                and not opening
+                and push.lifecycle.until < now
+            ):
+                yield f"the push of version {push.state.record.version} stays although it is idle"
 
     # For streams
 
@@ -228,39 +240,35 @@ class PushService:
             epoch = versions.check_epoch(request.epoch)
             push = self._create(versions, request, epoch)
             await start(push, deadline_s)
-        push.touch()
+        push.lifecycle.touch()
         return push
 
     async def commit_push(self, push: Push, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
-        push.check_open()
-        if push.delta is not None and not request.content_digest:
+        push.lifecycle.check_open()
+        if push.state.delta is not None and not request.content_digest:
             raise refused("the commit of a delta needs content_digest, that of the new version")
-        if push.committed is not None:
-            self._check_same(push.committed, request)
-            return push.again()
-        push.versions.check_epoch(push.record.epoch)
-        if push.committing is None:
-            await wake(push)
+        if push.state.committed is not None:
+            self._check_same(push.state.committed, request)
+            return push.lifecycle.again()
+        push.versions.check_epoch(push.state.record.epoch)
+        if push.lifecycle.tasks.committing is None:
+            await resume(push)
             # Until it is known what is missing it stays awake.
-            push.awaiting += 1
-            try:
+            with push.lifecycle.awaited():
                 await loaded(push)
-            finally:
-                push.awaiting -= 1
-        if push.committing is None:
+        if push.lifecycle.tasks.committing is None:
             check_complete(push, request.shard_count)
             # From here on no shard is added.
-            push.shard_count = len(push.shards)
-            push.committing = asyncio.create_task(self._commit(push, request.content_digest))
+            push.layout.finish()
             # Whoever asked may have left: the push remembers how it ended.
-            push.committing.add_done_callback(lambda task: task.cancelled() or task.exception())
+            push.lifecycle.tasks.committing = start_task(self._commit(push, request.content_digest))
         try:
-            response = await asyncio.shield(push.committing)
+            response = await asyncio.shield(push.lifecycle.tasks.committing)
         except WeightSyncError:
             # Whoever is told that it failed finds its slot free and nothing left in the store.
-            await push.closed()
+            await push.lifecycle.closed()
             raise
         self._check_same(response, request)
         return response
@@ -283,17 +291,21 @@ class PushService:
         push = self._index.with_key(versions, request.idempotency_key)
         if push is not None:
             check_same_push(push, request)
-            await wake(push, deadline_s)
+            await resume(push, deadline_s)
         return push
 
     async def _settled(self, versions: ModelVersions, version: int) -> None:
         for push in list(self._open.values()):
-            if push.versions is versions and push.record.version == version and push.error:
-                await push.closed()
+            if (
+                push.versions is versions
+                and push.state.record.version == version
+                and push.state.error
+            ):
+                await push.lifecycle.closed()
 
     def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
         who = caller.get()
-        self._shares.check(who, sum(push.caller == who for push in self._open.values()))
+        self._shares.check(who, sum(push.state.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
@@ -305,28 +317,27 @@ class PushService:
         existing = self._existing(versions, version)
         base = base_of(versions, request)
         record = versions.unlisted(version, epoch, dict(request.metadata))
-        push = Push(versions, record, request, self.limits, self.meters, self._on_end)
-        push.existing = existing
-        push.based_on(base)
+        factory = self._factories[versions.name]
+        push = factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
             self.meters.count_fallback(request.fallback_reason)
             versions.fetchers.warm()
-        self._open[push.id] = push
+        self._open[push.state.id] = push
         if existing is None:
-            record.missing = partial(missing, push)
+            record.missing = partial(missing, push.state)
             versions.enlist(record)
         return push
 
     def _existing(self, versions: ModelVersions, version: int) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
         for push in self._open.values():
-            if push.versions is versions and push.record.version == version:
+            if push.versions is versions and push.state.record.version == version:
                 raise WeightSyncError(
                     Reason.PUSH_ABORTED,
                     f"version {version} is being pushed already; join that push by its idempotency "
                     "key or its id, abort it, or push another version",
-                    metadata={"push_id": push.id},
+                    metadata={"push_id": push.state.id},
                     retry_after_s=1.0,
                 )
         highest = versions.highest
@@ -354,12 +365,13 @@ class PushService:
         raise versions.not_above(version)
 
     def _refuse_used(self, push: Push) -> None:
-        use = push.versions.orphans.use(push.record) if push.error is None else ""
-        if use and push.committed is None:
+        record = push.state.record
+        use = "" if push.lifecycle.ended else push.versions.orphans.use(record)
+        if use:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,
-                f"version {push.record.version} was applied before it was durable and is {use}",
-                metadata={"version": str(push.record.version)},
+                f"version {record.version} was applied before it was durable and is {use}",
+                metadata={"version": str(record.version)},
             )
 
     def _check_same(self, response: pb.CommitPushResponse, request: pb.CommitPushRequest) -> None:
@@ -374,15 +386,17 @@ class PushService:
         try:
             response = await commit(push, content_digest)
         except WeightSyncError as error:
-            push.committing = None
+            push.lifecycle.tasks.committing = None
             if error.reason is not Reason.FETCHER_FAILED:
-                push.fail(error)
+                push.lifecycle.fail(error)
             raise
         except Exception as error:
-            logger.exception("commit of version %d", push.record.version)
-            push.fail(to_refusal(error, f"the commit of version {push.record.version}"))
-            raise push.error or error from error
-        push.succeed(response)
+            logger.exception("commit of version %d", push.state.record.version)
+            push.lifecycle.fail(
+                to_refusal(error, f"the commit of version {push.state.record.version}")
+            )
+            raise push.state.error or error from error
+        push.lifecycle.succeed(response)
         # The version is there: no error may tell otherwise any more.
         with contextlib.suppress(OSError):
             await failpoints.reach("commit.reply")
@@ -391,10 +405,8 @@ class PushService:
     def _refuse_stale(self) -> None:
         for push in list(self._open.values()):
             epochs = push.versions.epochs
-            if push.record.epoch != epochs.newest:
-                push.fail(epochs.stale(push.record.epoch))
+            if push.state.record.epoch != epochs.newest:
+                push.lifecycle.fail(epochs.stale(push.state.record.epoch))
 
-    def _on_end(self, push: Push) -> None:
-        push.committing = None
-        push.strip()
+    def _end(self, push: Push) -> None:
         self._index.end(push)

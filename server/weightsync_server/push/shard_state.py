@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.task_set import is_running
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segments import Segment
 
-__all__ = ["ShardState"]
+__all__ = ["ShardState", "ShardTasks"]
+
+
+@dataclass(slots=True)
+class ShardTasks:
+    """What is under way in one shard.
+
+    Attributes:
+        allocation: Makes the segment.
+        checking: Asks the engine whether it takes such tensors.
+        checkpoint: Makes more of the received bytes durable.
+        restore: Reads back what survived a crash.
+        gpu_copy: Copies it from the trainer's GPU.
+        verification: Digests and persists it.
+    """
+
+    allocation: asyncio.Task[Segment] | None = None
+    checking: asyncio.Task[None] | None = None
+    checkpoint: asyncio.Task[None] | None = None
+    restore: asyncio.Task[Segment] | None = None
+    gpu_copy: asyncio.Task[None] | None = None
+    verification: asyncio.Task[None] | None = None
+
+    @property
+    def cancellable(self) -> tuple[asyncio.Task[Any] | None, ...]:
+        """Those that may be at work on the segment and can be called off."""
+        return self.checking, self.verification, self.checkpoint, self.restore, self.gpu_copy
 
 
 class ShardState:
@@ -25,19 +53,14 @@ class ShardState:
         entry: Name and sizes.
         tensors: In the order of their bytes, once the layout is complete.
         segment: Where the bytes go, once it is there.
-        allocation: The task that makes the segment.
-        checking: The task that asks the engine whether it takes such tensors.
+        tasks: What is under way.
         owner: The stream that sends its layout or its bytes now.
         received: Bytes received so far.
-        kept: Those of them that survive a crash of the server.
-        keeping: The task that makes more of them so.
-        restoring: The task that reads back what survived a crash.
-        collecting: The task that copies it from the trainer's GPU.
-        mark: Number of received bytes at which something must be done: the end of the header,
+        durable_bytes: Those of them that survive a crash of the server.
+        watermark: Number of received bytes at which something must be done: the end of the header,
             then each number at which bytes are made durable, then the end of the shard.
         headed: The header is proved to tell the layout.
         header_digest: Digest of the header's bytes, once they were proved.
-        verification: The task that digests and persists it.
         found: Digests that the fetchers computed.
         digested: Set once they have.
         given: Digests that the trainer sent; None where it sent none.
@@ -48,18 +71,13 @@ class ShardState:
         self.entry = entry
         self.tensors: tuple[TensorEntry, ...] | None = None
         self.segment: Segment | None = None
-        self.allocation: asyncio.Task[Segment] | None = None
-        self.checking: asyncio.Task[bool] | None = None
+        self.tasks = ShardTasks()
         self.owner: object | None = None
         self.received = 0
-        self.kept = 0
-        self.keeping: asyncio.Task[None] | None = None
-        self.restoring: asyncio.Task[Segment] | None = None
-        self.collecting: asyncio.Task[None] | None = None
-        self.mark = 0
+        self.durable_bytes = 0
+        self.watermark = 0
         self.headed = False
         self.header_digest = b""
-        self.verification: asyncio.Task[None] | None = None
         self.found: list[bytes] | None = None
         self.digested = asyncio.Event()
         self.given: list[bytes | None] = []
@@ -73,17 +91,33 @@ class ShardState:
     @property
     def verified(self) -> bool:
         """All bytes are proved and durable."""
+        task = self.tasks.verification
         return (
-            self.verification is not None
-            and self.verification.done()
-            and not self.verification.cancelled()
-            and self.verification.exception() is None
+            task is not None and task.done() and not task.cancelled() and task.exception() is None
         )
 
-    @property
-    def working(self) -> tuple[asyncio.Task[Any] | None, ...]:
-        """Tasks that may be at work on its segment and can be called off."""
-        return self.checking, self.verification, self.keeping, self.restoring, self.collecting
+    def received_to(self, end: int) -> None:
+        """Take note that all bytes before `end` are in the segment."""
+        self.received = end
+
+    def copied_by(self, task: asyncio.Task[None]) -> None:
+        """Take note of the task that copies the shard from a GPU."""
+        self.tasks.gpu_copy = task
+
+    def release_copy(self) -> None:
+        """Let another stream send the shard, which cannot be copied from a GPU."""
+        self.tasks.gpu_copy = self.owner = None
+
+    def resume(self, header_digest: bytes, size: int) -> None:
+        """Take note that so many bytes, a proved header first, lie in the store."""
+        self.headed = True
+        self.header_digest = header_digest
+        self.received = self.durable_bytes = size
+
+    def go_back(self, good: int) -> None:
+        """Take note that of what lies in the store only so many bytes are whole."""
+        self.headed = good >= self.entry.data_start
+        self.received = self.durable_bytes = good if self.headed else 0
 
     def own(self, stream: object) -> None:
         """Let a stream send the shard.
@@ -99,7 +133,7 @@ class ShardState:
                 metadata={"shard": str(self.index), "received_bytes": str(self.received)},
                 retry_after_s=0.2,
             )
-        if self.collecting is not None and not self.collecting.done():
+        if is_running(self.tasks.gpu_copy):
             raise WeightSyncError(
                 Reason.SHARD_BUSY,
                 f"shard {self.index} is being copied from a trainer's GPU; wait until it was, or "
@@ -145,7 +179,7 @@ class ShardState:
         """Take the checked layout."""
         self.tensors = tensors
         self.given = [None] * len(tensors)
-        self.mark = self.entry.data_start
+        self.watermark = self.entry.data_start
 
     def same_layout(self, part: pb.LayoutPart, entries: list[TensorEntry]) -> bool:
         """Tell whether a part that comes again says what is known already."""
@@ -200,5 +234,5 @@ class ShardState:
             received_bytes=self.received,
             size_bytes=self.entry.size,
             verified=self.verified,
-            durable_bytes=self.kept,
+            durable_bytes=self.durable_bytes,
         )

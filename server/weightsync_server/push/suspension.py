@@ -2,85 +2,82 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.checkpoint import keep_received
-from weightsync_server.push.layout_parts import PushLayout
-from weightsync_server.store.store_records import ShardCheckpoint
+from weightsync_server.push.state import Phase
+from weightsync_server.push.task_set import is_running, start_task
+from weightsync_server.store.protocol import ShardCheckpoint
 
 if TYPE_CHECKING:
-    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.push.parts import Push
     from weightsync_server.push.shard_state import ShardState
 
-__all__ = ["may_sleep", "sleep"]
+__all__ = ["suspend"]
 
 logger = logging.getLogger(__name__)
 
 
-def may_sleep(push: Push) -> bool:
-    """Tell whether nobody uses a push, nothing is under way in it, and the store can keep it."""
-    over = push.error is not None or push.committed is not None or push.committing is not None
-    if over or not push.recorded or push.asleep is not None or not push.opened.done():
+def suspend(push: Push) -> None:
+    """Begin to suspend a push that nobody uses, with nothing under way, and that the store keeps.
+
+    It stays as it is when somebody has begun to use it meanwhile. What cannot be made durable is
+    sent again, as after a crash of the server.
+    """
+    tasks = push.lifecycle.tasks
+    if tasks.suspending is None and _is_possible(push):
+        tasks.suspending = start_task(_suspend(push))
+
+
+def _is_possible(push: Push) -> bool:
+    state, record = push.state, push.state.record
+    if push.lifecycle.phase not in (Phase.RECEIVING, Phase.SEALING) or not state.recorded:
         return False
-    if push.streams or push.awaiting or _busy(push):
+    if state.streams or push.lifecycle.awaiting or _is_busy(push):
         return False
-    record = push.record
     return not (record.awaited or push.versions.orphans.use(record))
 
 
-async def sleep(push: Push) -> None:
-    """Make what came durable, then give the push's memory and slot back, unless it is in use again.
+def _is_busy(push: Push) -> bool:
+    shards, delta = push.state.shards.values(), push.state.delta
+    tasks = [push.lifecycle.tasks.sealing, *(shard.tasks.allocation for shard in shards)]
+    tasks += [task for shard in shards for task in shard.tasks.cancellable]
+    return (delta is not None and delta.is_building_base) or any(map(is_running, tasks))
 
-    What cannot be made durable is sent again, as after a crash of the server.
-    """
+
+async def _suspend(push: Push) -> None:
     try:
-        for upload in list(push.shards.values()):
-            await keep_received(push, upload)
-        if may_sleep(push):
+        for shard in list(push.state.shards.values()):
+            await push.checkpointer.save(shard)
+        if _is_possible(push):
             _give_back(push)
     finally:
-        push.sleeping = None
-
-
-def _busy(push: Push) -> bool:
-    tasks = [push.sealing, *(upload.allocation for upload in push.shards.values())]
-    tasks += [task for upload in push.shards.values() for task in upload.working]
-    laying = push.delta is not None and push.delta.busy
-    return laying or any(task is not None and not task.done() for task in tasks)
+        push.lifecycle.tasks.suspending = None
 
 
 def _give_back(push: Push) -> None:
-    uploads = [push.shards[index] for index in sorted(push.shards)]
-    asleep = [_kept(upload) for upload in uploads]
-    push.asleep = {shard.index: shard for shard in asleep if shard is not None}
-    push.quiet()
-    push.shards, push.known, push.sealing, push.waking = {}, None, None, None
-    push.layout = PushLayout(push)
-    push.shard_count, push.declared_bytes = push.request.shard_count, 0
-    push.first_byte_at = push.last_byte_at = 0.0
-    push.opened = asyncio.get_running_loop().create_future()
-    push.disk.close()
-    push.disk = push.versions.disk.share()
-    if (delta := push.delta) is not None:
-        push.based_on(push.record.base)
-        delta.end()
-    push.record.manifest = None
-    push.record.residency = pb.RESIDENCY_ABSENT
-    push.versions.pool.release(push.record)
-    push.versions.changed(push.record)
-    size = sum(shard.size for shard in push.asleep.values())
+    state, record = push.state, push.state.record
+    checkpoints = [_checkpoint(state.shards[index]) for index in sorted(state.shards)]
+    durable = {shard.index: shard for shard in checkpoints if shard is not None}
+    push.announcement.end()
+    push.layout.restart()
+    push.pipeline.restart()
+    push.reservation.renew()
+    push.lifecycle.suspend(durable)
+    record.manifest = None
+    record.residency = pb.RESIDENCY_ABSENT
+    push.versions.pool.release(record)
+    push.versions.changed(record)
     logger.info(
         "nobody sends version %d any more: its slot is free, %d bytes are kept for its push",
-        push.record.version,
-        size,
+        record.version,
+        sum(shard.size for shard in durable.values()),
     )
 
 
-def _kept(upload: ShardState) -> ShardCheckpoint | None:
-    if upload.tensors is None:
+def _checkpoint(shard: ShardState) -> ShardCheckpoint | None:
+    if shard.tensors is None:
         return None
-    size = upload.kept if upload.headed else 0
-    return ShardCheckpoint(upload.index, upload.entry, upload.tensors, upload.header_digest, size)
+    size = shard.durable_bytes if shard.headed else 0
+    return ShardCheckpoint(shard.index, shard.entry, shard.tensors, shard.header_digest, size)

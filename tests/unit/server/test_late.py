@@ -14,7 +14,7 @@ from tests.unit.server.engine.plant import Plant, plant, until
 from tests.unit.server.world import begin, simple, world
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.deadlines import DeadlineMonitor
-from weightsync_server.push.lifecycle import Push
+from weightsync_server.push.lifecycle import PushLifecycle
 from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetrics
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ async def test_a_call_that_outlives_its_deadline(kind: str) -> None:
 async def test_an_idle_push_that_is_not_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Push, "_too_idle", lambda _: None)
+    monkeypatch.setattr(PushLifecycle, "_too_idle", lambda _: None)
     async with world(tmp_path, limits={"resume_timeout_s": 0.2}) as here:
         push = await here.pushes.begin(begin(version=2, shard_count=1), 1)
         shard = simple(2)[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.incoming_version import HANDLE_BYTES, Lying
 from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import refused
 from weightsync_server.workers.fetch.fetch_api import GpuSource
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segments import Segment
-    from weightsync_server.push.lifecycle import Push
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.parts import Push
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.sources.ipc_opened import Places
 
@@ -48,12 +50,14 @@ class GpuCopySession:
         collector: Does the work.
         owner: Who owns the shards meanwhile.
         places: What engines may copy from themselves, of all connections.
+        meters: Counts bytes.
     """
 
-    def __init__(self, collector: GpuCopier, owner: object, places: Places) -> None:
+    def __init__(self, collector: GpuCopier, owner: object, places: Places, meters: Meters) -> None:
         self._collector = collector
         self._owner = owner
         self._places = places
+        self._meters = meters
         self._trainer = secrets.token_hex(8)
         #: Devices from which a shard was copied.
         self._reached: set[str] = set()
@@ -70,18 +74,19 @@ class GpuCopySession:
         filled = _filled(upload)
         if len(filled) > MOST_PLACES:
             return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
-        header, told = _header(upload, where), _told(self._trainer, upload, filled, where)
+        header, source = _header(upload, where), _gpu_source(self._trainer, upload, filled, where)
         upload.own(self._owner)
-        segment = await push.ready(upload)
-        if not push.first_byte_at:
-            push.first_byte_at = asyncio.get_running_loop().time()
+        segment = await push.pipeline.ready(upload)
+        push.pipeline.begin_receive()
         segment.view[: len(header)] = header
-        self._tell(push, upload, told)
-        task = asyncio.create_task(self._collected(push, upload, segment, told))
-        # Retrieved: the trainer may never ask.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        upload.collecting = self._tasks[upload.index] = task
-        return "" if told.device in self._reached else await self._reach(push, upload, told.device)
+        self._announce(push, upload, source)
+        # Whether the trainer asks for its outcome or not.
+        task = start_task(self._collected(push, upload, segment, source))
+        upload.copied_by(task)
+        self._tasks[upload.index] = task
+        return (
+            "" if source.device in self._reached else await self._reach(push, upload, source.device)
+        )
 
     def lying(self, push: Push, upload: ShardState, where: dict[str, Any]) -> None:
         """Take note of where a shard lies for which `begin` will be asked.
@@ -91,29 +96,29 @@ class GpuCopySession:
         """
         filled = _filled(upload)
         if len(filled) <= MOST_PLACES:
-            self._tell(push, upload, _told(self._trainer, upload, filled, where))
+            self._announce(push, upload, _gpu_source(self._trainer, upload, filled, where))
 
-    def _tell(self, push: Push, upload: ShardState, told: GpuSource) -> None:
+    def _announce(self, push: Push, upload: ShardState, source: GpuSource) -> None:
         """Let engines know, if it was read from there before."""
-        lying = _lying(told)
-        if self._places.have(lying, _sizes(told)):
-            push.lies(upload, lying)
+        extents = _extents(source)
+        if self._places.have(extents, _sizes(source)):
+            push.announcement.announce_ipc(upload, extents)
 
     async def _collected(
-        self, push: Push, upload: ShardState, segment: Segment, told: GpuSource
+        self, push: Push, upload: ShardState, segment: Segment, source: GpuSource
     ) -> None:
-        lying, sizes = _lying(told), _sizes(told)
+        extents, sizes = _extents(source), _sizes(source)
         try:
-            await self._collector.collect(segment, told)
+            await self._collector.collect(segment, source)
         except WeightSyncError:
-            self._places.discard(lying, sizes)
+            self._places.discard(extents, sizes)
             raise
-        self._places.add(lying, sizes)
-        push.check_open()
-        push.lies(upload, lying)
-        upload.received = upload.entry.size
-        push.meters.add_received(upload.received)
-        await push.advance(upload, segment)
+        self._places.add(extents, sizes)
+        push.lifecycle.check_open()
+        push.announcement.announce_ipc(upload, extents)
+        upload.received_to(upload.entry.size)
+        self._meters.add_received(upload.received)
+        await push.pipeline.advance(upload, segment)
 
     async def _reach(self, push: Push, upload: ShardState, device: str) -> str:
         """Wait for the first one from a device: what it meets, the others would."""
@@ -122,7 +127,7 @@ class GpuCopySession:
         except WeightSyncError as error:
             if error.reason is not Reason.NOT_SUPPORTED:
                 raise
-            upload.collecting = upload.owner = None
+            upload.release_copy()
             del self._tasks[upload.index]
             logger.info("a trainer writes its tensors itself: %s", error.message)
             return error.message
@@ -133,7 +138,7 @@ class GpuCopySession:
         """Return once a shard was copied; raise why it was not, and first of all why the push."""
         task = self._tasks[upload.index]
         await asyncio.wait([task])
-        push.check_open()
+        push.lifecycle.check_open()
         task.result()
 
     async def digests(self, push: Push, upload: ShardState) -> bytes:
@@ -146,14 +151,18 @@ class GpuCopySession:
             raise refused(f"shard {upload.index} is not being copied; ask for that first")
         await self._ended(push, upload)
         digested = asyncio.create_task(upload.digested.wait())
-        waited = {digested} if upload.verification is None else {digested, upload.verification}
+        waited = (
+            {digested}
+            if upload.tasks.verification is None
+            else {digested, upload.tasks.verification}
+        )
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             digested.cancel()
-        push.check_open()
-        if upload.found is None and upload.verification is not None:
-            upload.verification.result()
+        push.lifecycle.check_open()
+        if upload.found is None and upload.tasks.verification is not None:
+            upload.tasks.verification.result()
         return b"".join(upload.found or ())
 
     async def end(self) -> None:
@@ -181,7 +190,7 @@ def _header(upload: ShardState, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _lying(source: GpuSource) -> Lying:
+def _extents(source: GpuSource) -> Lying:
     return [(bytes.fromhex(source.handles[piece[0]]), piece[1]) for piece in source.pieces]
 
 
@@ -189,7 +198,7 @@ def _sizes(source: GpuSource) -> list[int]:
     return [size for *_, size in source.pieces]
 
 
-def _told(
+def _gpu_source(
     trainer: str, upload: ShardState, filled: Sequence[TensorEntry], where: dict[str, Any]
 ) -> GpuSource:
     """Return where a shard lies: checked for its form, and believed no further."""

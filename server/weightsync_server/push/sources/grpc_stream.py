@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.lifecycle import FATAL, Push
+from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.messages import ChunkView
-from weightsync_server.push.resume import wake
+from weightsync_server.push.resume import resume
 from weightsync_server.push.validation import check_size, refused
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segments import Segment
     from weightsync_server.push.messages import Message
-    from weightsync_server.push.service import PushService
+    from weightsync_server.push.parts import Push, Pushes
     from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["UploadStream"]
@@ -41,7 +41,7 @@ class UploadStream:
 
     def __init__(
         self,
-        pushes: PushService,
+        pushes: Pushes,
         requests: AsyncIterator[Message],
         deadline_s: float | None,
     ) -> None:
@@ -65,7 +65,7 @@ class UploadStream:
                 commit = await self._commit(commit)
             elif commit is None:
                 # What failed meanwhile is told here already, not at the commit only.
-                self._opened().check_open()
+                self._opened().lifecycle.check_open()
             return self._response(commit)
         except TimeoutError:
             raise WeightSyncError(
@@ -77,8 +77,8 @@ class UploadStream:
             ) from None
         except WeightSyncError as error:
             if self._push is not None and error.reason in FATAL:
-                self._push.fail(error)
-                await self._push.closed()
+                self._push.lifecycle.fail(error)
+                await self._push.lifecycle.closed()
             raise
         finally:
             try:
@@ -97,14 +97,14 @@ class UploadStream:
             push = await self._pushes.open(message.begin, self._deadline_s)
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
-            if push.committed is None:
-                await wake(push, self._deadline_s)
+            if push.state.committed is None:
+                await resume(push, self._deadline_s)
         else:
             raise refused("the first message of a stream must be begin or join")
-        if push.committed is None:
-            push.join()
+        if push.state.committed is None:
+            push.lifecycle.join()
         self._push = push
-        return push.again() if push.committed is not None else None
+        return push.lifecycle.again() if push.state.committed is not None else None
 
     async def _receive(self) -> Message | None:
         self._ticks += 1
@@ -146,35 +146,34 @@ class UploadStream:
             begin = chunk.offset
             data = chunk.data
             end = begin + len(data)
-            if begin != upload.received or end > size or len(data) > most or push.error:
+            if begin != upload.received or end > size or len(data) > most or push.state.error:
                 data = self._irregular(push, upload, begin, data)
                 begin, end = upload.received, upload.received + len(data)
             view[begin:end] = data
-            upload.received = end
+            upload.received_to(end)
             self._received += end - begin
             failpoints.hit("receive.chunk")
-            if end >= upload.mark:
-                await push.advance(upload, segment)
+            if end >= upload.watermark:
+                await push.pipeline.advance(upload, segment)
                 self._count()
                 if end == size:
                     shard = -1
 
     async def _switch(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
-        push.check_open()
-        upload = push.shards.get(shard)
+        push.lifecycle.check_open()
+        upload = push.state.shards.get(shard)
         if upload is None or upload.tensors is None:
             raise refused(
                 f"bytes of shard {shard} before the last part of its layout; send it first"
             )
         if not upload.complete:
             upload.own(self)
-        if not push.first_byte_at:
-            push.first_byte_at = asyncio.get_running_loop().time()
-        return upload, await push.ready(upload)
+        push.pipeline.begin_receive()
+        return upload, await push.pipeline.ready(upload)
 
     def _irregular(self, push: Push, upload: ShardState, begin: int, data: Data) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
-        push.check_open()
+        push.lifecycle.check_open()
         if len(data) > self._pushes.limits.max_chunk_bytes:
             raise refused(
                 f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
@@ -194,13 +193,13 @@ class UploadStream:
         return data[upload.received - begin :]
 
     async def _other(self, push: Push, message: pb.PushWeightsRequest) -> None:
-        push.check_open()
+        push.lifecycle.check_open()
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
             await failpoints.reach("receive.layout")
             await push.layout.add(message.layout, self)
         elif message.HasField("digests"):
-            upload = push.shards.get(message.digests.shard)
+            upload = push.state.shards.get(message.digests.shard)
             if upload is None or upload.tensors is None:
                 raise refused(
                     "digests of a shard before the last part of its layout; send it first"
@@ -216,7 +215,7 @@ class UploadStream:
 
     async def _commit(self, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
         push = self._opened()
-        if request.push_id not in ("", push.id):
+        if request.push_id not in ("", push.state.id):
             raise refused("the commit names another push than this stream serves")
         return await self._pushes.commit_push(push, request)
 
@@ -228,8 +227,8 @@ class UploadStream:
     def _response(self, commit: pb.CommitPushResponse | None) -> pb.PushWeightsResponse:
         push = self._opened()
         return pb.PushWeightsResponse(
-            push_id=push.id,
-            version=push.record.version,
+            push_id=push.state.id,
+            version=push.state.record.version,
             received_bytes=self._received,
             commit=commit,
         )
@@ -257,5 +256,5 @@ class UploadStream:
             self._watch.cancel()
         if self._received != self._counted:
             self._count()
-        if self._push is not None and self._push.committed is None:
-            self._push.leave(self)
+        if self._push is not None and self._push.state.committed is None:
+            self._push.lifecycle.leave(self)

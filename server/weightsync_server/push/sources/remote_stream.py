@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segments import Segment
     from weightsync_server.push.messages import Message
-    from weightsync_server.push.service import PushService
+    from weightsync_server.push.parts import Pushes
     from weightsync_server.push.shard_state import ShardState
 
 __all__ = ["Claim", "DistantStream", "Grant", "RemoteStream", "Written"]
@@ -88,9 +88,7 @@ class DistantStream(UploadStream):
         deadline_s: Seconds left to the call, if it has a deadline.
     """
 
-    def __init__(
-        self, pushes: PushService, distant: RemoteStream, deadline_s: float | None
-    ) -> None:
+    def __init__(self, pushes: Pushes, distant: RemoteStream, deadline_s: float | None) -> None:
         # What is no message goes no further than _receive.
         super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s)
         self._distant = distant
@@ -110,16 +108,18 @@ class DistantStream(UploadStream):
         push = self._opened()
         upload, segment = await self._switch(push, shard)
         await failpoints.reach("ingest.claim")
-        push.check_open()
+        push.lifecycle.check_open()
         # From here on the push is not taken apart before this process has let go.
-        push.writers.add(self._distant)
+        push.lifecycle.writers.add(self._distant)
         self._granted = upload, segment
         most = self._pushes.limits.max_chunk_bytes
-        self._distant.grant(Grant(segment, upload.received, upload.entry.size, upload.mark, most))
+        self._distant.grant(
+            Grant(segment, upload.received, upload.entry.size, upload.watermark, most)
+        )
 
     async def _wrote(self, wrote: Written) -> None:
         push = self._opened()
-        push.check_open()
+        push.lifecycle.check_open()
         upload, segment = self._granted or (None, None)
         if upload is None or segment is None or upload.index != wrote.shard:
             raise _nonsense(wrote)
@@ -128,18 +128,18 @@ class DistantStream(UploadStream):
             raise _nonsense(wrote)
         failpoints.hit("ingest.wrote")
         self._received += wrote.end - upload.received
-        upload.received = wrote.end
+        upload.received_to(wrote.end)
         if wrote.due:
-            await push.advance(upload, segment)
+            await push.pipeline.advance(upload, segment)
             self._count()
-            self._distant.go_on(upload.mark)
+            self._distant.go_on(upload.watermark)
 
     async def _let_go(self) -> None:
         try:
             await to_end(asyncio.ensure_future(self._distant.cease()))
         finally:
             if self._push is not None:
-                self._push.writers.discard(self._distant)
+                self._push.lifecycle.writers.discard(self._distant)
 
 
 def _nonsense(wrote: Written) -> WeightSyncError:

@@ -25,7 +25,7 @@ from weightsync.wire.addresses import is_loopback
 from weightsync_server.auth.callers import caller
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.lifecycle import FATAL
-from weightsync_server.push.resume import wake
+from weightsync_server.push.resume import resume
 from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
 from weightsync_server.push.validation import refused
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
     from weightsync.shm.same_host_server import PeerCredentials
     from weightsync.shm.segments import Segment
-    from weightsync_server.push.lifecycle import Push
-    from weightsync_server.push.service import PushService
+    from weightsync_server.push.parts import Push, Pushes
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.sources.cuda_ipc import GpuCopier
 
@@ -64,7 +63,7 @@ def is_here(peer: str) -> bool:
 
 def start_lending(
     stack: contextlib.AsyncExitStack,
-    pushes: PushService,
+    pushes: Pushes,
     socket: Path,
     silence_s: float,
     collector: GpuCopier,
@@ -105,8 +104,9 @@ class SameHostOffers:
         collector: Copies what lies on GPUs.
     """
 
-    def __init__(self, pushes: PushService, socket: Path, collector: GpuCopier) -> None:
+    def __init__(self, pushes: Pushes, socket: Path, collector: GpuCopier) -> None:
         self._pushes = pushes
+        self.meters = pushes.meters
         self.collector = collector
         self.places = Places()
         self._socket = socket
@@ -121,18 +121,23 @@ class SameHostOffers:
             peer: Who asked, as gRPC tells it.
         """
         push = self._pushes.find(response.push_id)
-        mine = push.caller == caller.get()
-        if not is_here(peer) or not mine or push.delta is not None or push.committed is not None:
+        mine = push.state.caller == caller.get()
+        if (
+            not is_here(peer)
+            or not mine
+            or push.state.delta is not None
+            or push.state.committed is not None
+        ):
             return
         now = clock.monotonic()
         # One offer per push: who begins again has lost the last one.
         self._offers = {
             secret: offer
             for secret, offer in self._offers.items()
-            if offer.until > now and offer.push_id != push.id
+            if offer.until > now and offer.push_id != push.state.id
         }
         secret = secrets.token_urlsafe(32)
-        self._offers[secret] = _Offer(push.id, push.caller, now + OFFER_S)
+        self._offers[secret] = _Offer(push.state.id, push.state.caller, now + OFFER_S)
         response.same_host_offer.socket = str(self._socket)
         response.same_host_offer.secret = secret
 
@@ -153,7 +158,7 @@ class SameHostOffers:
                 "this secret opens no push: it was used, or is too old; call BeginPush again",
             )
         push = self._pushes.find(offer.push_id)
-        push.check_open()
+        push.lifecycle.check_open()
         self._note(push, offer.who, peer)
         return push
 
@@ -166,8 +171,8 @@ class SameHostOffers:
             "role": "push",
             "method": "same_host",
             "model": push.versions.name,
-            "version": push.record.version,
-            "push_id": push.id,
+            "version": push.state.record.version,
+            "push_id": push.state.id,
             "outcome": "OK",
             "peer": f"pid:{peer.pid} uid:{peer.uid}",
         }
@@ -190,7 +195,7 @@ class SameHostSession:
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
-        self._collecting = GpuCopySession(lender.collector, self, lender.places)
+        self._collecting = GpuCopySession(lender.collector, self, lender.places, lender.meters)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
@@ -228,18 +233,18 @@ class SameHostSession:
         try:
             return await work
         except Exception as error:
-            told = to_refusal(error, "lending memory to a trainer")
-            if told is not error:
+            refusal = to_refusal(error, "lending memory to a trainer")
+            if refusal is not error:
                 _log.exception("lending memory to a trainer")
-            if self._push is not None and told.reason in FATAL:
-                self._push.fail(told)
-                await self._push.closed()
-            raise told from error
+            if self._push is not None and refusal.reason in FATAL:
+                self._push.lifecycle.fail(refusal)
+                await self._push.lifecycle.closed()
+            raise refusal from error
 
     async def _redeem(self, secret: str) -> None:
         push = self._lender.redeem(secret, self._peer)
-        await wake(push)
-        push.join()
+        await resume(push)
+        push.lifecycle.join()
         self._push = push
 
     async def _collect(self, shard: int, where: dict[str, Any]) -> str:
@@ -263,9 +268,8 @@ class SameHostSession:
         await failpoints.reach("receive.lend")
         _check_nothing_here(upload)
         upload.own(self)
-        segment = await push.ready(upload)
-        if not push.first_byte_at:
-            push.first_byte_at = self._loop.time()
+        segment = await push.pipeline.ready(upload)
+        push.pipeline.begin_receive()
         return WriteLease(segment.lend(), segment.huge)
 
     async def _written(self, shard: int, digests: bytes) -> None:
@@ -281,11 +285,11 @@ class SameHostSession:
                 "writing; close every descriptor and mapping first, and push the version again",
                 metadata={"shard": str(shard)},
             )
-        push.check_open()
+        push.lifecycle.check_open()
         upload.give(0, digests)
-        upload.received = upload.entry.size
-        push.meters.add_received(upload.received)
-        await push.advance(upload, segment)
+        upload.received_to(upload.entry.size)
+        self._lender.meters.add_received(upload.received)
+        await push.pipeline.advance(upload, segment)
 
     async def _taken_back(self, segment: Segment) -> bool:
         # A process that the trainer forks has all its descriptors, until it runs another program.
@@ -299,8 +303,8 @@ class SameHostSession:
         push = self._push
         if push is None:
             raise refused("the first request must redeem a secret")
-        push.check_open()
-        upload = push.shards.get(shard)
+        push.lifecycle.check_open()
+        upload = push.state.shards.get(shard)
         if upload is None or upload.tensors is None:
             raise refused(f"memory of shard {shard} before the last part of its layout; send it")
         return push, upload
@@ -309,8 +313,8 @@ class SameHostSession:
         push, self._push = self._push, None
         # Nobody else may send a shard that is still being copied.
         await self._collecting.end()
-        if push is not None and push.committed is None:
-            push.leave(self)
+        if push is not None and push.state.committed is None:
+            push.lifecycle.leave(self)
 
 
 def _check_nothing_here(upload: ShardState) -> None:

@@ -201,7 +201,7 @@ async def test_fetchers_that_always_die_leave_the_push_open(tmp_path: Path) -> N
         assert caught.value.reason is Reason.FETCHER_FAILED
         fetchers.lose = 0
         (push,) = here.pushes._open.values()
-        request = pb.CommitPushRequest(push_id=push.id, content_digest=content(contents[1]))
+        request = pb.CommitPushRequest(push_id=push.state.id, content_digest=content(contents[1]))
         answer = await here.pushes.commit(request)
         assert answer.content_digest == content(contents[1])
         assert here.read(2) == [shard.data for shard in contents[1]]
@@ -248,11 +248,11 @@ async def test_a_version_that_is_not_durable_yet_can_be_staged(tmp_path: Path) -
             here, shards, 2, None, shard_count=len(shards), **delta_begin(contents[0])
         )
         push = here.pushes.find(begun.push_id)
-        await until(lambda: push.record.residency == pb.RESIDENCY_STAGED)
+        await until(lambda: push.state.record.residency == pb.RESIDENCY_STAGED)
         lease = await here.versions.stage(2, 5, durable=False)
         assert here.read(2) == [shard.data for shard in contents[1]]
         # Committed while an apply holds it.
-        request = pb.CommitPushRequest(push_id=push.id, content_digest=content(contents[1]))
+        request = pb.CommitPushRequest(push_id=push.state.id, content_digest=content(contents[1]))
         await here.pushes.commit(request)
         lease.release()
         assert here.versions.get(2).to_info().base_version == 1

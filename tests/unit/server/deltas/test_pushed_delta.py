@@ -216,7 +216,7 @@ async def _refused(here: World, shards: list[Shard], reason: Reason, **fields: A
         await send(here, shards, 2, commit, **delta_begin(base, **fields))
     assert caught.value.reason is reason, caught.value.message
     for push in list(here.pushes._open.values()):
-        await here.pushes.abort(pb.AbortPushRequest(push_id=push.id))
+        await here.pushes.abort(pb.AbortPushRequest(push_id=push.state.id))
     assert here.versions.find(2) is None
     assert here.read(1) == before
     assert here.versions.get(1).holds == 0
@@ -408,13 +408,13 @@ async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
             push = here.pushes.find(here.pushes.status(MODEL)[0].push_id)
             if newer:
                 await here.versions.acquire_epoch("newer")
-                ending: asyncio.Future[Any] = asyncio.ensure_future(push.closed())
+                ending: asyncio.Future[Any] = asyncio.ensure_future(push.lifecycle.closed())
             else:
-                request = pb.AbortPushRequest(push_id=push.id)
+                request = pb.AbortPushRequest(push_id=push.state.id)
                 ending = asyncio.ensure_future(here.pushes.abort(request))
             await stand_still()
             assert not ending.done()
-            assert push.record.slot is not None
+            assert push.state.record.slot is not None
             held.go.set()
             with pytest.raises(WeightSyncError) as caught:
                 await beginning

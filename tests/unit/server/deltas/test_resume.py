@@ -35,7 +35,7 @@ async def half(here: World, contents: list[Any]) -> pb.BeginPushResponse:
     first = shards[0]
     await here.join(begun.push_id, [*first.layout(), *first.chunks(CHUNK)[:6]])
     push = here.pushes.find(begun.push_id)
-    await until(lambda: push.shards[1].verified and push.shards[0].kept > 0)
+    await until(lambda: push.state.shards[1].verified and push.state.shards[0].durable_bytes > 0)
     return begun
 
 

@@ -60,7 +60,7 @@ async def test_nothing_is_written_where_the_server_wrote_itself(distant: World) 
             yield message
         # As no generated client writes it: what comes of it is the server's own work.
         yield pb.PushWeightsRequest(chunk=pb.Chunk(offset=half, data=shard.data[half:]))
-        await until(lambda: bool(found.shards) and found.shards[0].complete)
+        await until(lambda: bool(found.state.shards) and found.state.shards[0].complete)
         async for message in sending([stale]):
             yield message
 
@@ -93,12 +93,12 @@ async def test_whoever_may_write_has_let_go_before_a_commit(distant: World) -> N
 
     stream = asyncio.create_task(distant.pushes.stream(messages()))
     found = distant.pushes.find(push)
-    await until(lambda: bool(found.shards) and found.shards[0].complete)
-    assert found.writers
+    await until(lambda: bool(found.state.shards) and found.state.shards[0].complete)
+    assert found.lifecycle.writers
     await distant.pushes.commit(pb.CommitPushRequest(push_id=push))
     async with asyncio.timeout(5):
         assert (await stream).received_bytes == len(shard.data)
-    assert not found.writers
+    assert not found.lifecycle.writers
 
 
 class _Rogue(RemoteStream):

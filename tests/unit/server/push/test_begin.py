@@ -195,10 +195,10 @@ async def test_a_begin_ends_with_the_last_call_that_waits_for_it(here: World) ->
     await stand_still()
     push = here.pushes.find(here.pushes.status(MODEL)[-1].push_id)
     for call in calls:
-        assert push.error is None
+        assert push.state.error is None
         call.cancel()
         await asyncio.wait([call])
-    await push.closed()
+    await push.lifecycle.closed()
     await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
     assert [slot.state for slot in here.versions.slots_status()] == ["free", "receiving"]
     assert here.versions.find(3) is None
@@ -279,7 +279,7 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
     stream = asyncio.create_task(here.pushes.stream(slow()))
     await opened.wait()
     # An ingest process tells of it a little later.
-    await until(lambda: here.pushes.find(old.push_id).shards[0].received == 10)
+    await until(lambda: here.pushes.find(old.push_id).state.shards[0].received == 10)
     assert await here.versions.acquire_epoch("b") == 2
     resume.set()
     for call in (

@@ -301,4 +301,4 @@ async def test_segments_are_reused_and_ended_pushes_keep_little(here: World) -> 
     after = {s.id for slot in here.versions.pool.slots for s in slot.segments.values()}
     assert after == before
     assert here.budget.reserved == reserved
-    assert all(not push.shards for push in here.pushes._index._ended.values())
+    assert all(not push.state.shards for push in here.pushes._index._ended.values())

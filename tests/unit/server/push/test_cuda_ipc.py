@@ -426,7 +426,7 @@ async def test_what_fails_is_told_and_can_be_sent(site: Site, reason: Reason, fi
         error = await refused(asyncio.to_thread(desk.collected, index))
     assert (error.reason, error.message) == (reason, "the device failed; push again")
     desk.close()
-    await until(lambda: not site.lender._pushes.find(site.push_id).streams)
+    await until(lambda: not site.lender._pushes.find(site.push_id).state.streams)
     for rest in range(index, 2):
         await site.send(rest)
     assert site.world.read(await site.commit()) == [shard.data for shard in site.shards]
@@ -440,7 +440,7 @@ async def test_a_failure_that_nobody_asks_for_is_no_fault(
     site.copier.errors.append(WeightSyncError(Reason.FETCHER_FAILED, "the device failed"))
     assert await collect(desk, site, 1) == ""
     desk.close()
-    await until(lambda: not site.lender._pushes.find(site.push_id).streams)
+    await until(lambda: not site.lender._pushes.find(site.push_id).state.streams)
     await site.send(1)
     assert site.world.read(await site.commit()) == [shard.data for shard in site.shards]
     assert "never retrieved" not in caplog.text

@@ -23,7 +23,7 @@ from tests.unit.server.world import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push import lifecycle as ingest_push
+from weightsync_server.push import pipeline
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -428,7 +428,7 @@ async def test_a_header_that_no_stream_came_to_is_checked_before_the_commit(
 
     await here.join(push, shard.layout())
     with monkeypatch.context() as patch:
-        patch.setattr(ingest_push, "check_arrived_header", cut)
+        patch.setattr(pipeline, "check_arrived_header", cut)
         with pytest.raises(asyncio.CancelledError):
             await here.join(push, shard.chunks())
     assert state(here, push).shards[0].received_bytes == len(shard.data)

@@ -305,12 +305,14 @@ async def test_what_comes_too_late_to_fail_a_commit_does_not_undo_it(
 
     async def then_failed(*args: Any, **named: Any) -> Any:
         done = await commit(*args, **named)
-        push.fail(WeightSyncError(Reason.DIGEST_MISMATCH, "another stream told other digests"))
+        push.lifecycle.fail(
+            WeightSyncError(Reason.DIGEST_MISMATCH, "another stream told other digests")
+        )
         return done
 
     monkeypatch.setattr(here.versions, "commit", then_failed)
     answer = await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
-    await push.closed()
+    await push.lifecycle.closed()
     assert label(here, answer.version)[:2] == (pb.DURABILITY_COMMITTED, pb.RESIDENCY_STAGED)
     assert here.read(answer.version) == [shard.data for shard in shards]
     again = await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))

@@ -62,8 +62,8 @@ async def half(here: World, sent: int = 22, **fields: Any) -> pb.BeginPushRespon
     push = here.pushes.find(begun.push_id)
 
     def settled() -> bool:
-        lag = push.shards[0].received - push.shards[0].kept
-        return lag < LIMITS["keep_bytes"] and push.shards[1].verified
+        lag = push.state.shards[0].received - push.state.shards[0].durable_bytes
+        return lag < LIMITS["keep_bytes"] and push.state.shards[1].verified
 
     await until(settled)
     return begun
@@ -127,15 +127,18 @@ async def test_a_slow_disk_is_waited_for_before_too_much_could_be_lost(tmp_path:
         messages = [*first.layout(), *first.chunks(CHUNK)]
         sending = asyncio.create_task(here.join(begun.push_id, messages))
         push = here.pushes.find(begun.push_id)
-        await until(lambda: bool(push.shards) and push.shards[0].received > 4 * CHUNK)
+        await until(lambda: bool(push.state.shards) and push.state.shards[0].received > 4 * CHUNK)
         await asyncio.sleep(0.2)
-        assert push.shards[0].received - push.shards[0].kept <= LIMITS["loss_bytes"]
+        assert (
+            push.state.shards[0].received - push.state.shards[0].durable_bytes
+            <= LIMITS["loss_bytes"]
+        )
         disk.gate.set()
         await sending
         (progress,) = here.pushes.get(pb.GetPushRequest(push_id=begun.push_id)).shards
         assert progress.received_bytes == len(first.data)
-        await until(lambda: push.shards[0].verified)
-        assert push.shards[0].kept == len(first.data)
+        await until(lambda: push.state.shards[0].verified)
+        assert push.state.shards[0].durable_bytes == len(first.data)
 
 
 @pytest.mark.parametrize("place", [10, 9 * CHUNK, 21 * CHUNK])

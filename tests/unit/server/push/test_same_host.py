@@ -50,7 +50,7 @@ async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None
     assert offer.socket == str(tmp_path / "t.sock")
     assert len(offer.secret) > 40
     push = lender.redeem(offer.secret, PEER)
-    assert push.record.version == 1
+    assert push.state.record.version == 1
     with pytest.raises(WeightSyncError) as told:
         lender.redeem(offer.secret, PEER)
     assert told.value.reason is Reason.PERMISSION_DENIED

@@ -41,7 +41,7 @@ def states(here: World) -> list[str]:
 
 async def asleep(here: World, push_id: str) -> None:
     push = here.pushes.find(push_id)
-    await until(lambda: push.asleep is not None)
+    await until(lambda: push.state.suspended is not None)
 
 
 async def test_its_slot_is_free_and_nothing_that_came_is_sent_again(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ async def test_what_an_apply_relies_on_stays_until_it_has_ended(tmp_path: Path) 
         await until(lambda: here.versions.get(1).residency == pb.RESIDENCY_STAGED)
         lease = await here.versions.stage(1, 5, durable=False)
         await asyncio.sleep(0.7)
-        assert push.asleep is None
+        assert push.state.suspended is None
         assert here.read(1) == [shard.data for shard in shards()]
         lease.release()
         await asleep(here, begun.push_id)
@@ -186,9 +186,9 @@ async def test_who_calls_while_it_falls_asleep_wakes_it(tmp_path: Path) -> None:
     async with life(tmp_path, fetchers=disk) as here:
         begun = await half(here, 23)
         push = here.pushes.find(begun.push_id)
-        assert push.shards[0].kept < push.shards[0].received
+        assert push.state.shards[0].durable_bytes < push.state.shards[0].received
         disk.gate = asyncio.Event()
-        await until(lambda: push.sleeping is not None)
+        await until(lambda: push.lifecycle.tasks.suspending is not None)
         joining = asyncio.create_task(
             here.join(begun.push_id, shards()[0].chunks(CHUNK, 23 * CHUNK))
         )
@@ -196,7 +196,7 @@ async def test_who_calls_while_it_falls_asleep_wakes_it(tmp_path: Path) -> None:
             here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
         )
         await asyncio.sleep(0.05)
-        assert push.streams == 0
+        assert push.state.streams == 0
         disk.gate.set()
         await joining
         await asyncio.gather(aborted, return_exceptions=True)
@@ -212,7 +212,7 @@ async def test_an_abort_leaves_nothing(tmp_path: Path, when: str) -> None:
         push = here.pushes.find(begun.push_id)
         if when == "falling":
             disk.gate = asyncio.Event()
-            await until(lambda: push.sleeping is not None)
+            await until(lambda: push.lifecycle.tasks.suspending is not None)
         else:
             await asleep(here, begun.push_id)
         await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))

@@ -1,0 +1,113 @@
+"""A push is put together of its parts."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from weightsync_server.auth.callers import caller
+from weightsync_server.push.announcement import PushAnnouncement
+from weightsync_server.push.checkpoint import Checkpointer
+from weightsync_server.push.delta_push import DeltaPush
+from weightsync_server.push.layout_parts import PushLayout
+from weightsync_server.push.lifecycle import PushLifecycle
+from weightsync_server.push.parts import Push
+from weightsync_server.push.pipeline import ShardPipeline
+from weightsync_server.push.reservation import PushReservation
+from weightsync_server.push.state import PushState
+from weightsync_server.push.suspension import suspend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.v1 import weightsync_pb2 as pb
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.model import ModelVersions
+    from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.limits import PushLimits
+
+__all__ = ["PushFactory"]
+
+
+class PushFactory:
+    """Makes the pushes of one model.
+
+    Args:
+        versions: The registry of the model.
+        limits: Bounds on each push.
+        meters: Counts.
+        on_end: Called when a push is committed, or has failed and freed everything.
+    """
+
+    def __init__(
+        self,
+        versions: ModelVersions,
+        limits: PushLimits,
+        meters: Meters,
+        on_end: Callable[[Push], None],
+    ) -> None:
+        self._versions = versions
+        self._limits = limits
+        self._meters = meters
+        self._on_end = on_end
+
+    def make(
+        self,
+        record: VersionRecord,
+        request: pb.BeginPushRequest,
+        *,
+        push_id: str = "",
+        existing: VersionRecord | None = None,
+        base: VersionRecord | None = None,
+    ) -> Push:
+        """Return a push that has nothing yet.
+
+        Args:
+            record: The version that it brings.
+            request: The call that opened it.
+            push_id: The id that it has already; empty: it gets one.
+            existing: The version that it repeats, or the live one that failed to commit.
+            base: The version that it changes; None: it is no delta.
+        """
+        versions, limits, meters = self._versions, self._limits, self._meters
+        record.push_id, record.key = push_id or secrets.token_hex(16), request.idempotency_key
+        state = PushState(record.push_id, caller.get(), request, record, existing)
+        state.shard_count = request.shard_count
+        if base is not None:
+            state.delta = DeltaPush(versions, record, base, meters)
+            # It has the tensors of its base.
+            record.layout_check = base.layout_check
+        reservation = PushReservation(state, versions)
+        announcement = PushAnnouncement(state, versions.arrivals)
+        checkpointer = Checkpointer(reservation, versions.fetchers, limits, meters)
+
+        def end() -> None:
+            layout.clear()
+            self._on_end(push)
+
+        lifecycle = PushLifecycle(
+            state,
+            versions,
+            limits,
+            meters,
+            reservation,
+            announcement,
+            suspend=lambda: suspend(push),
+            on_end=end,
+        )
+        pipeline = ShardPipeline(
+            state, lifecycle, reservation, checkpointer, announcement, versions, meters
+        )
+        layout = PushLayout(state, reservation, versions.accepted, limits, pipeline.start)
+        push = Push(
+            state,
+            lifecycle,
+            pipeline,
+            layout,
+            reservation,
+            checkpointer,
+            announcement,
+            versions,
+            limits,
+        )
+        return push
