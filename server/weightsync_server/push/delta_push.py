@@ -195,13 +195,13 @@ class DeltaPush:
         changed = PatchInput(manifest.layout, self._document, [self._ordered()])
         for left in reversed(range(_ATTEMPTS)):
             # What was laid meanwhile is proved with the rest; when that fails, it is laid again.
-            laid, self._base_build = self._base_build, None
+            begun, self._base_build = self._base_build, None
             try:
-                await (laid if laid is not None else self._build_base(prove=True))
+                await (begun if begun is not None else self._build_base(prove=True))
                 compare(manifest, await self._versions.builder.change(slot, changed), "changed")
             except WeightSyncError as error:
                 lost = error.reason is Reason.FETCHER_FAILED
-                wrong = error.reason in _WRONG and laid is not None
+                wrong = error.reason in _WRONG and begun is not None
                 if left and (lost or wrong):
                     logger.warning("the base is laid again: %s", error.message)
                     continue

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
-from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.state import check_open
-from weightsync_server.push.task_set import start_task
 from weightsync_server.store.protocol import PushRecord
 
 if TYPE_CHECKING:
@@ -29,7 +27,9 @@ async def start(push: Push, deadline_s: float | None) -> None:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...; the push has failed.
     """
     # The push ends it before it gives back what it works on.
-    push.lifecycle.tasks.opening = start_task(_open(push, deadline_s))
+    push.lifecycle.tasks.opening = push.pipeline.start(
+        _open(push, deadline_s), f"opening the push of version {push.state.record.version}"
+    )
     try:
         await opened(push)
     except WeightSyncError:
@@ -89,15 +89,8 @@ async def equip(push: Push, deadline_s: float | None) -> None:
 
 
 async def _open(push: Push, deadline_s: float | None) -> None:
-    try:
-        await equip(push, deadline_s)
-        await _record(push)
-    except Exception as error:
-        refusal = to_refusal(error, f"opening the push of version {push.state.record.version}")
-        push.lifecycle.fail(refusal)
-        if refusal is error:
-            raise
-        raise refusal from error
+    await equip(push, deadline_s)
+    await _record(push)
     push.lifecycle.open()
 
 

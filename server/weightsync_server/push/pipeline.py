@@ -101,7 +101,7 @@ class ShardPipeline:
             WeightSyncError: DISK_EXHAUSTED, MEMORY_EXHAUSTED; or why the push has failed.
         """
         checking, allocation = shard.tasks.checking, shard.tasks.allocation
-        if is_running(checking) and checking is not None:
+        if is_running(checking):
             await asyncio.wait([checking])
         if shard.segment is None and allocation is not None:
             shard.segment = await asyncio.shield(allocation)
@@ -209,10 +209,8 @@ class ShardPipeline:
         shard.watermark = self._checkpointer.next_watermark(shard)
 
     async def _prove(self, shard: ShardState, segment: Segment) -> None:
-        if not shard.headed:
-            # The stream that brought the last bytes was cut before it came to that.
-            await check_arrived_header(shard, segment, self._state.known)
-            shard.headed = True
+        # The stream that brought the last bytes may have been cut before it came to that.
+        await self._check_header(shard, segment)
         digesting = asyncio.create_task(self._digest(shard, segment))
         persisting = asyncio.create_task(self._persist(shard, segment))
         try:

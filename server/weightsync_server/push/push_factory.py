@@ -69,20 +69,24 @@ class PushFactory:
             existing: The version that it repeats, or the live one that failed to commit.
             base: The version that it changes; None: it is no delta.
         """
-        versions, limits, meters = self._versions, self._limits, self._meters
-        record.push_id, record.key = push_id or secrets.token_hex(16), request.idempotency_key
-        state = PushState(record.push_id, caller.get(), request, record, existing)
+        push_id = push_id or secrets.token_hex(16)
+        record.push_id, record.key = push_id, request.idempotency_key
+        state = PushState(push_id, caller.get(), request, record, existing)
         state.shard_count = request.shard_count
         if base is not None:
-            state.delta = DeltaPush(versions, record, base, meters)
+            state.delta = DeltaPush(self._versions, record, base, self._meters)
             # It has the tensors of its base.
             record.layout_check = base.layout_check
+        return self._assembled(state)
+
+    def _assembled(self, state: PushState) -> Push:
+        versions, limits, meters = self._versions, self._limits, self._meters
         reservation = PushReservation(state, versions)
         announcement = PushAnnouncement(state, versions.arrivals)
         checkpointer = Checkpointer(reservation, versions.fetchers, limits, meters)
 
         def end() -> None:
-            layout.clear()
+            push.layout.clear()
             self._on_end(push)
 
         lifecycle = PushLifecycle(
@@ -98,12 +102,11 @@ class PushFactory:
         pipeline = ShardPipeline(
             state, lifecycle, reservation, checkpointer, announcement, versions, meters
         )
-        layout = PushLayout(state, reservation, versions.accepted, limits, pipeline.start)
         push = Push(
             state,
             lifecycle,
             pipeline,
-            layout,
+            PushLayout(state, reservation, versions.accepted, limits, pipeline.start),
             reservation,
             checkpointer,
             announcement,

@@ -53,21 +53,13 @@ class PushIndex:
     def with_key(self, versions: ModelVersions, key: str) -> Push | None:
         """Return the push of a key: open, or committed as a version that still exists."""
         for push in self.open.values():
-            if (
-                push.versions is versions
-                and push.state.request.idempotency_key == key
-                and push.state.error is None
-            ):
+            if _has_key(push, versions, key) and push.state.error is None:
                 return push
         if (brought := self._survivors[versions.name].committed(key=key)) is not None:
             return brought
         # A push that repeated a version left its key nowhere else.
         for push in reversed(self._ended.values()):
-            if (
-                push.versions is versions
-                and push.state.request.idempotency_key == key
-                and _exists(push)
-            ):
+            if _has_key(push, versions, key) and _exists(push):
                 return push
         return None
 
@@ -103,6 +95,10 @@ def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
         f"the idempotency key belongs to {what}; {remedy}",
         metadata={"push_id": droppable.state.id} if droppable else {},
     )
+
+
+def _has_key(push: Push, versions: ModelVersions, key: str) -> bool:
+    return push.versions is versions and push.state.request.idempotency_key == key
 
 
 def _exists(push: Push) -> bool:

@@ -23,12 +23,12 @@ class Shares:
         self._total = total
         self._wanted: dict[str, float] = {}
 
-    def check(self, who: str, held: int) -> None:
-        """Refuse one more push to a caller that holds its share already.
+    def check(self, who: str, open_pushes: int) -> None:
+        """Refuse one more push to a caller that has its share already.
 
         Args:
             who: The caller.
-            held: Pushes that it has open.
+            open_pushes: Pushes that it has open.
 
         Raises:
             WeightSyncError: LIMIT_EXCEEDED.
@@ -39,10 +39,10 @@ class Shares:
         recent = sorted(self._wanted.items(), key=lambda item: item[1])[-self._total :]
         self._wanted = {name: at for name, at in recent if now - at < _REMEMBERED_S}
         share = -(-self._total // len(self._wanted))
-        if held >= share:
+        if open_pushes >= share:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
-                f"{who} has {held} pushes open, its share of {self._total} while "
+                f"{who} has {open_pushes} pushes open, its share of {self._total} while "
                 f"{len(self._wanted)} callers push; commit or abort one, or raise max_pushes",
                 retry_after_s=_RETRY_AFTER_S,
             )

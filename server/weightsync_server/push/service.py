@@ -24,6 +24,7 @@ from weightsync_server.push.quota import Shares
 from weightsync_server.push.resume import RecoveredPushes, loaded, resume
 from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.sources.remote_stream import DistantStream, RemoteStream
+from weightsync_server.push.state import Phase
 from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
 
@@ -197,13 +198,9 @@ class PushService:
         """Yield a sentence for every push that nobody goes on with and that should be gone."""
         now = asyncio.get_running_loop().time()
         for push in self._open.values():
-            opening = not push.lifecycle.opened.done() and push.state.suspended is None
-            if (
-                push.state.error is None
-                and push.state.streams == 0
-                and not opening
-                and push.lifecycle.until < now
-            ):
+            if push.state.streams or push.lifecycle.phase in (Phase.OPENING, Phase.FAILED):
+                continue
+            if push.lifecycle.until < now:
                 yield f"the push of version {push.state.record.version} stays although it is idle"
 
     # For streams

@@ -44,7 +44,8 @@ class Phase(enum.Enum):
 class PushState:
     """The state of one push. Changed on the event loop only.
 
-    Its layout (`shards` to `declared_bytes`) is written by `layout_parts`, all else by `lifecycle`.
+    Its layout (`shards` to `declared_bytes`) is written by `layout_parts`, all else by `lifecycle`,
+    which also drops a shard whose stream left before all of its layout was here.
 
     Attributes:
         id: Names the push.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -45,6 +45,6 @@ def start_task(work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
     return task
 
 
-def is_running(task: asyncio.Task[Any] | None) -> bool:
+def is_running(task: asyncio.Task[_T] | None) -> TypeGuard[asyncio.Task[_T]]:
     """Return whether a task is there and has not ended."""
     return task is not None and not task.done()

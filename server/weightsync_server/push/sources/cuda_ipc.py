@@ -88,7 +88,7 @@ class GpuCopySession:
             "" if source.device in self._reached else await self._reach(push, upload, source.device)
         )
 
-    def lying(self, push: Push, upload: ShardState, where: dict[str, Any]) -> None:
+    def announce(self, push: Push, upload: ShardState, where: dict[str, Any]) -> None:
         """Take note of where a shard lies for which `begin` will be asked.
 
         Raises:

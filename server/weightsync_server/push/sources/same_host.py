@@ -195,7 +195,7 @@ class SameHostSession:
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
-        self._collecting = GpuCopySession(lender.collector, self, lender.places, lender.meters)
+        self._gpu_copies = GpuCopySession(lender.collector, self, lender.places, lender.meters)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
@@ -203,7 +203,7 @@ class SameHostSession:
 
     def lend(self, shard: int) -> WriteLease:
         """Return the memory of a shard of which nothing is here."""
-        return self._do(self._lend(shard))
+        return self._do(self._grant_write(shard))
 
     def written(self, shard: int, digests: bytes) -> None:
         """Take a shard back, with the digests that the trainer computed."""
@@ -215,7 +215,7 @@ class SameHostSession:
 
     def lying(self, shards: dict[int, dict[str, Any]]) -> None:
         """Take note of where shards lie that `collect` will be asked for."""
-        self._do(self._lying(shards))
+        self._do(self._announce(shards))
 
     def collected(self, shard: int) -> bytes:
         """Return the digests of a shard that was copied."""
@@ -251,19 +251,19 @@ class SameHostSession:
         push, upload = self._upload(shard)
         await failpoints.reach("receive.collect")
         _check_nothing_here(upload)
-        return await self._collecting.begin(push, upload, where)
+        return await self._gpu_copies.begin(push, upload, where)
 
-    async def _lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    async def _announce(self, shards: dict[int, dict[str, Any]]) -> None:
         for shard, where in shards.items():
-            self._collecting.lying(*self._upload(shard), where)
+            self._gpu_copies.announce(*self._upload(shard), where)
             # What is told of many tensors keeps nobody else waiting.
             await asyncio.sleep(0)
 
     async def _digests(self, shard: int) -> bytes:
         push, upload = self._upload(shard)
-        return await self._collecting.digests(push, upload)
+        return await self._gpu_copies.digests(push, upload)
 
-    async def _lend(self, shard: int) -> WriteLease:
+    async def _grant_write(self, shard: int) -> WriteLease:
         push, upload = self._upload(shard)
         await failpoints.reach("receive.lend")
         _check_nothing_here(upload)
@@ -312,7 +312,7 @@ class SameHostSession:
     async def _leave(self) -> None:
         push, self._push = self._push, None
         # Nobody else may send a shard that is still being copied.
-        await self._collecting.end()
+        await self._gpu_copies.end()
         if push is not None and push.state.committed is None:
             push.lifecycle.leave(self)
 

@@ -256,10 +256,10 @@ async def test_engines_are_told_where_shards_lie_that_were_read_from_there_befor
 async def test_memory_of_which_reading_failed_is_not_known_any_more(site: Site) -> None:
     desk, arriving = await coming_to(site)
     told = site.where(0)
-    desk._collecting._places.add(*lying_of(told, site))
+    desk._gpu_copies._places.add(*lying_of(told, site))
     site.copier.errors = [WeightSyncError(Reason.FETCHER_FAILED, "the device failed; push again")]
     await refused(asyncio.to_thread(desk.collect, 0, told))
-    assert not desk._collecting._places.have(*lying_of(told, site))
+    assert not desk._gpu_copies._places.have(*lying_of(told, site))
     assert marks(arriving) == [(0, True)]
 
 
