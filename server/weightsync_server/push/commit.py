@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from typing import TYPE_CHECKING
 
+from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from weightsync_server.push.parts import Push
 
 __all__ = ["answer", "check_complete", "commit"]
+
+logger = logging.getLogger(__name__)
 
 
 def answer(record: VersionRecord, *, durable: bool, already: bool) -> pb.CommitPushResponse:
@@ -66,6 +72,26 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     Raises:
         WeightSyncError: As CommitPush; the push has failed, but for FETCHER_FAILED.
     """
+    version = push.state.record.version
+    try:
+        response = await _commit(push, content_digest)
+    except WeightSyncError as error:
+        push.lifecycle.tasks.committing = None
+        if error.reason is not Reason.FETCHER_FAILED:
+            push.lifecycle.fail(error)
+        raise
+    except Exception as error:
+        logger.exception("commit of version %d", version)
+        push.lifecycle.fail(to_refusal(error, f"the commit of version {version}"))
+        raise push.state.error or error from error
+    push.lifecycle.succeed(response)
+    # The version is there: no error may claim otherwise any more.
+    with contextlib.suppress(OSError):
+        await failpoints.reach("commit.reply")
+    return response
+
+
+async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     state, versions = push.state, push.versions
     push.pipeline.observe_receive()
     # What is proved here stays so only if nobody holds it for writing any more.

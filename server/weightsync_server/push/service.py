@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,6 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
 from weightsync_server.ops.meters import NoMeters
-from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.commit import check_complete, commit
 from weightsync_server.push.limits import PushLimits
 from weightsync_server.push.opening import base_of, start
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from weightsync_server.push.parts import Push
 
 __all__ = ["PushService"]
-
-logger = logging.getLogger(__name__)
 
 
 class PushService:
@@ -260,7 +255,7 @@ class PushService:
             # From here on no shard is added.
             push.layout.finish()
             # Whoever asked may have left: the push remembers how it ended.
-            push.lifecycle.tasks.committing = start_task(self._commit(push, request.content_digest))
+            push.lifecycle.tasks.committing = start_task(commit(push, request.content_digest))
         try:
             response = await asyncio.shield(push.lifecycle.tasks.committing)
         except WeightSyncError:
@@ -378,26 +373,6 @@ class PushService:
                 f"version {response.version} is committed with content {response.content_digest}, "
                 f"not {request.content_digest}; push it as a higher version",
             )
-
-    async def _commit(self, push: Push, content_digest: str) -> pb.CommitPushResponse:
-        try:
-            response = await commit(push, content_digest)
-        except WeightSyncError as error:
-            push.lifecycle.tasks.committing = None
-            if error.reason is not Reason.FETCHER_FAILED:
-                push.lifecycle.fail(error)
-            raise
-        except Exception as error:
-            logger.exception("commit of version %d", push.state.record.version)
-            push.lifecycle.fail(
-                to_refusal(error, f"the commit of version {push.state.record.version}")
-            )
-            raise push.state.error or error from error
-        push.lifecycle.succeed(response)
-        # The version is there: no error may tell otherwise any more.
-        with contextlib.suppress(OSError):
-            await failpoints.reach("commit.reply")
-        return response
 
     def _refuse_stale(self) -> None:
         for push in list(self._open.values()):

@@ -118,6 +118,7 @@ class UploadStream:
     async def _pump(self) -> pb.CommitPushRequest | None:
         """Move messages until the commit or the end. A shard never lies in this process's heap."""
         push = self._opened()
+        state = push.state
         most = self._pushes.limits.max_chunk_bytes
         shard = -1
         chunk: ChunkView | pb.Chunk
@@ -146,7 +147,7 @@ class UploadStream:
             begin = chunk.offset
             data = chunk.data
             end = begin + len(data)
-            if begin != upload.received or end > size or len(data) > most or push.state.error:
+            if begin != upload.received or end > size or len(data) > most or state.error:
                 data = self._irregular(push, upload, begin, data)
                 begin, end = upload.received, upload.received + len(data)
             view[begin:end] = data
