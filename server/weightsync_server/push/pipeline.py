@@ -137,7 +137,10 @@ class ShardPipeline:
             what: The act, as the subject of a sentence.
             passing: Refusals that the push outlives: it is done again when it is asked for again.
         """
-        return start_task(self._run(work, what, passing))
+        task = start_task(self._run(work, what, passing))
+        # One that is cancelled before its first step has not awaited its work.
+        task.add_done_callback(lambda _: work.close())
+        return task
 
     def verify(self, shard: ShardState, segment: Segment) -> None:
         """Begin to digest a complete shard and to make it durable."""
