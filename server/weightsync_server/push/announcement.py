@@ -40,12 +40,12 @@ class PushAnnouncement:
     def announce_ipc(self, shard: ShardState, where: Lying) -> None:
         """Tell where a trainer has a shard on a GPU."""
         if self._reader is not None:
-            self._reader.lies(shard.index, where)
+            self._reader.announce_ipc(shard.index, where)
 
     def mark_complete(self, shard: ShardState) -> None:
         """Tell that a shard is proved."""
         if self._reader is not None:
-            self._reader.came(shard.index)
+            self._reader.mark_complete(shard.index)
 
     def end(self) -> None:
         """Tell of no more shards; further calls do nothing."""

@@ -13,10 +13,11 @@ from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
-    from weightsync_server.ops.meters import Fetchers, Meters
+    from weightsync_server.ops.meters import Meters
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["Checkpointer"]
 
@@ -34,7 +35,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self, reservation: PushReservation, fetch: Fetchers, limits: PushLimits, meters: Meters
+        self, reservation: PushReservation, fetch: FetchApi, limits: PushLimits, meters: Meters
     ) -> None:
         self._reservation = reservation
         self._fetch = fetch

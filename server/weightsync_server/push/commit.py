@@ -133,7 +133,7 @@ async def _delta(push: Push, manifest: Manifest) -> PushedDelta | None:
     if delta is None or delta.pushed is None:
         return None
     delta.pushed = await push.versions.folder.admit(
-        push.state.record, manifest, delta.pushed, push.reservation.disk.beside()
+        push.state.record, manifest, delta.pushed, push.reservation.disk.sibling()
     )
     return delta.pushed
 

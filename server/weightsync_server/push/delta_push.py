@@ -60,7 +60,7 @@ class DeltaPush:
     def __init__(
         self, versions: ModelVersions, record: VersionRecord, base: VersionRecord, meters: Meters
     ) -> None:
-        self.scratch = versions.pool.parcel()
+        self.scratch = versions.pool.scratch()
         self.pushed: PushedDelta | None = None
         self._versions = versions
         self._record = record
@@ -95,7 +95,7 @@ class DeltaPush:
             WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
         """
         self._manifest = self._manifest or await self._versions.manifest(self._base)
-        await self._versions.pool.promise(self._record.place, self._manifest.layout.size)
+        await self._versions.pool.promise(slot_of(self._record), self._manifest.layout.size)
         await write_layout(self.scratch, self._versions.keeper, self._manifest)
         # Whoever needs the base asks for the outcome.
         self._base_build = start_task(self._build_base(prove=False))
@@ -212,7 +212,7 @@ class DeltaPush:
                 return
 
     async def _build_base(self, *, prove: bool) -> None:
-        slot, base = self._record.place, self._base
+        slot, base = slot_of(self._record), self._base
         try:
             await self._versions.builder.build(slot, base, self._base_manifest, prove=prove)
         except WeightSyncError as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.state import PushState
-    from weightsync_server.store.protocol import ShardCheckpoint
+    from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["FATAL", "PushLifecycle", "SegmentWriter"]
 

@@ -9,7 +9,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
 from weightsync_server.push.state import check_open
-from weightsync_server.store.protocol import PushRecord
+from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord

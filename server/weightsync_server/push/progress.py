@@ -8,7 +8,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from weightsync_server.push.state import PushState
-    from weightsync_server.store.protocol import ShardCheckpoint
+    from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["missing", "progress", "status"]
 

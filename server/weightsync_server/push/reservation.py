@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync_server.residency.slot import slot_of
+
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.model import ModelVersions
@@ -43,7 +45,7 @@ class PushReservation:
     def slot(self) -> Slot:
         """Where its shards go: the slot of its version or, of a delta, memory of their own."""
         delta = self._state.delta
-        return self._state.record.place if delta is None else delta.scratch
+        return slot_of(self._state.record) if delta is None else delta.scratch
 
     async def reserve(self, total: int) -> None:
         """Reserve disk and memory for `total` bytes of shards; 0: not known yet.

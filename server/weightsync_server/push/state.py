@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.push.delta_push import DeltaPush
     from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.store.protocol import ShardCheckpoint
+    from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["Phase", "PushState", "check_open"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.state import Phase
 from weightsync_server.push.task_set import is_running, start_task
-from weightsync_server.store.protocol import ShardCheckpoint
+from weightsync_server.store.store_records import ShardCheckpoint
 
 if TYPE_CHECKING:
     from weightsync_server.push.parts import Push

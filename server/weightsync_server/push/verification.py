@@ -13,8 +13,8 @@ from weightsync.model.layout import check_header
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
-    from weightsync_server.ops.meters import Fetchers
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["check_arrived_header", "verify"]
 
@@ -50,7 +50,7 @@ async def check_arrived_header(
         check_header(header, tensors)
 
 
-async def verify(fetch: Fetchers, shard: ShardState, segment: Segment) -> list[bytes]:
+async def verify(fetch: FetchApi, shard: ShardState, segment: Segment) -> list[bytes]:
     """Return the digests of a shard's tensors, as they are in memory.
 
     Raises:
