@@ -23,10 +23,9 @@ from types import MappingProxyType
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.rpc_status import error_details
 
 __all__ = [
     "AbortedError",
@@ -44,9 +43,6 @@ __all__ = [
     "refuse",
     "typed_errors",
 ]
-
-_DOMAIN = "weightsync"
-_DETAILS_KEY = "grpc-status-details-bin"
 
 
 class ClientError(WeightSyncError):
@@ -233,16 +229,6 @@ def _tls_refused(code: grpc.StatusCode, details: str) -> bool:
     return code is _CODE.UNAVAILABLE and any(words in details for words in _TLS_REFUSALS)
 
 
-def _rich_status(error: Any) -> status_pb2.Status | None:
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
-            try:
-                return status_pb2.Status.FromString(value)
-            except DecodeError:
-                return None
-    return None
-
-
 def _sentence(code: grpc.StatusCode, details: str, *, action: str, address: str) -> str:
     if code in _LINK_CODES:
         cause = _cause(details) or code.name.lower()
@@ -292,34 +278,28 @@ def from_rpc(error: Any, *, method: str, address: str) -> ClientError:
         address: Where it was sent, for the sentence and the metadata.
     """
     code = error.code() or _CODE.UNKNOWN
-    details = error.details() or ""
+    sentence = error.details() or ""
     reason: Reason | None = None
     metadata: dict[str, str] = {}
-    retry_after_s: float | None = None
-    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    status = _rich_status(error)
-    for detail in status.details if status else ():
-        if detail.Unpack(info) and info.domain == _DOMAIN:
-            metadata = dict(info.metadata)
-            try:
-                reason = Reason[info.reason]
-            except KeyError:
-                metadata["reason"] = info.reason
-            code = _CODE.UNKNOWN if code is _CODE.OK else code
-        elif detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-    if status is None or not status.details:
-        if _tls_refused(code, details):
+    details = error_details(error)
+    if details is None:
+        if _tls_refused(code, sentence):
             # Neither time nor another try mends it: settings are wrong, as with a CA that is none.
             reason = Reason.REQUEST_INVALID
         action = _ACTIONS.get(method, method)
-        details = _sentence(code, details, action=action, address=address)
-        metadata["address"] = address
+        sentence = _sentence(code, sentence, action=action, address=address)
+        metadata = {"address": address}
+    elif details.reason:
+        reason = Reason.__members__.get(details.reason)
+        # One that only a newer server knows.
+        newer = {} if reason else {"reason": details.reason}
+        metadata = details.metadata | newer
+        code = _CODE.UNKNOWN if code is _CODE.OK else code
     kind = InvalidError if reason is Reason.REQUEST_INVALID else _CLASSES[code]
     return kind(
         reason or _REASONS[code],
-        details,
+        sentence,
         metadata=metadata,
-        retry_after_s=retry_after_s,
+        retry_after_s=details.retry_after_s if details else None,
         code=code,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-__all__ = ["DOMAIN", "from_call", "release_with_call", "to_status"]
+__all__ = ["DOMAIN", "ErrorDetails", "error_details", "from_call", "release_with_call", "to_status"]
 
 DOMAIN = "weightsync"
+_DETAILS_KEY = "grpc-status-details-bin"
 #: A status travels twice in the trailers, which peers refuse above 8 KiB.
 _MAX_MESSAGE_BYTES = 2000
 
@@ -74,29 +75,56 @@ def _release(error: BaseException, _task: asyncio.Task[Any]) -> None:
     error.__traceback__ = error.__context__ = None
 
 
+class ErrorDetails(NamedTuple):
+    """What the details of a failed call say.
+
+    Attributes:
+        message: The sentence.
+        reason: Name of the cause; empty where the details are not ours.
+        metadata: Facts for programs.
+        retry_after_s: Seconds after which a retry may succeed.
+    """
+
+    message: str
+    reason: str
+    metadata: dict[str, str]
+    retry_after_s: float | None
+
+
+def error_details(call: Any) -> ErrorDetails | None:
+    """Return what a failed call tells beside its status; None: nothing that can be read.
+
+    Args:
+        call: `grpc.aio.AioRpcError`, or a `grpc.RpcError` of the sync API.
+    """
+    trailers = call.trailing_metadata() or ()
+    data = next((value for key, value in trailers if key == _DETAILS_KEY), b"")
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    reason, metadata, seconds = "", {}, None
+    try:
+        status = status_pb2.Status.FromString(data)
+        for detail in status.details:
+            if detail.Unpack(info) and info.domain == DOMAIN:
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Unpack(retry):
+                seconds = retry.retry_delay.ToNanoseconds() / 1e9
+    except DecodeError:
+        return None
+    return ErrorDetails(status.message, reason, metadata, seconds) if status.details else None
+
+
 def from_call(call: Any) -> WeightSyncError | None:
     """Return the error that the other side raised; None when it was not one of ours.
 
     Args:
         call: A failed call: `grpc.aio.AioRpcError`, or a `grpc.RpcError` of the sync API.
     """
-    trailing = dict(call.trailing_metadata() or ())
-    data = trailing.get("grpc-status-details-bin")
-    if data is None:
-        return None
-    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
-    seconds = None
-    try:
-        status = status_pb2.Status.FromString(data)
-        for detail in status.details:
-            if detail.Unpack(retry):
-                seconds = retry.retry_delay.ToNanoseconds() / 1e9
-            else:
-                detail.Unpack(info)
-    except DecodeError:
-        return None
-    if info.domain != DOMAIN or info.reason not in Reason.__members__:
+    details = error_details(call)
+    if details is None or details.reason not in Reason.__members__:
         return None
     return WeightSyncError(
-        Reason[info.reason], status.message, metadata=dict(info.metadata), retry_after_s=seconds
+        Reason[details.reason],
+        details.message,
+        metadata=details.metadata,
+        retry_after_s=details.retry_after_s,
     )
