@@ -29,7 +29,7 @@ from weightsync_client.errors import (
 from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, Retry, Timeouts
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
-from weightsync_client.push_reasons import Fallback
+from weightsync_client.push_reasons import Fallback, Streamed, Way
 from weightsync_client.source.source import PushSource
 from weightsync_client.types import (
     ApplyOutcome,
@@ -61,7 +61,6 @@ from weightsync_client.types import (
     Version,
     VersionChange,
 )
-from weightsync_client.ways import Streamed, Way
 
 __all__ = [
     "AbortedError",

@@ -6,8 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from weightsync_client.push_reasons import Fallback
-from weightsync_client.ways import Streamed, Way
+from weightsync_client.push_reasons import Fallback, Streamed, Way
 
 __all__ = [
     "ApplyOutcome",

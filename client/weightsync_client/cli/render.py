@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from weightsync_client import types
-from weightsync_client.ways import Way
+from weightsync_client.push_reasons import Way
 
 __all__ = [
     "progress",

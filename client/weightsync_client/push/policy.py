@@ -17,13 +17,12 @@ from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.push.session import NOTHING_SENT, PushSession
-from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
+from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit, Way
 from weightsync_client.rpc.retry import Invoke
 from weightsync_client.rpc.validate import metadata, text, whole_number
 from weightsync_client.snapshot.copy_budget import roomy
 from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushKind, PushResult
-from weightsync_client.ways import Way
 
 if TYPE_CHECKING:
     from weightsync_client.push.history import PushHistory

@@ -18,6 +18,7 @@ from weightsync_client.errors import (
     refuse,
 )
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.push_reasons import Streamed
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Invoke, RetryingCalls
 from weightsync_client.source.shards import ByteSink, Shard
@@ -28,7 +29,6 @@ from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.grpc_transport import Done, GrpcTransport, OpenedPush
 from weightsync_client.transport.shm_transport import ShmTransport, why_streamed
 from weightsync_client.types import PushResult
-from weightsync_client.ways import Streamed
 
 __all__ = ["NOTHING_SENT", "PushSession"]
 

@@ -9,10 +9,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_private
 from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.push_reasons import Streamed, Way
 from weightsync_client.transport import messages
 from weightsync_client.transport.shm_writer import ShmWriter
 from weightsync_client.transport.stream import StreamConnection
-from weightsync_client.ways import Streamed, Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
