@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -23,7 +22,6 @@ from weightsync_client.access import Access
 from weightsync_client.client import Client, default_holder
 from weightsync_client.errors import (
     AbortedError,
-    ClientError,
     DeadlineError,
     UnavailableError,
     from_rpc,
@@ -41,7 +39,7 @@ from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import RetryBudget
+from weightsync_client.rpc.retry import Backoff, call_again_async
 from weightsync_client.source.source import PushSource
 
 __all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
@@ -56,20 +54,6 @@ AsyncPushSource = PushSource | AsyncIterable[tuple[str, Any]]
 def _retrieve(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
-
-
-async def _patiently(
-    send: Callable[[calls.Call[T]], Awaitable[T]], call: calls.Call[T], retry: Retry | None
-) -> T:
-    patience = RetryBudget(retry, call.timeout_s)
-    while True:
-        try:
-            return await send(replace(call, timeout_s=patience.left_s))
-        except ClientError as error:
-            pause = patience.pause_s(error)
-            if pause is None:
-                raise
-        await asyncio.sleep(pause)
 
 
 class AsyncPushHandle:
@@ -139,11 +123,11 @@ class AsyncClient:
 
     async def _invoke(self, call: calls.Call[T]) -> T:
         """Send a call; ask again for about a second where the link breaks."""
-        return await _patiently(self._send, call, None)
+        return await call_again_async(self._send, call, None)
 
     async def _insist(self, call: calls.Call[T]) -> T:
         """Send a call with a key; ask again while nobody answers."""
-        return await _patiently(self._invoke, call, self._retry)
+        return await call_again_async(self._invoke, call, self._retry)
 
     async def model(self) -> str:
         """Name of the model; asks the server once if none was given."""
@@ -250,26 +234,25 @@ class AsyncClient:
     async def watch(self) -> AsyncGenerator[types.VersionChange, None]:
         """Yield the present state of every version, then each change; see `Client.watch`."""
         request = pb.WatchVersionsRequest(model=await self.model())
-        failures = 0
+        backoff = Backoff(self._retry)
         while not self._closed:
             call = self._stub().WatchVersions(
                 request, timeout=self._link.timeouts.watch_s, metadata=self._link.metadata
             )
             try:
                 async for message in call:
-                    failures = 0
+                    backoff.reset()
                     yield convert.to_change(message)
             except grpc.RpcError as rpc_error:
                 error = from_rpc(rpc_error, method="WatchVersions", address=self._link.address)
                 if isinstance(error, DeadlineError):
                     continue
-                failures += 1
                 lasting = not isinstance(error, (UnavailableError, AbortedError))
-                if lasting or failures >= self._retry.attempts:
+                if lasting or backoff.next_delay_s(error) is None:
                     raise error from None
             finally:
                 call.cancel()
-            await asyncio.sleep(self._retry.delay_s(max(1, failures)))
+            await asyncio.sleep(backoff.delay_s())
 
     async def pin(self, version: int, *, pinned: bool = True) -> types.Version:
         """Keep a version from being collected, or let it go."""

@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -22,7 +21,6 @@ from weightsync_client import types
 from weightsync_client.access import Access
 from weightsync_client.errors import (
     AbortedError,
-    ClientError,
     DeadlineError,
     UnavailableError,
     from_rpc,
@@ -44,7 +42,7 @@ from weightsync_client.push.history import PushHistory
 from weightsync_client.push.policy import PushPolicy
 from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import RetryBudget
+from weightsync_client.rpc.retry import Backoff, call_again
 from weightsync_client.source.source import PushSource, make_source
 
 __all__ = ["Client", "default_holder"]
@@ -55,18 +53,6 @@ T = TypeVar("T")
 def default_holder() -> str:
     """Return who asks for an epoch, unless the caller says: host and process."""
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _patiently(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: Retry | None) -> T:
-    patience = RetryBudget(retry, call.timeout_s)
-    while True:
-        try:
-            return send(replace(call, timeout_s=patience.left_s))
-        except ClientError as error:
-            pause = patience.pause_s(error)
-            if pause is None:
-                raise
-        time.sleep(pause)
 
 
 class Client:
@@ -125,11 +111,11 @@ class Client:
 
     def _invoke(self, call: calls.Call[T]) -> T:
         """Send a call; ask again for about a second where the link breaks."""
-        return _patiently(self._send, call, None)
+        return call_again(self._send, call, None)
 
     def _insist(self, call: calls.Call[T]) -> T:
         """Send a call with a key; ask again while nobody answers."""
-        return _patiently(self._invoke, call, self._retry)
+        return call_again(self._invoke, call, self._retry)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -271,19 +257,18 @@ class Client:
         A broken link is taken up again; the state is then told once more, marked `initial`.
         """
         request = pb.WatchVersionsRequest(model=self.model)
-        failures = 0
+        backoff = Backoff(self._retry)
         while not self._closed:
             try:
                 for message in self._stream("WatchVersions", request, self._link.timeouts.watch_s):
-                    failures = 0
+                    backoff.reset()
                     yield convert.to_change(message)
             except DeadlineError:
                 continue  # Renewed, so that a half-open link is not watched for ever.
-            except (UnavailableError, AbortedError):
-                failures += 1
-                if failures >= self._retry.attempts and not self._closed:
+            except (UnavailableError, AbortedError) as error:
+                if backoff.next_delay_s(error) is None and not self._closed:
                     raise
-            time.sleep(self._retry.delay_s(max(1, failures)))
+            time.sleep(backoff.delay_s())
 
     def pin(self, version: int, *, pinned: bool = True) -> types.Version:
         """Keep a version from being collected, or let it go."""

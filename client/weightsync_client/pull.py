@@ -20,6 +20,7 @@ from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import ClientError, passing, refuse, typed_errors
 from weightsync_client.rpc import calls
+from weightsync_client.rpc.retry import Backoff
 from weightsync_client.types import PullResult, TensorInfo, Version
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class Puller:
             raise _corrupt(self.version, f"shard {index} is longer than its tensors")
 
     def _chunks(self, index: int) -> Iterator[bytes]:
-        offset = failures = 0
+        offset, backoff = 0, Backoff(self._retry)
         while True:
             request = pb.PullWeightsRequest(
                 model=self._model, version=self.version.version, shard=index, offset=offset
@@ -280,16 +281,16 @@ class Puller:
                         raise _corrupt(self.version, f"shard {index} came out of order")
                     data = message.chunk.data
                     offset += len(data)
-                    failures = 0
+                    backoff.reset()
                     self._begun = True
                     yield data
                 return
             except ClientError as error:
-                failures += 1
+                delay = backoff.next_delay_s(error)
                 lasting = not passing(error) or (error.reason is Reason.NO_SLOT and not self._begun)
-                if lasting or failures >= self._retry.attempts:
+                if lasting or delay is None:
                     raise
-                time.sleep(self._retry.delay_s(failures, error.retry_after_s))
+                time.sleep(delay)
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,10 +1,12 @@
-"""Calls that are asked again while the link is away: those of a push, applies and rollbacks."""
+"""What is tried again while the link is away, and how long to wait between two tries."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.rpc.channels import Link
 
-__all__ = ["Invoke", "RetryBudget", "RetryingCalls"]
+__all__ = ["Backoff", "Invoke", "RetryingCalls", "call_again", "call_again_async"]
 
 T = TypeVar("T")
 
@@ -38,34 +40,95 @@ class Invoke(Protocol):
         """Return what the call's answer says."""
 
 
-class RetryBudget:
-    """How long one call is asked again.
+class Backoff:
+    """Failures in a row of one piece of work, and how long to wait before the next try.
 
     Args:
-        retry: How often, and how long to wait between; None: about a second, whatever is told.
-            Every unary call is idempotent, by itself or by its key, so a lost answer may be asked
-            for again. gRPC's own retries cannot tell a broken link from TLS that does not fit.
-        timeout_s: Longest time of the call, with all tries.
+        retry: How often, and how long to wait between; None: about a second, whatever the server
+            asks for.
+        timeout_s: Longest time of the work, with all tries.
+
+    Attributes:
+        failures: How many there were in a row.
     """
 
-    def __init__(self, retry: Retry | None, timeout_s: float) -> None:
+    def __init__(self, retry: Retry | None, timeout_s: float = math.inf) -> None:
         self._retry = retry or _BRIEF
         self._brief = retry is None
         self._end = time.monotonic() + timeout_s
-        self._failures = 0
+        self.failures = 0
 
     @property
     def left_s(self) -> float:
-        """What is left of the call's time."""
+        """What is left of the time."""
         return max(0.0, self._end - time.monotonic())
 
-    def pause_s(self, error: ClientError) -> float | None:
-        """Return how long to wait before the next try; None: there is none."""
-        self._failures += 1
-        told = None if self._brief else error.retry_after_s
-        pause = self._retry.delay_s(self._failures, told)
-        last = self._failures >= self._retry.attempts or pause >= self.left_s
-        return None if last or error.reason not in _AWAY else pause
+    @property
+    def exhausted(self) -> bool:
+        """There were so many failures that there is no other try."""
+        return self.failures >= self._retry.attempts
+
+    def delay_s(self, asked_s: float | None = None) -> float:
+        """Return how long to wait before the next try, with jitter.
+
+        Args:
+            asked_s: The least that the server asked for.
+        """
+        return self._retry.delay_s(max(1, self.failures), None if self._brief else asked_s)
+
+    def next_delay_s(self, error: ClientError) -> float | None:
+        """Count a failure; return how long to wait before the next try, None: there is none."""
+        self.failures += 1
+        delay = self.delay_s(error.retry_after_s)
+        return None if self.exhausted or delay >= self.left_s else delay
+
+    def reset(self) -> None:
+        """Forget the failures: the work has come further."""
+        self.failures = 0
+
+
+def _call_delay_s(backoff: Backoff, error: ClientError) -> float | None:
+    """Return how long to wait before a unary call is sent again; None: it is not.
+
+    Every one is idempotent, by itself or by its key, so a lost answer may be asked for again.
+    gRPC's own retries cannot tell a broken link from TLS that does not fit.
+    """
+    delay = backoff.next_delay_s(error)
+    return delay if error.reason in _AWAY else None
+
+
+def call_again(send: Callable[[calls.Call[T]], T], call: calls.Call[T], retry: Retry | None) -> T:
+    """Send a call, and again while nobody answers.
+
+    Args:
+        send: Sends it once.
+        call: The call.
+        retry: See `Backoff`.
+    """
+    backoff = Backoff(retry, call.timeout_s)
+    while True:
+        try:
+            return send(replace(call, timeout_s=backoff.left_s))
+        except ClientError as error:
+            delay = _call_delay_s(backoff, error)
+            if delay is None:
+                raise
+        time.sleep(delay)
+
+
+async def call_again_async(
+    send: Callable[[calls.Call[T]], Awaitable[T]], call: calls.Call[T], retry: Retry | None
+) -> T:
+    """Do the same as `call_again` on the event loop."""
+    backoff = Backoff(retry, call.timeout_s)
+    while True:
+        try:
+            return await send(replace(call, timeout_s=backoff.left_s))
+        except ClientError as error:
+            delay = _call_delay_s(backoff, error)
+            if delay is None:
+                raise
+        await asyncio.sleep(delay)
 
 
 class RetryingCalls:
@@ -129,13 +192,12 @@ class RetryingCalls:
         return None
 
     def _persist(self, call: calls.Call[T]) -> T:
-        failures = 0
+        backoff = Backoff(self._retry)
         while True:
             try:
                 return self._invoke(call)
             except ClientError as error:
-                failures += 1
-                stop = self._stop()
-                if not passing(error) or failures >= self._retry.attempts or stop.is_set():
+                delay, stop = backoff.next_delay_s(error), self._stop()
+                if delay is None or not passing(error) or stop.is_set():
                     raise
-                stop.wait(self._retry.delay_s(failures, error.retry_after_s))
+                stop.wait(delay)

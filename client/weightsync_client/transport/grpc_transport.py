@@ -14,7 +14,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import AbortedError, ClientError, passing
 from weightsync_client.options import Retry
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import RetryingCalls
+from weightsync_client.rpc.retry import Backoff, RetryingCalls
 from weightsync_client.source.shards import Keep, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.transport import messages
@@ -204,7 +204,7 @@ class GrpcTransport:
         return found[0] if found else None
 
     def _deliver(self, lane: StreamConnection, pending: list[ShardJob]) -> None:
-        failures = 0
+        backoff = Backoff(self._retry)
         while True:
             error = lane.carry(self._messages(lane, pending))
             if error is None:
@@ -212,12 +212,13 @@ class GrpcTransport:
                 return
             if self.stop.is_set() or not _resumable(error):
                 raise error
-            failures += 1
-            told = error.retry_after_s if isinstance(error, ClientError) else None
-            self.stop.wait(self._retry.delay_s(failures, told))
+            backoff.failures += 1
+            asked = error.retry_after_s if isinstance(error, ClientError) else None
+            self.stop.wait(backoff.delay_s(asked))
             if self._take_up(pending):
-                failures = 1
-            if failures >= self._retry.attempts:
+                # The server has more than after the last failure, so this one is the first.
+                backoff.failures = 1
+            if backoff.exhausted:
                 raise error
 
     def _messages(
