@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
 from weightsync_client.errors import refuse
-from weightsync_client.push.warmup import Warmup, compile_codec
+from weightsync_client.push.warmup import Warmup, compile_codec, compile_copier
+from weightsync_client.push_reasons import Way
 from weightsync_client.snapshot.link_speed import LinkSpeed
 from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_held
 from weightsync_client.source.layout_cache import LayoutCache
 
 if TYPE_CHECKING:
     from weightsync_client.source.source import Source
-    from weightsync_client.types import Version
+    from weightsync_client.transport.protocol import Sent
+    from weightsync_client.types import PushResult, Version
 
 __all__ = ["PushHistory"]
 
@@ -34,9 +36,31 @@ class PushHistory:
         self.pace = LinkSpeed(address)
         self.codec = Warmup(compile_codec)
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
-        self.copied = False
+        self.server_copies = False
         #: It was tried whether the server does that.
         self.tried = False
+
+    @property
+    def link_is_slow(self) -> bool:
+        """Whether bytes cost more than the time to pack them."""
+        return self.pace.slow
+
+    def observe(self, sent: Sent, seconds: float, result: PushResult) -> None:
+        """Take a push in full into account.
+
+        Args:
+            sent: What its transports did.
+            seconds: How long that took.
+            result: What came of it.
+        """
+        self.server_copies = sent.by_server and not result.durable
+        if sent.way is Way.STREAM:
+            self.pace.note(result.sent_bytes, seconds)
+        if sent.mapped:
+            # Not for a single push, which would only end later for it.
+            if self.mapped:
+                self.copier.start()
+            self.mapped = True
 
     def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
         """Take a copy of what the server holds as a version, for the next delta.

@@ -6,20 +6,20 @@ import contextlib
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
-from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.push.callbacks import SourceRelease
+from weightsync_client.push.request import RequestTemplate
 from weightsync_client.push.session import NOTHING_SENT, PushSession
-from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit, Way
-from weightsync_client.rpc.retry import Invoke
-from weightsync_client.rpc.validate import metadata, text, whole_number
+from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
+from weightsync_client.rpc.retry import Invoke, RetryingCalls
+from weightsync_client.rpc.validate import whole_number
 from weightsync_client.snapshot.copy_budget import roomy
 from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushKind, PushResult
@@ -86,7 +86,7 @@ class PushPolicy:
         source: What is pushed.
         options: Of the caller.
         retry: How long a cut link is taken up again.
-        memory: Of the client.
+        history: Of the client.
         on_source_free: Called once the source is not in use any more.
     """
 
@@ -98,15 +98,12 @@ class PushPolicy:
         source: Source,
         options: PushOptions,
         retry: Retry,
-        memory: PushHistory,
+        history: PushHistory,
         on_source_free: Callable[[], None] | None = None,
     ) -> None:
         whole_number("streams", options.get("streams", 1), 1)
         whole_number("chunk_bytes", options.get("chunk_bytes", CHUNK_BYTES), 1)
-        self._version = whole_number("version", options.get("version", 0))
-        self._epoch = whole_number("epoch", options.get("epoch", 0))
-        self._key = text("idempotency_key", options.get("idempotency_key") or "")
-        self._metadata = metadata(options.get("metadata", {}))
+        self._template = RequestTemplate.from_options(model, options)
         allowed = ("auto", "never", "require")
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
         allowed = ("auto", "always", "never")
@@ -114,18 +111,15 @@ class PushPolicy:
         _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
         self._link = link
         self._invoke = invoke
-        self._model = model
         self._source = source
         self._options = options
         self._retry = retry
-        self._memory = memory
-        self._on_source_free = on_source_free
-        self._freed = False
-        self._run_id = self._metadata.get("run_id", "")
+        self._history = history
+        self._release = SourceRelease(on_source_free)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: PushSession | None = None
-        self._ticket = memory.snapshot.line_up() if self._wanted != "never" else None
+        self._ticket = history.snapshot.line_up() if self._wanted != "never" else None
         #: What a try as a delta has used up of an iterable.
         self._read: dict[str, HeldTensor] = {}
         self._before: list[SourceTensor] = []
@@ -133,7 +127,7 @@ class PushPolicy:
     def drop(self) -> None:
         """Give up what `run` will never be called for."""
         if self._ticket is not None:
-            self._memory.snapshot.leave(self._ticket)
+            self._history.snapshot.leave(self._ticket)
 
     def run(self) -> PushResult:
         """Send everything, or what changed, and return the committed version."""
@@ -160,7 +154,7 @@ class PushPolicy:
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         if self._ticket is None:
             return contextlib.nullcontext()
-        return self._memory.snapshot.turn(self._ticket, self._stop)
+        return self._history.snapshot.turn(self._ticket, self._stop)
 
     def _with_snapshot(self) -> PushResult:
         try:
@@ -171,11 +165,11 @@ class PushPolicy:
             _let_go(unfit)
         if reason is Fallback.COPIED:
             # The next one will be, too: a copy for a delta would only take memory.
-            self._memory.snapshot.held = None
+            self._history.snapshot.held = None
             return self._full(reason)
         if reason is Fallback.FIRST and self._try_without_copy():
             result = self._full(reason)
-            self._memory.tried = True
+            self._history.tried = True
             return result
         return self._kept(reason)
 
@@ -195,9 +189,9 @@ class PushPolicy:
         Raises:
             Unfit: That cannot be done, or does not pay; nothing of the try is left.
         """
-        snapshot, layout = self._memory.snapshot, self._source.layout
+        snapshot, layout = self._history.snapshot, self._source.layout
         self._refuse_slower()
-        base = snapshot.base_of(layout, self._run_id)
+        base = snapshot.base_of(layout, self._template.run_id)
         shards = self._changes(base)
         try:
             push = self._begin(replace(self._source, shards=shards, layout=None, delta=shards))
@@ -206,7 +200,7 @@ class PushPolicy:
             if push.joined:
                 # Committed before, under the caller's key; our copy may be of a later version.
                 return result
-            snapshot.advance(base, result, self._run_id, shards.blobs, shards.threads)
+            snapshot.advance(base, result, self._template.run_id, shards.blobs, shards.threads)
         except (ClientError, Unfit) as error:
             unfit = self._unfit(error)
             if unfit is None:
@@ -225,7 +219,7 @@ class PushPolicy:
 
     def _refuse_slower(self) -> None:
         """Have everything sent where the server copies it faster than it could be compared."""
-        if self._memory.copied and self._may_be_copied():
+        if self._history.server_copies and self._may_be_copied():
             raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
 
     def _may_be_copied(self) -> bool:
@@ -237,7 +231,7 @@ class PushPolicy:
 
         One on the host would have all of it read and written here.
         """
-        if self._memory.tried or not self._may_be_copied() or not is_private(self._link.address):
+        if self._history.tried or not self._may_be_copied() or not is_private(self._link.address):
             return False
         tensors = self._source.tensors
         return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
@@ -247,7 +241,7 @@ class PushPolicy:
         from weightsync_client.snapshot.grouping import as_they_come, by_size
         from weightsync_client.snapshot.sampling import sampled
 
-        source, slow = self._source, self._memory.pace.slow
+        source, slow = self._source, self._history.link_is_slow
         zstd = self._compress == "always" or (self._compress == "auto" and slow)
         hurried = not (zstd or slow or self._wanted == "require")
         most_changed = MOST_CHANGED if hurried else 1.0
@@ -268,9 +262,9 @@ class PushPolicy:
         reason, flow = _FALLBACKS.get(error.reason), self._source.flow
         if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
             return None
-        if self._freed and flow is None:
+        if self._release.done and flow is None:
             # The tensors may hold other weights by now. The next push is in full, and heals it.
-            self._memory.snapshot.held = None
+            self._history.snapshot.held = None
             return None
         return Unfit(reason, error.message)
 
@@ -278,7 +272,7 @@ class PushPolicy:
         """Have what an iterable has given read from our copy, which is given up for that."""
         if self._source.flow is not None and self._wanted != "require":
             if shards.begun:
-                self._memory.snapshot.held = None
+                self._history.snapshot.held = None
             with typed_errors():
                 self._read, self._before = shards.read_again()
 
@@ -289,7 +283,7 @@ class PushPolicy:
 
     def _kept(self, reason: Fallback) -> PushResult:
         """Send all, and keep it for the next delta once it is committed."""
-        snapshot, source = self._memory.snapshot, self._source
+        snapshot, source = self._history.snapshot, self._source
         taking: SnapshotCapture | None
         if source.flow is None:
             taking = snapshot.take(source.tensors)
@@ -302,17 +296,15 @@ class PushPolicy:
         devices = taking.devices
         push = self._begin(source, reason, taking)
         result = self._sent(push, reason)
-        snapshot.held = taking.whole(result, self._run_id, push.digests) or snapshot.held
-        self._memory.codec.start(devices)
+        snapshot.held = taking.whole(result, self._template.run_id, push.digests) or snapshot.held
+        self._history.codec.start(devices)
         if taking.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result
 
     def _sent(self, push: PushSession, reason: Fallback | str) -> PushResult:
         result = push.run()
-        self._memory.copied = push.copied and not result.durable
-        if result.way is Way.STREAM:
-            self._memory.pace.note(result.sent_bytes, push.sending_s)
+        self._history.observe(push.sent, push.sending_s, result)
         return replace(result, fallback_reason=reason)
 
     # Both.
@@ -321,45 +313,12 @@ class PushPolicy:
         self,
         source: Source,
         reason: Fallback | str = "",
-        keeper: ByteSink | None = None,
+        sink: ByteSink | None = None,
     ) -> PushSession:
-        request = self._request(source, reason)
+        same_host = why_streamed(self._link.address, source, self._options) is None
+        request = self._template.request(source, reason, same_host=same_host)
+        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
+        facts = self._link, calls, request, source, self._options, self._release, sink
         with self._lock:
-            self._push = PushSession(
-                self._link,
-                self._invoke,
-                request,
-                source,
-                self._options,
-                self._retry,
-                self._source_free if self._on_source_free else None,
-                keeper,
-            )
-            if self._stop.is_set():
-                self._push.cancel()
+            self._push = PushSession(*facts)
             return self._push
-
-    def _source_free(self) -> None:
-        if self._on_source_free is not None and not self._freed:
-            self._freed = True
-            self._on_source_free()
-
-    def _request(self, source: Source, reason: Fallback | str) -> pb.BeginPushRequest:
-        options, layout = self._options, source.layout
-        delta = source.delta
-        same_host = why_streamed(self._link.address, source, options) is None
-        return pb.BeginPushRequest(
-            model=self._model,
-            version=self._version,
-            epoch=self._epoch,
-            kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
-            base_content_digest=delta.base_content_digest if delta else "",
-            idempotency_key=self._key or uuid.uuid4().hex,
-            layout_digest=layout.digest if layout else "",
-            total_bytes=layout.size if layout else 0,
-            shard_count=len(layout.shards) if layout else 0,
-            metadata=self._metadata,
-            stream=None if same_host else pb.StreamSource(),
-            same_host=pb.SameHostSource() if same_host else None,
-            fallback_reason=reason,
-        )

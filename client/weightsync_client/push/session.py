@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 
 from weightsync.errors import Reason
 from weightsync.model.digest import content_digest
@@ -17,17 +16,25 @@ from weightsync_client.errors import (
     UnavailableError,
     refuse,
 )
-from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
+from weightsync_client.options import CHUNK_BYTES, PushOptions
+from weightsync_client.push.callbacks import ByteCounter, SourceRelease
 from weightsync_client.push_reasons import Streamed
 from weightsync_client.rpc.channels import Link
-from weightsync_client.rpc.retry import Invoke, RetryingCalls
+from weightsync_client.rpc.retry import RetryingCalls
 from weightsync_client.source.shards import ByteSink, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport import messages
+from weightsync_client.transport.chain import TransportChain
 from weightsync_client.transport.digester import ShardDigester
-from weightsync_client.transport.grpc_transport import Done, GrpcTransport, OpenedPush
-from weightsync_client.transport.shm_transport import ShmTransport, why_streamed
+from weightsync_client.transport.protocol import (
+    OpenedPush,
+    Sent,
+    ShardDigests,
+    Transport,
+    cancelled_error,
+)
+from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushResult
 
 __all__ = ["NOTHING_SENT", "PushSession"]
@@ -48,81 +55,55 @@ class PushSession:
 
     Args:
         link: To the server.
-        invoke: Sends unary calls.
+        calls: Sends its unary calls.
         request: Opens the push.
         source: What is sent.
         options: Of the caller.
-        retry: How long a cut link is taken up again.
-        on_source_free: Called once the caller's tensors are not in use any more.
-        keeper: Gets the bytes of every tensor as they are digested.
+        release: Called once the caller's tensors are not in use any more.
+        sink: Gets the bytes of every tensor as they are digested.
+
+    Attributes:
+        joined: The version had been committed before, under this push's key: nothing was sent.
+        state: What is to be said of it should it be interrupted now.
+        sent: What the latest attempt to send did.
+        sending_s: How long that took.
     """
 
     def __init__(
         self,
         link: Link,
-        invoke: Invoke,
+        calls: RetryingCalls,
         request: pb.BeginPushRequest,
         source: Source,
         options: PushOptions,
-        retry: Retry,
-        on_source_free: Callable[[], None] | None = None,
-        keeper: ByteSink | None = None,
+        release: SourceRelease,
+        sink: ByteSink | None = None,
     ) -> None:
-        self._link = link
-        self._ask = RetryingCalls(link, invoke, retry, lambda: self._sending.stop)
+        self._calls = calls
         self._request = request
         self._source = source
-        self._options = options
-        self._retry = retry
+        self._key = options.get("idempotency_key")
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
-        self._keep = keeper.keep if keeper else None
+        self._release = release
+        self._counter = ByteCounter(options.get("on_progress"), request.total_bytes)
+        facts = link, calls, source, options, sink
+        self._chain = TransportChain(*facts, self._counter.add, release)
+        self._transports: Sequence[Transport] = ()
         self._push_id = ""
         self._commit_asked = False
-        self._on_source_free = on_source_free
-        self._freed = False
-        #: The version had been committed before, under this push's key: nothing was sent.
         self.joined = False
-        #: What is to be said of it should it be interrupted now.
         self.state = NOTHING_SENT
-        #: How long the latest attempt to send took.
+        self.sent = Sent(reason=why_streamed(link.address, source, options))
         self.sending_s = 0.0
-        self._lock = threading.Lock()
-        self._sent = 0
-        self._cancelled = False
-        why = why_streamed(link.address, source, options)
-        facts = link, self._ask, source, why, keeper, self._count
-        collects = options.get("same_host", "auto") == "auto"
-        self._same_host = ShmTransport(*facts, collects=collects)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._sending = GrpcTransport(
-            self._link,
-            self._ask,
-            self._source,
-            self._retry,
-            self._options.get("streams", 1),
-            self._keep,
-            self._count,
-            self._free,
-        )
-        self._same_host.reset()
-        if self._cancelled:
-            self.cancel()
 
     @property
     def digests(self) -> dict[str, bytes]:
         """Digest of every tensor that was sent, by name."""
         return {
             tensor.name: digest
-            for tensors, digests in self._done()
+            for tensors, digests in self.sent.shards.values()
             for tensor, digest in zip(tensors, digests, strict=True)
         }
-
-    @property
-    def copied(self) -> bool:
-        """The server has copied everything from GPUs itself."""
-        return self._same_host.copied
 
     # The whole of it.
 
@@ -130,17 +111,17 @@ class PushSession:
         """Send everything and return the committed version."""
         started = time.monotonic()
         restarts = 0
+        streamed = self.sent.reason
         while True:
             try:
-                reply = self._run_once()
+                reply = self._run_once(streamed)
             except ClientError as error:
                 restarts += 1
                 if restarts > 3 or not self._may_restart(error):
                     self._clean_up(error)
                     raise
                 if error.reason is Reason.WRITER_LEFT:
-                    self._same_host.give_up(Streamed.WRITER_LEFT)
-                self._reset()
+                    streamed = Streamed.WRITER_LEFT
             except BaseException as error:
                 self._clean_up(error)
                 raise
@@ -150,21 +131,24 @@ class PushSession:
 
     def _may_restart(self, error: ClientError) -> bool:
         # Never from a source that was declared free: it may hold other weights by now.
-        again = self._source.again and (self._source.delta is not None or not self._freed)
-        return again and error.reason in _FORGOTTEN and self._sending.error in (None, error)
+        again = self._source.again and (self._source.delta is not None or not self._release.done)
+        return again and error.reason in _FORGOTTEN and not self._calls.stop.is_set()
 
     def cancel(self) -> None:
         """End the push from another thread; `run` then raises AbortedError."""
         # Also should it be about to begin again.
-        self._cancelled = True
-        self._sending.fail(
-            AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
-        )
-        self._same_host.cancel()
+        self._calls.stop.set()
+        for transport in self._transports:
+            transport.cancel()
 
-    def _run_once(self) -> pb.CommitPushResponse:
+    def _check_cancelled(self) -> None:
+        if self._calls.stop.is_set():
+            raise cancelled_error()
+
+    def _run_once(self, streamed: Streamed | None) -> pb.CommitPushResponse:
         self.state = _UNKNOWN
-        reply = self._ask.begin(self._request, self._source.sizes)
+        self.sent = Sent(reason=streamed)
+        reply = self._calls.begin(self._request, self._source.sizes)
         self.joined = reply.HasField("committed")
         # What is committed is nothing to abort.
         self._push_id = "" if self.joined else reply.push_id
@@ -176,37 +160,25 @@ class PushSession:
         else:
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
             started = time.monotonic()
-            self._send_all(reply)
+            self._send_all(OpenedPush.from_reply(reply, self._chunk_bytes))
             self.sending_s = time.monotonic() - started
-        self._free()
+        self._release()
         return reply.committed if self.joined else self._commit()
 
-    def _send_all(self, reply: pb.BeginPushResponse) -> None:
-        held = self._same_host.run(reply)
-        if self._sending.error is not None:
-            raise self._sending.error
-        if self._same_host.reason:
-            self._sending.run(
-                OpenedPush(
-                    push_id=reply.push_id,
-                    endpoints=self._link.endpoints(reply.data_endpoints),
-                    chunk_bytes=self._chunk_bytes,
-                    held=held,
-                    layout_known=reply.layout_known,
-                    elsewhere=self._same_host.done,
-                )
-            )
-
-    def _done(self) -> list[Done]:
-        return [*self._same_host.done.values(), *self._sending.done]
-
-    def _count(self, sent: int) -> None:
-        with self._lock:
-            self._sent += sent
-            total = self._sent
-        report = self._options.get("on_progress")
-        if report is not None:
-            report(total, self._request.total_bytes)
+    def _send_all(self, opened: OpenedPush) -> None:
+        self._transports = self._chain.make(self.sent.reason)
+        shards = self._source.shards
+        for transport in self._transports:
+            self._check_cancelled()
+            sent = transport.send(opened, shards)
+            self.sent = self.sent.plus(sent)
+            if sent.progress is not None:
+                opened = opened._replace(progress=sent.progress)
+            if isinstance(shards, list):
+                shards = [shard for shard in shards if shard.index not in sent.shards]
+                if not shards:
+                    break
+        self._check_cancelled()
 
     def _compare(self, committed: pb.CommitPushResponse) -> None:
         """Refuse a key that belongs to other content; the server cannot know what we hold.
@@ -214,21 +186,19 @@ class PushSession:
         The source is read and digested for it. An iterable may be used up: whatever comes out,
         nothing is sent of it any more.
         """
-        key = self._options.get("idempotency_key")
-        if not key:
+        if not self._key:
             return  # Made for this push, so it is ours.
-        done: list[Done] = []
+        done: list[ShardDigests] = []
         for shard in self._source.shards:
-            if self._sending.error is not None:
-                raise self._sending.error
+            self._check_cancelled()
             # What a delta holds was compared, and digested, as it was made.
             if self._source.delta is None:
-                done.append((shard.tensors, self._digested(shard)))
+                done.append(ShardDigests(shard.tensors, self._digested(shard)))
         if self._content_digest(done) != committed.content_digest:
             raise refuse(
                 Reason.VERSION_CONFLICT,
-                f"the idempotency key {key!r} belongs to a push of other content, which is version "
-                f"{committed.version}; choose another key",
+                f"the idempotency key {self._key!r} belongs to a push of other content, which is "
+                f"version {committed.version}; choose another key",
                 version=str(committed.version),
             )
 
@@ -238,25 +208,20 @@ class PushSession:
         try:
             # All of it counts as held by the server, so there is nothing to be sent.
             for _ in messages.shard_bytes(
-                shard, reader, digester, size, self._chunk_bytes, self._count
+                shard, reader, digester, size, self._chunk_bytes, self._counter.add
             ):
                 pass
         finally:
             reader.close()
         return digester.digests
 
-    def _free(self) -> None:
-        if self._on_source_free is not None and not self._freed:
-            self._freed = True
-            self._on_source_free()
-
-    def _content_digest(self, done: list[Done]) -> str:
+    def _content_digest(self, done: Collection[ShardDigests]) -> str:
         if self._source.delta is not None:
             return self._source.delta.content_digest
         layout = self._source.layout
         if layout is not None:
-            held = {tensors[0].shard: digests for tensors, digests in done if tensors}
-            ordered = [d for shard in range(len(layout.shards)) for d in held.get(shard, ())]
+            by_shard = {tensors[0].shard: digests for tensors, digests in done if tensors}
+            ordered = [d for shard in range(len(layout.shards)) for d in by_shard.get(shard, ())]
             if len(ordered) == len(layout.tensors):
                 # The layout knows from the push before what stands beside the digests.
                 return Manifest(layout, tuple(ordered)).content_digest
@@ -267,12 +232,12 @@ class PushSession:
         )
 
     def _commit(self) -> pb.CommitPushResponse:
-        done = self._done()
+        done = self.sent.shards.values()
         if not done:
             raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
         digest = self._content_digest(done)
         self._commit_asked = True
-        reply = self._ask.commit(self._push_id, digest, len(done))
+        reply = self._calls.commit(self._push_id, digest, len(done))
         if reply.content_digest != digest:
             raise refuse(
                 Reason.DATA_CORRUPT,
@@ -290,22 +255,22 @@ class PushSession:
             already=reply.already,
             size_bytes=reply.size_bytes,
             tensor_count=reply.tensor_count,
-            sent_bytes=self._sent,
+            sent_bytes=self._counter.sent,
             seconds=seconds,
             dense_bytes=reply.size_bytes,
-            way=self._same_host.way,
-            way_reason=self._same_host.way_reason,
+            way=self.sent.way,
+            way_reason=self.sent.reason or "",
         )
 
     def _clean_up(self, error: BaseException) -> None:
         lost = isinstance(error, (UnavailableError, DeadlineError)) or (
             isinstance(error, AbortedError) and error.reason is Reason.CANCELLED
         )
-        if lost and (self._commit_asked or self._options.get("idempotency_key")):
+        if lost and (self._commit_asked or self._key):
             return  # It may be committed, or be taken up again under its key.
         if not self._push_id:
             return
-        kept = self._ask.abort(self._push_id)
+        kept = self._calls.abort(self._push_id)
         if kept is None:
             self.state = "the push was dropped, and no version was made"
         elif kept.reason is Reason.VERSION_IN_USE:

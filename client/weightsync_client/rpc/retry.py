@@ -138,16 +138,18 @@ class RetryingCalls:
         link: To the server.
         invoke: Sends unary calls.
         retry: How often, and how long to wait between.
-        stop: Gives the event that ends the waiting.
+        stop: Ends the waiting.
+
+    Attributes:
+        retry: As given.
+        stop: As given.
     """
 
-    def __init__(
-        self, link: Link, invoke: Invoke, retry: Retry, stop: Callable[[], threading.Event]
-    ) -> None:
+    def __init__(self, link: Link, invoke: Invoke, retry: Retry, stop: threading.Event) -> None:
         self._timeouts = link.timeouts
         self._invoke = invoke
-        self._retry = retry
-        self._stop = stop
+        self.retry = retry
+        self.stop = stop
 
     def begin(
         self, request: pb.BeginPushRequest, sizes: Mapping[int, int] | None
@@ -174,9 +176,14 @@ class RetryingCalls:
         self._persist(calls.abort_push(other, self._timeouts))
         return self._persist(call)
 
-    def get(self, push_id: str) -> pb.GetPushResponse:
-        """Tell how far a push has come."""
-        return self._persist(calls.get_push(push_id, self._timeouts))
+    def get(self, push_id: str, stop: threading.Event | None = None) -> pb.GetPushResponse:
+        """Return how far a push has come.
+
+        Args:
+            push_id: Its name.
+            stop: Ends the waiting in place of that of all calls.
+        """
+        return self._persist(calls.get_push(push_id, self._timeouts), stop)
 
     def commit(self, push_id: str, digest: str, shards: int) -> pb.CommitPushResponse:
         """Commit a push."""
@@ -191,13 +198,13 @@ class RetryingCalls:
             return error
         return None
 
-    def _persist(self, call: calls.Call[T]) -> T:
-        backoff = Backoff(self._retry)
+    def _persist(self, call: calls.Call[T], stop: threading.Event | None = None) -> T:
+        backoff, stop = Backoff(self.retry), stop or self.stop
         while True:
             try:
                 return self._invoke(call)
             except ClientError as error:
-                delay, stop = backoff.next_delay_s(error), self._stop()
+                delay = backoff.next_delay_s(error)
                 if delay is None or not passing(error) or stop.is_set():
                     raise
                 stop.wait(delay)

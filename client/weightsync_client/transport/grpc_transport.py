@@ -5,107 +5,75 @@ from __future__ import annotations
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Container, Generator, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from weightsync.errors import Reason
-from weightsync.model.manifest import TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import AbortedError, ClientError, passing
-from weightsync_client.options import Retry
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, RetryingCalls
 from weightsync_client.source.shards import Keep, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.transport import messages
 from weightsync_client.transport.digester import ShardDigester
+from weightsync_client.transport.protocol import (
+    OpenedPush,
+    Sent,
+    ShardDigests,
+    cancelled_error,
+)
 from weightsync_client.transport.shard_queue import Jobs, ShardJob
 from weightsync_client.transport.stream import StreamConnection
 
-__all__ = ["Done", "GrpcTransport", "OpenedPush"]
-
-#: The tensors of one shard and their digests.
-Done = tuple[tuple[TensorEntry, ...], list[bytes]]
-
-
-class OpenedPush(NamedTuple):
-    """A push that the server has opened.
-
-    Attributes:
-        push_id: Its name.
-        endpoints: Data ports to use; none: the server's own address.
-        chunk_bytes: Of a message, at most.
-        held: What the server holds of each shard.
-        layout_known: Whether it knows the layout of all.
-        elsewhere: Shards that went another way.
-    """
-
-    push_id: str
-    endpoints: list[str]
-    chunk_bytes: int
-    held: dict[int, pb.ShardProgress]
-    layout_known: bool
-    elsewhere: Container[int]
+__all__ = ["GrpcTransport"]
 
 
 class GrpcTransport:
-    """Sends the shards of one push; `run` is called once.
+    """A `Transport` over gRPC streams, which takes any shard.
 
-    Threads: `run` hands out shards, each lane sends with one, gRPC makes messages in one more per
+    Threads: `send` hands out shards, each lane sends with one, gRPC makes messages in one more per
     stream. A shard belongs to one lane at a time.
 
     Args:
         link: To the server.
-        ask: Sends unary calls of the push.
+        calls: Sends unary calls of the push.
         source: What is sent.
-        retry: How long a cut link is taken up again.
         streams: Lanes at least.
         keep: Gets the bytes of every tensor as they are digested.
         on_bytes: Called with the size of every piece that is sent.
         on_taken: Called once nothing is read from the caller's tensors any more.
-
-    Attributes:
-        stop: Set when it is to end.
-        error: Why it ended.
-        done: The shards that were sent.
     """
 
     def __init__(
         self,
         link: Link,
-        ask: RetryingCalls,
+        calls: RetryingCalls,
         source: Source,
-        retry: Retry,
         streams: int,
         keep: Keep | None,
         on_bytes: Callable[[int], None],
         on_taken: Callable[[], None],
     ) -> None:
-        self.stop = threading.Event()
-        self.error: BaseException | None = None
-        self.done: list[Done] = []
         self._link = link
-        self._ask = ask
+        self._calls = calls
         self._source = source
-        self._retry = retry
         self._streams = self._width = streams
         self._keep = keep
         self._on_bytes = on_bytes
         self._on_taken = on_taken
         self._opened: OpenedPush
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._done: dict[int, ShardDigests] = {}
         self._lock = threading.Lock()
         self._lanes: list[StreamConnection] = []
         self._jobs = Jobs()
         self._permits = threading.Semaphore(streams)
 
-    def run(self, opened: OpenedPush) -> None:
-        """Send every shard, or what the server lacks of it.
-
-        Raises:
-            BaseException: The first `error`.
-        """
-        self._opened, endpoints = opened, opened.endpoints
-        shards, count = self._source.shards, self._streams
+    def send(self, opened: OpenedPush, shards: Iterable[Shard]) -> Sent:
+        """See `Transport`; no shard is left over."""
+        self._opened = opened
+        endpoints, count = self._link.endpoints(opened.endpoints), self._streams
         if isinstance(shards, list):
             # All lie there already, so more lanes hold no more of them.
             count = min(max(count, len(endpoints)), len(shards))
@@ -125,28 +93,30 @@ class GrpcTransport:
         for thread in threads:
             thread.start()
         try:
-            self._hand_out(count)
+            self._hand_out(iter(shards), count)
             for thread in threads:
                 thread.join()
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
         finally:
             for thread in threads:
                 thread.join()
             for lane in self._lanes:
                 lane.close()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
+        return Sent(shards=self._done)
 
-    def _hand_out(self, lanes: int) -> None:
-        shards: Iterator[Shard] = iter(self._source.shards)
+    def cancel(self) -> None:
+        """See `Transport`."""
+        self._fail(cancelled_error())
+
+    def _hand_out(self, shards: Iterator[Shard], lanes: int) -> None:
         again = self._source.again
-        while not self.stop.is_set() and (shard := next(shards, None)) is not None:
-            if shard.index in self._opened.elsewhere:
-                continue
+        while not self._stop.is_set() and (shard := next(shards, None)) is not None:
             job = ShardJob(shard, ShardDigester(shard, self._keep))
-            job.take_up(self._opened.held.get(shard.index))
+            job.take_up(self._opened.progress.get(shard.index))
             job.layout_held |= self._opened.layout_known
             if not again:
                 # One shard is being filled while each lane sends one, and no more are held.
@@ -155,18 +125,18 @@ class GrpcTransport:
             del job, shard
         for _ in range(lanes):
             self._jobs.put(None)
-        if self._source.delta is not None and not self.stop.is_set():
+        if self._source.delta is not None and not self._stop.is_set():
             # All that changed lies in shards of their own, whatever becomes of the link.
             self._on_taken()
         # An iterator that was left early runs its clean-up now, in the thread that ran it.
         if isinstance(shards, Generator):
             shards.close()
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End it, from any thread, because of an error."""
         with self._lock:
-            self.error = self.error or error
-        self.stop.set()
+            self._error = self._error or error
+        self._stop.set()
         for _ in range(self._width):
             self._permits.release()
             self._jobs.put(None)
@@ -177,14 +147,14 @@ class GrpcTransport:
 
     def _serve(self, lane: StreamConnection) -> None:
         try:
-            while not self.stop.is_set() and (job := self._next_job(lane)) is not None:
+            while not self._stop.is_set() and (job := self._next_job(lane)) is not None:
                 pending = [job]
                 del job
                 self._deliver(lane, pending)
                 pending.clear()
                 self._permits.release()
-        except BaseException as error:  # noqa: BLE001 - raised again by run
-            self.fail(error)
+        except BaseException as error:  # noqa: BLE001 - raised again by send
+            self._fail(error)
 
     def _next_job(self, lane: StreamConnection) -> ShardJob | None:
         try:
@@ -195,26 +165,26 @@ class GrpcTransport:
     def _wait_alive(self, lane: StreamConnection) -> ShardJob | None:
         """Wait for the next shard on a stream that tells the server that there will be one."""
         found: list[ShardJob | None] = []
-        while not found and not self.stop.is_set():
+        while not found and not self._stop.is_set():
             error = lane.carry(self._jobs.heartbeats(self._opened.push_id, found))
             if error is not None and not _resumable(error):
                 raise error
             if error is not None and not found:
-                self.stop.wait(self._retry.max_s)
+                self._stop.wait(self._calls.retry.max_s)
         return found[0] if found else None
 
     def _deliver(self, lane: StreamConnection, pending: list[ShardJob]) -> None:
-        backoff = Backoff(self._retry)
+        backoff = Backoff(self._calls.retry)
         while True:
             error = lane.carry(self._messages(lane, pending))
             if error is None:
                 self._finish(pending)
                 return
-            if self.stop.is_set() or not _resumable(error):
+            if self._stop.is_set() or not _resumable(error):
                 raise error
             backoff.failures += 1
             asked = error.retry_after_s if isinstance(error, ClientError) else None
-            self.stop.wait(backoff.delay_s(asked))
+            self._stop.wait(backoff.delay_s(asked))
             if self._take_up(pending):
                 # The server has more than after the last failure, so this one is the first.
                 backoff.failures = 1
@@ -252,22 +222,23 @@ class GrpcTransport:
     def _finish(self, pending: list[ShardJob]) -> None:
         with self._lock:
             for job in pending:
-                self.done.append((job.shard.tensors, job.digester.digests))
+                digests = ShardDigests(job.shard.tensors, job.digester.digests)
+                self._done[job.shard.index] = digests
 
     # After a cut.
 
     def _take_up(self, pending: list[ShardJob]) -> bool:
         """Ask what the server holds; returns whether it holds more than when last asked."""
-        reply = self._ask.get(self._opened.push_id)
+        reply = self._calls.get(self._opened.push_id, self._stop)
         if reply.durability == pb.DURABILITY_FAILED:
             raise AbortedError(
                 Reason.PUSH_ABORTED, f"the server dropped the push: {reply.error}; push again"
             )
-        held = {progress.shard: progress for progress in reply.shards}
+        known = {progress.shard: progress for progress in reply.shards}
         progressed = False
         for job in pending:
             before = job.layout_held, job.offset
-            job.take_up(held.get(job.shard.index))
+            job.take_up(known.get(job.shard.index))
             progressed |= (job.layout_held, job.offset) > before
         return progressed
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,16 +14,17 @@ from weightsync.errors import WeightSyncError
 from weightsync.shm.same_host_client import SameHostClient, map_lent
 from weightsync.shm.same_host_server import WriteLease
 from weightsync.shm.segments import reserved_size
+from weightsync_client.push_reasons import Streamed, Way
 from weightsync_client.source.shards import ByteSink, Part, Shard, pieces
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.lease_requests import LeaseRequests
+from weightsync_client.transport.protocol import Sent, ShardDigests
 
 if TYPE_CHECKING:
     import torch
 
-    from weightsync.model.manifest import TensorEntry
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.source.source import Source
 
@@ -80,27 +81,24 @@ class ShmWriter:
         self._borrower: SameHostClient | None = None
         self._error: BaseException | None = None
         #: Tensors and digests of every shard that the server took, by index.
-        self.done: dict[int, tuple[tuple[TensorEntry, ...], list[bytes]]] = {}
+        self.done: dict[int, ShardDigests] = {}
         #: Those of them that it copied from a GPU itself.
         self.copied: set[int] = set()
         #: Some of them went through this process because their tensors lie on several GPUs.
         self.several_gpus = False
 
-    def run(self, offer: pb.SameHostOffer, begun: frozenset[int]) -> None:
-        """Write every shard but those that were `begun` otherwise.
+    def run(self, offer: pb.SameHostOffer, shards: Iterable[Shard]) -> None:
+        """Write shards of the source.
 
         Raises:
-            OSError: The server cannot be reached so, or not any more; `done` tells what it has.
+            OSError: The server cannot be reached so, or not any more; `sent` tells what it has.
             WeightSyncError: It refused.
         """
         collection = self._collection()
         self._borrower = SameHostClient(offer.socket, offer.secret)
         try:
             # The largest first, so that nobody begins one when the others have ended.
-            waiting = sorted(
-                (shard for shard in self._source.shards if shard.index not in begun),
-                key=lambda shard: -shard.entry.size,
-            )
+            waiting = sorted(shards, key=lambda shard: -shard.entry.size)
             waiting = collection.begin(self._borrower, waiting, self._stop)
             self._note_mixed(collection.mixed)
             cores = len(os.sched_getaffinity(0))
@@ -119,6 +117,20 @@ class ShmWriter:
             collection.let_go()
         if self._error is not None:
             raise self._error
+
+    def sent(self, reason: Streamed | None) -> Sent:
+        """Return what was done.
+
+        Args:
+            reason: Why shards are left over; None: none are.
+        """
+        return Sent(
+            shards=dict(self.done),
+            way=Way.SAME_HOST if self.done else Way.STREAM,
+            reason=reason or (Streamed.SEVERAL_GPUS if self.several_gpus else None),
+            by_server=reason is None and self.done.keys() == self.copied != set(),
+            mapped=self.mapped,
+        )
 
     def _collection(self) -> CudaIpcTransport:
         tensors = {tensor.name: tensor for tensor in self._source.tensors}
@@ -206,7 +218,7 @@ class ShmWriter:
 
     def _note(self, shard: Shard, digests: list[bytes]) -> None:
         with self._lock:
-            self.done[shard.index] = shard.tensors, digests
+            self.done[shard.index] = ShardDigests(shard.tensors, digests)
 
     def _fill(
         self, shard: Shard, digester: ShardDigester, write: _Write | None, scratch: Scratch

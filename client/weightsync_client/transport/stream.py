@@ -11,7 +11,6 @@ import grpc
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import (
-    AbortedError,
     ClientError,
     InvalidError,
     from_rpc,
@@ -20,6 +19,7 @@ from weightsync_client.errors import (
 )
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport.messages import Message, serialize
+from weightsync_client.transport.protocol import cancelled_error
 
 if TYPE_CHECKING:
     from weightsync_client.rpc.channels import Link
@@ -149,19 +149,16 @@ class StreamConnection:
         """
         with self._lock:
             if self._cancelled:
-                raise self._was_cancelled()
+                raise cancelled_error()
             self._call = self._push.future(
                 feed, timeout=self._link.timeouts.stream_s, metadata=self._link.metadata
             )
         try:
             return self._call.result()
         except grpc.FutureCancelledError:
-            raise self._was_cancelled() from None
+            raise cancelled_error() from None
         except grpc.RpcError as error:
             raise from_rpc(error, method="PushWeights", address=self._address) from None
-
-    def _was_cancelled(self) -> ClientError:
-        return AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
 
     def cancel(self) -> None:
         """End the present stream and refuse new ones."""

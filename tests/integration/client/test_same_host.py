@@ -48,6 +48,7 @@ from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 from weightsync_client.transport import copying, shm_writer
 from weightsync_client.transport.copying.native import NativeCopier
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
+from weightsync_client.transport.protocol import Sent
 from weightsync_client.transport.shm_transport import ShmTransport
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,6 +122,17 @@ def nothing_came(client: Client, before: set[int]) -> bool:
     return listed(client) <= before
 
 
+def copied_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every hand-off say that the server copied all from GPUs; tests/gpu has the same."""
+    send = ShmTransport.send
+
+    def copied(self: ShmTransport, *facts: Any) -> Sent:
+        sent = send(self, *facts)
+        return replace(sent, by_server=sent.reason is None)
+
+    monkeypatch.setattr(ShmTransport, "send", copied)
+
+
 # What it brings.
 
 
@@ -174,7 +186,7 @@ def test_what_the_server_copies_from_a_gpu_is_no_delta_while_it_keeps_it_in_memo
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There is no GPU here; tests/gpu has the same with one.
-    monkeypatch.setattr(ShmTransport, "copied", property(lambda self: not self.reason))
+    copied_by_the_server(monkeypatch)
     results = [client.push(weights(70))]
     # What lies elsewhere is compared, although what came before was copied.
     results.append(client.push(weights(70)))
@@ -196,7 +208,7 @@ def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is
     assert second.fallback_reason is Fallback.FIRST
     assert client._memory.snapshot.held is not None
     assert client.push(weights(71)).kind is PushKind.DELTA
-    monkeypatch.setattr(ShmTransport, "copied", property(lambda self: not self.reason))
+    copied_by_the_server(monkeypatch)
     with Client(client._link.address) as other:
         results = [other.push(weights(71)) for _ in range(3)]
     later = [Fallback.FIRST, ""] if results[0].durable else [Fallback.COPIED] * 2

@@ -266,14 +266,15 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
     monkeypatch.setattr(shm_writer, "SameHostClient", lambda *_: server)
     monkeypatch.setattr(shm_writer, "CudaIpcTransport", Noted)
     sizes: list[int] = []
-    work = ShmWriter(source([on(GPU, "a")], [on(GPU, "b")]), None, sizes.append)
+    given = source([on(GPU, "a")], [on(GPU, "b")])
+    work = ShmWriter(given, None, sizes.append)
     server.error = error
     if error is None:
-        work.run(pb.SameHostOffer(), frozenset())
+        work.run(pb.SameHostOffer(), given.shards)
         assert (set(work.done), work.copied, len(sizes)) == ({0, 1}, {0, 1}, 2)
     else:
         with pytest.raises(ConnectionError):
-            work.run(pb.SameHostOffer(), frozenset())
+            work.run(pb.SameHostOffer(), given.shards)
         assert (work.done, work.copied, sizes) == ({}, set(), [])
     (collection,) = made
     assert collection._held == []
@@ -332,9 +333,10 @@ def test_it_is_cancelled_while_the_server_copies(
     stuck: tuple[pb.SameHostOffer, threading.Event],
 ) -> None:
     offer, asked = stuck
-    work = ShmWriter(source([on(GPU, "a")]), None, lambda _: None)
+    given = source([on(GPU, "a")])
+    work = ShmWriter(given, None, lambda _: None)
     errors: list[BaseException] = []
-    thread = threading.Thread(target=_run, args=(work, offer, errors))
+    thread = threading.Thread(target=_run, args=(work, offer, given, errors))
     thread.start()
     assert asked.wait(20)
     work.cancel()
@@ -344,8 +346,10 @@ def test_it_is_cancelled_while_the_server_copies(
     assert (work.cancelled, work.done) == (True, {})
 
 
-def _run(work: ShmWriter, offer: pb.SameHostOffer, errors: list[BaseException]) -> None:
+def _run(
+    work: ShmWriter, offer: pb.SameHostOffer, given: Source, errors: list[BaseException]
+) -> None:
     try:
-        work.run(offer, frozenset())
+        work.run(offer, given.shards)
     except OSError as error:
         errors.append(error)
