@@ -38,6 +38,7 @@ __all__ = [
     "NotFoundError",
     "RefusedError",
     "UnavailableError",
+    "cancelled_error",
     "from_rpc",
     "passing",
     "refuse",
@@ -189,6 +190,11 @@ def refuse(reason: Reason, message: str, **metadata: str) -> ClientError:
     """Return the error of the right class for something that the client itself found."""
     probe = ClientError(reason, message, metadata=metadata)
     return _CLASSES[probe.code](reason, message, metadata=metadata)
+
+
+def cancelled_error() -> AbortedError:
+    """Return what a push raises that was cancelled by its caller."""
+    return AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
 
 
 def passing(error: BaseException) -> bool:

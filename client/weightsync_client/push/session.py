@@ -14,6 +14,7 @@ from weightsync_client.errors import (
     ClientError,
     DeadlineError,
     UnavailableError,
+    cancelled_error,
     refuse,
 )
 from weightsync_client.options import CHUNK_BYTES, PushOptions
@@ -32,7 +33,6 @@ from weightsync_client.transport.protocol import (
     Sent,
     ShardDigests,
     Transport,
-    cancelled_error,
 )
 from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushResult

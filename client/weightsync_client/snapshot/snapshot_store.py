@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
 from weightsync.model.digest import content_digest
-from weightsync_client.errors import refuse
+from weightsync_client.errors import cancelled_error, refuse
 from weightsync_client.push_reasons import Fallback, Unfit
 from weightsync_client.snapshot.copy_budget import room_for, roomy
 from weightsync_client.snapshot.snapshot import Snapshot, SnapshotCapture, StreamingCapture
@@ -122,7 +122,7 @@ class SnapshotStore:
                 while self._turns[0] is not ticket and not stop.is_set():
                     self._changed.wait(_TURN_S)
             if stop.is_set():
-                raise refuse(Reason.PUSH_ABORTED, "the push was cancelled here; push again")
+                raise cancelled_error()
             yield
         finally:
             self.leave(ticket)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_client.errors import AbortedError, ClientError, passing
+from weightsync_client.errors import AbortedError, ClientError, cancelled_error, passing
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, RetryingCalls
 from weightsync_client.source.shards import Keep, Shard
@@ -20,7 +20,6 @@ from weightsync_client.transport.protocol import (
     OpenedPush,
     Sent,
     ShardDigests,
-    cancelled_error,
 )
 from weightsync_client.transport.shard_queue import Jobs, ShardJob
 from weightsync_client.transport.stream import StreamConnection

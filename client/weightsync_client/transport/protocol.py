@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from weightsync.errors import Reason
-from weightsync_client.errors import AbortedError
 from weightsync_client.push_reasons import Streamed, Way
 
 if TYPE_CHECKING:
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_client.source.shards import Shard
 
-__all__ = ["OpenedPush", "Sent", "ShardDigests", "Transport", "cancelled_error"]
+__all__ = ["OpenedPush", "Sent", "ShardDigests", "Transport"]
 
 
 class ShardDigests(NamedTuple):
@@ -112,8 +110,3 @@ class Transport(Protocol):
 
     def cancel(self) -> None:
         """End `send` from another thread, or before it is called."""
-
-
-def cancelled_error() -> AbortedError:
-    """Return what a push raises that was cancelled by its caller."""
-    return AbortedError(Reason.PUSH_ABORTED, "the push was cancelled here; push again")

@@ -13,13 +13,13 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import (
     ClientError,
     InvalidError,
+    cancelled_error,
     from_rpc,
     passing,
     refuse,
 )
 from weightsync_client.source.tensors import Scratch
 from weightsync_client.transport.messages import Message, serialize
-from weightsync_client.transport.protocol import cancelled_error
 
 if TYPE_CHECKING:
     from weightsync_client.rpc.channels import Link
