@@ -86,7 +86,7 @@ class Client:
         self._model = model
         self._channel = self._link.channel()
         self._stub = pb_grpc.WeightSyncStub(self._channel)
-        self._memory = PushHistory(address)
+        self._history = PushHistory(address)
         self._handles: weakref.WeakSet[PushHandle] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -178,10 +178,10 @@ class Client:
             self._link,
             self._invoke,
             self.model,
-            make_source(source, shard_bytes, self._memory.outlines),
+            make_source(source, shard_bytes, self._history.layouts),
             options,
             self._retry,
-            self._memory,
+            self._history,
             on_source_free,
         )
 
@@ -196,8 +196,8 @@ class Client:
         Raises:
             ClientError: VERSION_UNKNOWN where no version has that content.
         """
-        return self._memory.hold(
-            make_source(source, SHARD_BYTES, self._memory.outlines), self.versions
+        return self._history.hold(
+            make_source(source, SHARD_BYTES, self._history.layouts), self.versions
         )
 
     def acquire_epoch(self, holder: str = "") -> int:

@@ -67,18 +67,18 @@ class Retry:
     initial_s: float = 0.1
     max_s: float = 5.0
 
-    def delay_s(self, failures: int, told_s: float | None = None) -> float:
+    def delay_s(self, failures: int, asked_s: float | None = None) -> float:
         """Return the pause after so many failures in a row, counted from 1.
 
         Args:
             failures: How many.
-            told_s: The least that the server asked for; the pauses grow nevertheless, so that what
+            asked_s: The least that the server asked for; the pauses grow nevertheless, so that what
                 takes longer than it thought is not given up after a few of them.
         """
         ceiling = min(self.max_s, self.initial_s * 2 ** (failures - 1))
         # Jitter keeps many trainers from knocking at the same moment; it needs no secrecy.
         own = random.uniform(ceiling / 10, ceiling)  # noqa: S311
-        return max(own, told_s or 0.0)
+        return max(own, asked_s or 0.0)
 
 
 class PushOptions(TypedDict, total=False):

@@ -60,7 +60,7 @@ def digest_of(tensors: dict[str, Any]) -> str:
 def test_steps_on_the_device(client: Client, share: float) -> None:
     tensors = model()
     client.push(tensors)
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     assert {type(tensor) for tensor in held.tensors.values()} == {DeviceTensor}
     for _ in range(3):
@@ -102,7 +102,7 @@ def test_without_room_on_the_device_the_host_compares(
     # The first push finds out whether the server copies tensors by itself.
     assert client.push(tensors).fallback_reason is Fallback.FIRST
     assert client.push(tensors).fallback_reason is Fallback.FIRST
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     assert {type(tensor) for tensor in held.tensors.values()} == {HostTensor}
     step(tensors, 0.01)

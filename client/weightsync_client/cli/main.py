@@ -103,7 +103,7 @@ def _root(
             os.environ[variable] = value
 
 
-def _told(message: str) -> str:
+def _plain(message: str) -> str:
     for words, command in _COMMANDS.items():
         message = message.replace(words, command)
     return _CALL.sub(lambda found: f"`weightsync {_CALLS[found[0]]}`", message)
@@ -120,7 +120,7 @@ def _run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except ClientError as error:
-        return _fail(exit_code(error), _told(error.message))
+        return _fail(exit_code(error), _plain(error.message))
     except BrokenPipeError:
         # Whoever read the output has gone; the rest of it is nobody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,7 +12,7 @@ from weightsync_client.errors import refuse
 from weightsync_client.push.warmup import Warmup, compile_codec, compile_copier
 from weightsync_client.push_reasons import Way
 from weightsync_client.snapshot.link_speed import LinkSpeed
-from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_held
+from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_snapshot
 from weightsync_client.source.layout_cache import LayoutCache
 
 if TYPE_CHECKING:
@@ -31,10 +31,12 @@ class PushHistory:
     """
 
     def __init__(self, address: str) -> None:
-        self.outlines = LayoutCache()
+        self.layouts = LayoutCache()
         self.snapshot = SnapshotStore()
-        self.pace = LinkSpeed(address)
-        self.codec = Warmup(compile_codec)
+        self.link_speed = LinkSpeed(address)
+        self.codec, self.copier = Warmup(compile_codec), Warmup(compile_copier)
+        #: A push was copied into mapped memory.
+        self.mapped = False
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.server_copies = False
         #: It was tried whether the server does that.
@@ -43,7 +45,7 @@ class PushHistory:
     @property
     def link_is_slow(self) -> bool:
         """Whether bytes cost more than the time to pack them."""
-        return self.pace.slow
+        return self.link_speed.slow
 
     def observe(self, sent: Sent, seconds: float, result: PushResult) -> None:
         """Take a push in full into account.
@@ -55,7 +57,7 @@ class PushHistory:
         """
         self.server_copies = sent.by_server and not result.durable
         if sent.way is Way.STREAM:
-            self.pace.note(result.sent_bytes, seconds)
+            self.link_speed.note(result.sent_bytes, seconds)
         if sent.mapped:
             # Not for a single push, which would only end later for it.
             if self.mapped:
@@ -76,14 +78,14 @@ class PushHistory:
             raise refuse(Reason.REQUEST_INVALID, "an iterable cannot be held; use a state dict")
         with self.snapshot.turn(self.snapshot.line_up(), threading.Event()):
             source.ready()
-            held = read_held(source.layout, source.tensors)
+            current = read_snapshot(source.layout, source.tensors)
             for version in versions():
-                if version.content_digest == held.content_digest:
+                if version.content_digest == current.content_digest:
                     run_id = version.metadata.get("run_id", "")
-                    self.snapshot.held = replace(held, version=version.version, run_id=run_id)
+                    self.snapshot.current = replace(current, version=version.version, run_id=run_id)
                     return version
         raise refuse(
             Reason.VERSION_UNKNOWN,
-            f"no version of the server has this content ({held.content_digest}); name the one that "
-            "was pushed or adopted, or push in full",
+            f"no version of the server has this content ({current.content_digest}); name the one "
+            "that was pushed or adopted, or push in full",
         )

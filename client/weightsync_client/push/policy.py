@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weightsync_client.push.history import PushHistory
     from weightsync_client.rpc.channels import Link
     from weightsync_client.snapshot.delta_shards import DeltaShards
-    from weightsync_client.snapshot.host_tensor import HeldTensor
+    from weightsync_client.snapshot.host_tensor import SnapshotTensor
     from weightsync_client.snapshot.snapshot import Snapshot, SnapshotCapture
     from weightsync_client.source.shards import ByteSink
     from weightsync_client.source.source import Source
@@ -121,7 +121,7 @@ class PushPolicy:
         self._push: PushSession | None = None
         self._ticket = history.snapshot.line_up() if self._wanted != "never" else None
         #: What a try as a delta has used up of an iterable.
-        self._read: dict[str, HeldTensor] = {}
+        self._read: dict[str, SnapshotTensor] = {}
         self._before: list[SourceTensor] = []
 
     def drop(self) -> None:
@@ -165,7 +165,7 @@ class PushPolicy:
             _let_go(unfit)
         if reason is Fallback.COPIED:
             # The next one will be, too: a copy for a delta would only take memory.
-            self._history.snapshot.held = None
+            self._history.snapshot.current = None
             return self._full(reason)
         if reason is Fallback.FIRST and self._try_without_copy():
             result = self._full(reason)
@@ -264,7 +264,7 @@ class PushPolicy:
             return None
         if self._release.done and flow is None:
             # The tensors may hold other weights by now. The next push is in full, and heals it.
-            self._history.snapshot.held = None
+            self._history.snapshot.current = None
             return None
         return Unfit(reason, error.message)
 
@@ -272,7 +272,7 @@ class PushPolicy:
         """Have what an iterable has given read from our copy, which is given up for that."""
         if self._source.flow is not None and self._wanted != "require":
             if shards.begun:
-                self._history.snapshot.held = None
+                self._history.snapshot.current = None
             with typed_errors():
                 self._read, self._before = shards.read_again()
 
@@ -296,7 +296,8 @@ class PushPolicy:
         devices = taking.devices
         push = self._begin(source, reason, taking)
         result = self._sent(push, reason)
-        snapshot.held = taking.whole(result, self._template.run_id, push.digests) or snapshot.held
+        whole = taking.whole(result, self._template.run_id, push.digests)
+        snapshot.current = whole or snapshot.current
         self._history.codec.start(devices)
         if taking.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)

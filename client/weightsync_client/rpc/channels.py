@@ -110,12 +110,12 @@ class Link:
             return grpc.insecure_channel(target, options)
         return grpc.secure_channel(target, credentials, options)
 
-    def endpoints(self, told: Sequence[str]) -> list[str]:
+    def endpoints(self, advertised: Sequence[str]) -> list[str]:
         """Return the data ports that BeginPush told, as this client dials them."""
         if self.address.startswith("unix:"):
-            return [one for one in told if one.startswith("unix:")]
+            return [one for one in advertised if one.startswith("unix:")]
         host = self.address.rpartition(":")[0]
-        return [f"{host}{one}" for one in told if one.startswith(":")]
+        return [f"{host}{one}" for one in advertised if one.startswith(":")]
 
     def aio_channel(self) -> grpc.aio.Channel:
         """Open an asyncio channel; needs a running event loop."""

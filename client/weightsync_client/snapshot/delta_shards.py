@@ -15,7 +15,7 @@ from weightsync.model.digest import content_digest, tensor_digest
 from weightsync_client.errors import refuse
 from weightsync_client.push_reasons import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.snapshot.copy_budget import room_for
-from weightsync_client.snapshot.host_tensor import all_bytes, held_source
+from weightsync_client.snapshot.host_tensor import all_bytes, snapshot_source
 from weightsync_client.source.shards import Shard, blob_shard
 from weightsync_client.source.tensors import Scratch
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from weightsync_client.snapshot.host_tensor import HeldTensor
+    from weightsync_client.snapshot.host_tensor import SnapshotTensor
     from weightsync_client.snapshot.snapshot import Snapshot
     from weightsync_client.source.tensors import SourceTensor
 
@@ -136,8 +136,8 @@ class DeltaShards(Iterable[Shard]):
             )
 
     def _refuse_other(self, tensor: SourceTensor) -> None:
-        held = self._base.tensors.get(tensor.name)
-        if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+        old = self._base.tensors.get(tensor.name)
+        if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
             raise Unfit(
                 Fallback.LAYOUT_CHANGED,
                 f"version {self._base.version} has no {tensor.name!r} of that dtype and shape",
@@ -156,7 +156,7 @@ class DeltaShards(Iterable[Shard]):
         """True once a tensor was encoded."""
         return bool(self._digests)
 
-    def read_again(self) -> tuple[dict[str, HeldTensor], list[SourceTensor]]:
+    def read_again(self) -> tuple[dict[str, SnapshotTensor], list[SourceTensor]]:
         """Return what was taken from the groups, as if nothing had been.
 
         The base becomes what the tensors were that were encoded, and holds a mixture afterwards.
@@ -169,7 +169,7 @@ class DeltaShards(Iterable[Shard]):
         """
         self._base.advance(self.blobs, self.threads)
         encoded = {name: self._base.tensors[name] for name in self._digests}
-        sources = [held_source(name, held) for name, held in encoded.items()]
+        sources = [snapshot_source(name, old) for name, old in encoded.items()]
         for tensor in sources:
             if tensor_digest(all_bytes(tensor, Scratch()).data) != self._digests[tensor.name]:
                 raise refuse(
@@ -210,8 +210,8 @@ class DeltaShards(Iterable[Shard]):
     def content_digest(self) -> str:
         """Content digest of the new version, from the digests of all its tensors."""
         return content_digest(
-            (name, held.dtype, held.shape, self._digests[name])
-            for name, held in self._base.tensors.items()
+            (name, old.dtype, old.shape, self._digests[name])
+            for name, old in self._base.tensors.items()
         )
 
     @property

@@ -54,7 +54,7 @@ def _digest(tensor: SourceTensor) -> bytes:
 
 
 class DeviceTensor:
-    """The bytes of one tensor as they were last committed, on its device; see `HeldTensor`.
+    """The bytes of one tensor as they were last committed, on its device; see `SnapshotTensor`.
 
     Raises:
         MemoryError: The device has no room for it.
@@ -145,7 +145,7 @@ class DeviceTensor:
 
 
 def changes_of(pairs: Sequence[tuple[DeviceTensor, SourceTensor]]) -> list[Changes]:
-    """Return what differs in tensors that are held on one device; see `HeldTensor.item`.
+    """Return what differs in tensors that are held on one device; see `SnapshotTensor.item`.
 
     Raises:
         ClientError: REQUEST_INVALID: a tensor was changed meanwhile.
@@ -166,14 +166,14 @@ def changes_of(pairs: Sequence[tuple[DeviceTensor, SourceTensor]]) -> list[Chang
 def _changes_of(
     kernels: Kernels | None, pairs: Sequence[tuple[DeviceTensor, SourceTensor]]
 ) -> list[Changes]:
-    words = [held.words(tensor) for held, tensor in pairs]
+    words = [base.words(tensor) for base, tensor in pairs]
     found, meanwhile = _found(kernels, words)
-    for (held, _), difference, (_, new) in zip(pairs, found, words, strict=True):
-        held.found(difference, new)
+    for (base, _), difference, (_, new) in zip(pairs, found, words, strict=True):
+        base.found(difference, new)
     parts = [part for d in found for part in (d.index, d.before, d.after)]
-    told = iter(on_host([*parts, *meanwhile]))
-    taken = [(next(told), next(told), next(told)) for _ in pairs]
-    if any(flag.any() for flag in told):
+    arrays = iter(on_host([*parts, *meanwhile]))
+    taken = [(next(arrays), next(arrays), next(arrays)) for _ in pairs]
+    if any(flag.any() for flag in arrays):
         raise refuse(
             Reason.REQUEST_INVALID,
             "the tensors changed while they were compared; change them once the push has returned, "
@@ -181,8 +181,8 @@ def _changes_of(
         )
     digests = _digests(kernels, pairs, words, found)
     return [
-        _changes(held, tensor, parts, digests)
-        for (held, tensor), parts in zip(pairs, taken, strict=True)
+        _changes(base, tensor, parts, digests)
+        for (base, tensor), parts in zip(pairs, taken, strict=True)
     ]
 
 
@@ -220,24 +220,24 @@ def _digests(
 
 
 def _changes(
-    held: DeviceTensor,
+    base: DeviceTensor,
     tensor: SourceTensor,
     parts: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
     digests: DeviceDigests | None,
 ) -> Changes:
     index, before, after = parts
-    unsigned = f"<u{element_width(held.dtype)}"
+    unsigned = f"<u{element_width(base.dtype)}"
     new_digest = partial(_digest, tensor)
     if digests is not None and tensor.name in digests.names:
         new_digest = partial(digests.of, tensor.name)
     return Changes(
         tensor.name,
-        held.dtype,
-        held.shape,
+        base.dtype,
+        base.shape,
         index,
         before.view(unsigned),
         after.view(unsigned),
         new_digest=new_digest,
-        same_digest=lambda: held.digest,
+        same_digest=lambda: base.digest,
         all_bytes=lambda: all_bytes(tensor, own_scratch()),
     )

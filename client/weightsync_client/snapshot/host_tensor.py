@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from weightsync_client.source.tensors import Read
 
-__all__ = ["HeldTensor", "HostTensor", "all_bytes", "held_source", "own_scratch"]
+__all__ = ["HostTensor", "SnapshotTensor", "all_bytes", "own_scratch", "snapshot_source"]
 
 #: Memory of more bytes is not kept for the next tensor.
 _KEPT = 256 << 20
@@ -44,7 +44,7 @@ def _own_room(size: int) -> NDArray[np.uint8]:
     return room[:size]
 
 
-class HeldTensor(Protocol):
+class SnapshotTensor(Protocol):
     """The bytes of one tensor as they were last committed, wherever they lie.
 
     Attributes:
@@ -108,13 +108,13 @@ def all_bytes(
     return data
 
 
-def held_source(name: str, held: HeldTensor) -> SourceTensor:
+def snapshot_source(name: str, tensor: SnapshotTensor) -> SourceTensor:
     """Return the tensor that is held, to be pushed."""
 
-    def open_held(_: Scratch) -> Read:
-        return lambda begin, end: held.window(begin, end).data
+    def open_tensor(_: Scratch) -> Read:
+        return lambda begin, end: tensor.window(begin, end).data
 
-    return SourceTensor(name, held.dtype, held.shape, open_held)
+    return SourceTensor(name, tensor.dtype, tensor.shape, open_tensor)
 
 
 class HostTensor:

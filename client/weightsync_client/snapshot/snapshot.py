@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync.delta import Changes, Item, Later
-    from weightsync_client.snapshot.host_tensor import HeldTensor
+    from weightsync_client.snapshot.host_tensor import SnapshotTensor
     from weightsync_client.source.tensors import Scratch, SourceTensor
     from weightsync_client.types import PushResult
 
@@ -44,7 +44,7 @@ class Snapshot:
     size: int
     signature: str
     run_id: str
-    tensors: Mapping[str, HeldTensor]
+    tensors: Mapping[str, SnapshotTensor]
 
     def items(
         self, tensors: Sequence[SourceTensor], scratch: Scratch
@@ -57,11 +57,11 @@ class Snapshot:
         found: dict[str, Item | Later | Changes] = {}
         together: dict[torch.device, list[SourceTensor]] = {}
         for tensor in tensors:
-            held = self.tensors[tensor.name]
-            if held.device is None:
-                found[tensor.name] = held.item(tensor, scratch)
+            base = self.tensors[tensor.name]
+            if base.device is None:
+                found[tensor.name] = base.item(tensor, scratch)
             else:
-                together.setdefault(held.device, []).append(tensor)
+                together.setdefault(base.device, []).append(tensor)
         for group in together.values():
             found |= self._compared(group)
         return [found[tensor.name] for tensor in tensors]
@@ -103,7 +103,7 @@ class SnapshotCapture:
         gave_up: There was no room for some of them, so none is kept.
     """
 
-    def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, SnapshotTensor]) -> None:
         self._tensors = dict(tensors)
         self.gave_up = False
 
@@ -145,7 +145,7 @@ class StreamingCapture(SnapshotCapture):
         read: Tensors that hold their bytes already, by name.
     """
 
-    def __init__(self, read: Mapping[str, HeldTensor]) -> None:
+    def __init__(self, read: Mapping[str, SnapshotTensor]) -> None:
         super().__init__(read)
         self._read = frozenset(read)
         self._lock = threading.Lock()

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync.model.manifest import Layout
-    from weightsync_client.snapshot.host_tensor import HeldTensor
+    from weightsync_client.snapshot.host_tensor import SnapshotTensor
     from weightsync_client.source.tensors import SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["SnapshotStore", "read_held"]
+__all__ = ["SnapshotStore", "read_snapshot"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _TURN_S = 0.1
 
 def _make(
     tensors: Iterable[SourceTensor], devices: frozenset[torch.device | None]
-) -> dict[str, HeldTensor]:
+) -> dict[str, SnapshotTensor]:
     """Return memory for tensors: on those devices, else on the host.
 
     Raises:
@@ -51,7 +51,7 @@ def _make(
         return {tensor.name: HostTensor(tensor) for tensor in tensors}
     from weightsync_client.snapshot.device_tensor import DeviceTensor
 
-    made: dict[str, HeldTensor] = {
+    made: dict[str, SnapshotTensor] = {
         tensor.name: DeviceTensor(tensor) if tensor.device in devices else HostTensor(tensor)
         for tensor in tensors
     }
@@ -63,7 +63,7 @@ def _make(
     return made
 
 
-def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Snapshot:
+def read_snapshot(layout: Layout, tensors: Sequence[SourceTensor]) -> Snapshot:
     """Return a copy of tensors; its version is not known yet.
 
     Raises:
@@ -75,11 +75,11 @@ def read_held(layout: Layout, tensors: Sequence[SourceTensor]) -> Snapshot:
             Reason.MEMORY_EXHAUSTED,
             f"there is no room for a copy of {layout.size} bytes; free memory, or push in full",
         )
-    scratch, held = Scratch(), _make(tensors, devices)
+    scratch, copies = Scratch(), _make(tensors, devices)
     for tensor in tensors:
-        held[tensor.name].fill(tensor, scratch)
-    digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in held.items())
-    return Snapshot(0, digest, layout.size, layout.signature, "", held)
+        copies[tensor.name].fill(tensor, scratch)
+    digest = content_digest((name, t.dtype, t.shape, t.digest) for name, t in copies.items())
+    return Snapshot(0, digest, layout.size, layout.signature, "", copies)
 
 
 class SnapshotStore:
@@ -93,7 +93,7 @@ class SnapshotStore:
     """
 
     def __init__(self) -> None:
-        self.held: Snapshot | None = None
+        self.current: Snapshot | None = None
         self._changed = threading.Condition()
         self._turns: deque[object] = deque()
 
@@ -137,24 +137,24 @@ class SnapshotStore:
         Raises:
             Unfit: There is none.
         """
-        held = self.held
-        if held is None:
+        base = self.current
+        if base is None:
             raise Unfit(Fallback.FIRST, "this client holds no version that it has committed")
-        if run_id and held.run_id and run_id != held.run_id:
-            raise Unfit(Fallback.NEW_RUN, f"version {held.version} is of the run {held.run_id!r}")
-        if layout is not None and layout.signature != held.signature:
+        if run_id and base.run_id and run_id != base.run_id:
+            raise Unfit(Fallback.NEW_RUN, f"version {base.version} is of the run {base.run_id!r}")
+        if layout is not None and layout.signature != base.signature:
             raise Unfit(
                 Fallback.LAYOUT_CHANGED,
-                f"names, dtypes or shapes are not those of version {held.version}",
+                f"names, dtypes or shapes are not those of version {base.version}",
             )
-        return held
+        return base
 
     def take(self, tensors: Sequence[SourceTensor]) -> SnapshotCapture | None:
         """Return where the bytes of a push in full are kept; None where there is no room."""
         devices, enough = roomy(tensors)
         wanted = {tensor.device for tensor in tensors if tensor.device is not None}
-        if self.held is not None and not (enough and devices >= wanted):
-            self.held = None
+        if self.current is not None and not (enough and devices >= wanted):
+            self.current = None
             devices, enough = roomy(tensors)
         if not enough:
             return None
@@ -163,14 +163,14 @@ class SnapshotStore:
         except MemoryError:
             return None
 
-    def take_flow(self, read: Mapping[str, HeldTensor]) -> StreamingCapture:
+    def take_flow(self, read: Mapping[str, SnapshotTensor]) -> StreamingCapture:
         """Return where the bytes of a push in full are kept that come one after the other.
 
         Args:
             read: Tensors that hold theirs.
         """
-        if self.held is not None and not room_for(self.held.size):
-            self.held = None
+        if self.current is not None and not room_for(self.current.size):
+            self.current = None
         return StreamingCapture(read)
 
     def advance(
@@ -182,14 +182,14 @@ class SnapshotStore:
         threads: int,
     ) -> None:
         """Become the version that a delta of `base` has made, by the shards that were committed."""
-        self.held = None
+        self.current = None
         try:
             base.advance(blobs, threads)
         except Exception:
             # The version is committed all the same. The next push finds no base and is in full.
             logger.exception("the copy of version %d is given up", base.version)
             return
-        self.held = replace(
+        self.current = replace(
             base,
             version=result.version,
             content_digest=result.content_digest,

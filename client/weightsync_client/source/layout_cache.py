@@ -20,7 +20,7 @@ __all__ = ["LayoutCache"]
 class _Outline(NamedTuple):
     shard_bytes: int
     #: Name, dtype and shape of every tensor.
-    told: list[tuple[str, str, tuple[int, ...]]]
+    signature: list[tuple[str, str, tuple[int, ...]]]
     frames: list[Frame]
     layout: Layout
 
@@ -51,13 +51,13 @@ class LayoutCache:
         Raises:
             InvalidError: The layout is wrong.
         """
-        told = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        signature = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
         outline = self._last
-        if outline is None or outline.shard_bytes != shard_bytes or outline.told != told:
+        if outline is None or outline.shard_bytes != shard_bytes or outline.signature != signature:
             frames = _framed(tensors, shard_bytes)
             with typed_errors():
                 layout = check_version([f.entry for f in frames], [f.tensors for f in frames])
-            self._last = outline = _Outline(shard_bytes, told, frames, layout)
+            self._last = outline = _Outline(shard_bytes, signature, frames, layout)
         return outline.filled(tensors), outline.layout
 
 

@@ -195,15 +195,15 @@ def file_shard(path: Path, index: int) -> Shard:
         )
     entry = ShardEntry(path.name, size, header_size)
     with typed_errors():
-        told = parse_header(header, index)
-        whole = entry.data_start + max((tensor.end for tensor in told), default=0)
+        declared = parse_header(header, index)
+        whole = entry.data_start + max((tensor.end for tensor in declared), default=0)
         if size < whole:
             raise refuse(
                 Reason.SHARD_INVALID,
                 f"{path} has {size} bytes, its header tells of {whole}: the file was cut; "
                 "copy it again",
             )
-        tensors = check_shard(entry, told)
+        tensors = check_shard(entry, declared)
     return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
 
 
@@ -254,12 +254,12 @@ class Frame(_Described):
 
     def filled(self, tensors: Sequence[SourceTensor]) -> Shard:
         """Return the shard of such tensors; their bytes are not touched yet."""
-        header, held = self.header, tuple(tensors)
+        header, sources = self.header, tuple(tensors)
         return Shard(
             self.index,
             self.entry,
             self.tensors,
-            lambda scratch: _TensorReader(header, held, scratch),
+            lambda scratch: _TensorReader(header, sources, scratch),
         )
 
 

@@ -265,17 +265,17 @@ def _open_torch(get_flat: Callable[[], torch.Tensor], scratch: Scratch) -> Read:
         view: memoryview = flat.numpy().data
         return lambda begin, end: view[begin:end]
     block = scratch.block(flat.device)
-    held = range(0)
+    cached = range(0)
 
     def read(begin: int, end: int) -> memoryview | bytes:
         # Bytes, not a view, in most cases: the block is shared by all tensors of the stream.
-        nonlocal held
+        nonlocal cached
         if end - begin > len(block):
             return flat[begin:end].cpu().numpy().tobytes()
-        if not (held.start <= begin and end <= held.stop):
-            held = range(begin, min(begin + len(block), len(flat)))
-            block[: len(held)].copy_(flat[held.start : held.stop])
-        found = block[begin - held.start : end - held.start].numpy()
+        if not (cached.start <= begin and end <= cached.stop):
+            cached = range(begin, min(begin + len(block), len(flat)))
+            block[: len(cached)].copy_(flat[cached.start : cached.stop])
+        found = block[begin - cached.start : end - cached.start].numpy()
         return found.data if scratch.views else found.tobytes()
 
     return read

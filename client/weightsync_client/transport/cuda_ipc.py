@@ -46,7 +46,7 @@ class CudaIpcTransport:
         #: Shards that the server could copy if their tensors lay on one GPU.
         self.mixed = 0
         #: Memory that must stay as it is.
-        self._held: list[torch.Tensor] = []
+        self._in_use: list[torch.Tensor] = []
 
     def begin(
         self, borrower: SameHostClient, shards: Iterable[Shard], stop: threading.Event
@@ -61,7 +61,7 @@ class CudaIpcTransport:
         declined, waiting = False, list(shards)
         for number, shard in enumerate(waiting):
             if len(self._begun) == _FIRST and not self._known:
-                self._tell(borrower, waiting[number:])
+                self._announce(borrower, waiting[number:])
             where = None if declined or stop.is_set() else self._placed(shard)
             if where is None:
                 left.append(shard)
@@ -92,9 +92,9 @@ class CudaIpcTransport:
 
     def let_go(self) -> None:
         """Hold no memory any more: all was copied, or the connection has ended."""
-        self._held.clear()
+        self._in_use.clear()
 
-    def _tell(self, borrower: SameHostClient, shards: Iterable[Shard]) -> None:
+    def _announce(self, borrower: SameHostClient, shards: Iterable[Shard]) -> None:
         self._known = {shard.index: self._found(shard) for shard in shards}
         batch: dict[int, IpcPlacement] = {}
         places = 0
@@ -130,11 +130,11 @@ class CudaIpcTransport:
             places = [place_of(flat.data_ptr()) for flat in flats]
         except Exception:  # noqa: BLE001 - who writes it meets that again, and names the tensor
             return None
-        self._held += flats
+        self._in_use += flats
         handles = list(dict.fromkeys(place.handle for place in places))
         numbers = {handle: number for number, handle in enumerate(handles)}
-        told = [(numbers[place.handle], place.offset) for place in places]
-        return IpcPlacement(places[0].uuid, _header(shard), handles, told)
+        offsets = [(numbers[place.handle], place.offset) for place in places]
+        return IpcPlacement(places[0].uuid, _header(shard), handles, offsets)
 
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.

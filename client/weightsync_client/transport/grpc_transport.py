@@ -116,7 +116,7 @@ class GrpcTransport:
         while not self._stop.is_set() and (shard := next(shards, None)) is not None:
             job = ShardJob(shard, ShardDigester(shard, self._keep))
             job.take_up(self._opened.progress.get(shard.index))
-            job.layout_held |= self._opened.layout_known
+            job.layout_known |= self._opened.layout_known
             if not again:
                 # One shard is being filled while each lane sends one, and no more are held.
                 self._permits.acquire()
@@ -202,7 +202,7 @@ class GrpcTransport:
             yield from self._job_messages(lane, next_job)
 
     def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
-        if not job.layout_held:
+        if not job.layout_known:
             yield from messages.layout_messages(job.shard)
         reader = job.shard.open(lane.scratch)
         try:
@@ -236,9 +236,9 @@ class GrpcTransport:
         known = {progress.shard: progress for progress in reply.shards}
         progressed = False
         for job in pending:
-            before = job.layout_held, job.offset
+            before = job.layout_known, job.offset
             job.take_up(known.get(job.shard.index))
-            progressed |= (job.layout_held, job.offset) > before
+            progressed |= (job.layout_known, job.offset) > before
         return progressed
 
 

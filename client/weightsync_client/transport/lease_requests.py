@@ -60,9 +60,9 @@ class LeaseRequests:
         with self._lock:
             if not self._borrowed:
                 return None
-            shard, lent = self._borrowed.popleft()
+            shard, lease = self._borrowed.popleft()
             self._borrow()
-        return shard, lent.result()
+        return shard, lease.result()
 
     def written(self, shard: Shard, digests: Sequence[bytes], then: Callable[[], None]) -> None:
         """Have the server told that a shard was written, whose memory was given back.
@@ -73,12 +73,12 @@ class LeaseRequests:
             then: Called once the server has taken it.
         """
 
-        def tell() -> None:
+        def report() -> None:
             self._borrower.written(shard.index, digests)
             then()
 
         with contextlib.suppress(RuntimeError):  # `close` was called.
-            self._thread.submit(self._watched, tell)
+            self._thread.submit(self._watched, report)
 
     def finish(self) -> None:
         """Return when everything was told."""
@@ -88,16 +88,16 @@ class LeaseRequests:
         """Drop what is not done, and give back what nobody wrote to; nobody asks for more."""
         self._thread.shutdown(cancel_futures=True)
         while self._borrowed:
-            _, lent = self._borrowed.popleft()
+            _, lease = self._borrowed.popleft()
             with contextlib.suppress(Exception, CancelledError):
-                self._borrower.give_back(lent.result())
+                self._borrower.give_back(lease.result())
 
     def _borrow(self) -> None:
         shard = next(self._shards, None)
         if shard is not None:
             with contextlib.suppress(RuntimeError):
-                lent = self._thread.submit(self._watched, self._borrower.borrow, shard.index)
-                self._borrowed.append((shard, lent))
+                lease = self._thread.submit(self._watched, self._borrower.borrow, shard.index)
+                self._borrowed.append((shard, lease))
 
     def _watched(self, do: Callable[..., _T], *arguments: object) -> _T:
         try:

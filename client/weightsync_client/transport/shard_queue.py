@@ -26,17 +26,17 @@ class ShardJob:
         shard: The shard.
         digester: Digests its tensors while they are sent.
         offset: Bytes that the server holds.
-        layout_held: Whether it holds the layout.
+        layout_known: Whether it knows the layout.
     """
 
     shard: Shard
     digester: ShardDigester
     offset: int = 0
-    layout_held: bool = False
+    layout_known: bool = False
 
     def take_up(self, progress: pb.ShardProgress | None) -> None:
         """Note what the server holds."""
-        self.layout_held = progress is not None
+        self.layout_known = progress is not None
         self.offset = progress.received_bytes if progress else 0
 
 

@@ -105,11 +105,11 @@ class ShmWriter:
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = max(_LEAST_PIECE, _PIECE * count)
             # One more than can be written: its memory is ready when a thread comes for it.
-            errands = LeaseRequests(self._borrower, iter(waiting), count + 1, self._fail)
+            requests = LeaseRequests(self._borrower, iter(waiting), count + 1, self._fail)
             try:
-                self._write_all(errands, count)
+                self._write_all(requests, count)
             finally:
-                errands.close()
+                requests.close()
             if not self._stop.is_set():
                 collection.finish(self._borrower, self._note_collected)
         finally:
@@ -151,9 +151,9 @@ class ShmWriter:
         self.copied.add(shard.index)
         self._on_bytes(shard.entry.size)
 
-    def _write_all(self, errands: LeaseRequests, count: int) -> None:
+    def _write_all(self, requests: LeaseRequests, count: int) -> None:
         threads = [
-            threading.Thread(target=self._work, args=(errands,), name="weightsync-hand-off")
+            threading.Thread(target=self._work, args=(requests,), name="weightsync-hand-off")
             for _ in range(count)
         ]
         for thread in threads:
@@ -161,7 +161,7 @@ class ShmWriter:
         for thread in threads:
             self._wait(thread)
         if not self._stop.is_set():
-            errands.finish()
+            requests.finish()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -191,30 +191,31 @@ class ShmWriter:
         if self._borrower is not None:
             self._borrower.close()
 
-    def _work(self, errands: LeaseRequests) -> None:
+    def _work(self, requests: LeaseRequests) -> None:
         scratch = Scratch(views=True)
         try:
             with _own_streams(self._devices):
-                while not self._stop.is_set() and (lent := errands.next()) is not None:
-                    self._hand(errands, *lent, scratch)
+                while not self._stop.is_set() and (lease := requests.next()) is not None:
+                    self._hand(requests, *lease, scratch)
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self._fail(error)
 
     def _hand(
-        self, errands: LeaseRequests, shard: Shard, lent: WriteLease, scratch: Scratch
+        self, requests: LeaseRequests, shard: Shard, lease: WriteLease, scratch: Scratch
     ) -> None:
         try:
-            with _mapped(lent, shard.entry.size) as target:
+            with _mapped(lease, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
-                write = partial(_pwrite, lent.fd) if target is None else None
+                write = partial(_pwrite, lease.fd) if target is None else None
+                self.mapped = self.mapped or target is not None
                 self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
             if self._borrower is not None:
-                self._borrower.give_back(lent)
+                self._borrower.give_back(lease)
         if not self._stop.is_set():
             digests = digester.digests
-            errands.written(shard, digests, partial(self._note, shard, digests))
+            requests.written(shard, digests, partial(self._note, shard, digests))
 
     def _note(self, shard: Shard, digests: list[bytes]) -> None:
         with self._lock:
@@ -243,15 +244,15 @@ class ShmWriter:
 
 
 @contextlib.contextmanager
-def _mapped(lent: WriteLease, size: int) -> Iterator[memoryview | None]:
+def _mapped(lease: WriteLease, size: int) -> Iterator[memoryview | None]:
     """Lend the memory itself where that is faster than pwrite(2)."""
     reserved = reserved_size(size)
     # Without huge pages, mapping costs more than the calls of pwrite(2) do. A mapping that is kept
     # would cost nothing, but while it is there nobody can prove that nobody writes.
-    if not lent.huge or os.fstat(lent.fd).st_size < reserved:
+    if not lease.huge or os.fstat(lease.fd).st_size < reserved:
         yield None
         return
-    mapping = map_lent(lent, reserved)
+    mapping = map_lent(lease, reserved)
     try:
         yield mapping.view
     finally:

@@ -116,8 +116,8 @@ class StreamConnection:
             self.send(feed)
         except ClientError as error:
             feed.close()
-            told = self._elsewhere(error)
-            return feed.error or told
+            advice = self._elsewhere(error)
+            return feed.error or advice
         finally:
             feed.close()
         if feed.error is None and not feed.exhausted:

@@ -174,7 +174,8 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
         assert client.get_version(result.version).trainer_verified
         assert same(client, result.version, weights(seed))
     # Where the kernel makes huge pages, shards of 2 MiB and more are mapped.
-    assert bool(copied) is (any(mapped) and level != "plain")
+    mapped = client._history.mapped
+    assert bool(copied) is (mapped and copier is compiled)
     lines = [json.loads(line[line.index("{") :]) for line in server.log.splitlines() if "{" in line]
     ours = [line for line in lines if line.get("method") == "same_host"]
     assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {
@@ -202,11 +203,11 @@ def test_without_room_for_a_copy_on_the_gpu_it_is_found_out_first_whether_one_is
     # There is no GPU here, so that none has room.
     monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     first = client.push(weights(71))
-    assert (first.fallback_reason, client._memory.snapshot.held) == (Fallback.FIRST, None)
+    assert (first.fallback_reason, client._history.snapshot.current) == (Fallback.FIRST, None)
     # The server did not copy it.
     second = client.push(weights(71))
     assert second.fallback_reason is Fallback.FIRST
-    assert client._memory.snapshot.held is not None
+    assert client._history.snapshot.current is not None
     assert client.push(weights(71)).kind is PushKind.DELTA
     copied_by_the_server(monkeypatch)
     with Client(client._link.address) as other:
@@ -219,7 +220,7 @@ def test_a_copy_that_there_was_is_never_left_behind_for_that(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = client.push(weights(72))
-    assert client._memory.snapshot.held is not None
+    assert client._history.snapshot.current is not None
     monkeypatch.setattr(policy, "_on_gpus", lambda tensors: True)
     # Every value differs, and the next version hardly does from this one.
     second = client.push(weights(73))
@@ -237,7 +238,7 @@ def test_a_first_push_that_failed_has_tried_nothing(
     with pytest.raises(ClientError, match="higher version"):
         client.push(weights(74), version=highest - 1)
     client.push(weights(74))
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
 
 
 def test_files_and_the_next_delta_take_their_ways(client: Client, tmp_path: Path) -> None:

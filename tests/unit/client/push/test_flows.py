@@ -109,7 +109,7 @@ def test_tensors_are_let_go_of_as_they_are_compared(client: Client) -> None:
 
 def spoil(client: Client) -> None:
     """Flip a bit of what the client holds."""
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
 
@@ -174,7 +174,7 @@ def uncollected() -> Iterator[None]:
 
 def copied(client: Client) -> list[Any]:
     """Return the memory of the client's copy."""
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     return [tensor.window(0, 1).base for tensor in held.tensors.values()]
 
@@ -199,7 +199,7 @@ def test_what_is_given_up_is_let_go_of(client: Client, change: Callable[[Tensors
 def test_more_than_a_third_changed_on_a_fast_link(client: Client) -> None:
     tensors = model(count=8)
     client.push(flow(tensors))
-    client._memory.pace.note(1 << 30, 0.1)
+    client._history.link_speed.note(1 << 30, 0.1)
     step(tensors, 1, 0.4)
     full(client, tensors, Fallback.TOO_DENSE)
 
@@ -367,7 +367,7 @@ def test_without_room_for_a_copy_nothing_is_kept(
         result = client.push(flow(tensors), shard_bytes=300_000)
         assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM), number
         assert result.content_digest == digest_of(tensors)
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
 
 
 def test_memory_that_is_counted_and_not_there_costs_the_copy_only(
@@ -386,7 +386,7 @@ def test_memory_that_is_counted_and_not_there_costs_the_copy_only(
     result = client.push(flow(tensors), shard_bytes=130_000)
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
     assert result.content_digest == digest_of(tensors)
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
 
 
 def test_all_memory_that_nobody_has_written_to_is_asked_for(

@@ -256,7 +256,7 @@ def test_a_server_without_deltas_gets_everything(client: Client, servicer: Any) 
 def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
     tensors = model()
     client.push(tensors)
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
     step(tensors, 1)
@@ -270,7 +270,7 @@ def test_a_copy_that_went_bad_heals_itself(client: Client) -> None:
 def test_a_source_that_was_freed_is_not_read_again(client: Client) -> None:
     tensors = model()
     client.push(tensors)
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     held.tensors["layers.0.weight"].window(77, 78)[0] ^= 4
     step(tensors, 1)
@@ -290,7 +290,7 @@ def test_without_room_for_a_copy_every_push_is_full(
     for _ in range(2):
         result = client.push(tensors)
         assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
     tensors = model()
     client.push(tensors)
     assert client.push(tensors).kind is PushKind.DELTA
@@ -315,7 +315,7 @@ def test_never_keeps_no_copy(client: Client) -> None:
     for _ in range(2):
         result = client.push(tensors, delta="never")
         assert (result.kind, result.fallback_reason) == (PushKind.FULL, "")
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
 
 
 def test_require_refuses_a_push_in_full(client: Client, servicer: Any) -> None:
@@ -431,7 +431,7 @@ def test_a_key_of_a_delta_that_failed_serves_a_push_in_full(
         assert restarted.push(tensors, idempotency_key="step-1").version == result.version
     # The first client finds its version committed, and its copy still is of version 1.
     assert client.push(tensors, idempotency_key="step-1").version == result.version
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     assert held.version == 1
 
@@ -495,7 +495,7 @@ def test_a_lost_version_ends_no_second_push(client: Client, servicer: Any) -> No
     servicer.before = forget
     with pytest.raises(NotFoundError):
         client.push_async(model()).committed.result(10)
-    assert client._memory.snapshot.held is None
+    assert client._history.snapshot.current is None
 
 
 async def test_asyncio(running: Any, retry: Any) -> None:

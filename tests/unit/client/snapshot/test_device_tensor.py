@@ -228,7 +228,7 @@ def test_pushes_from_a_device(client: Client, servicer: Any) -> None:
     base = torch.randn(300, 500).bfloat16()
     tensors = {"a": torch.randn(90_000).bfloat16(), "strided": base.T, "empty": torch.zeros(0)}
     client.push(tensors)
-    held = client._memory.snapshot.held
+    held = client._history.snapshot.current
     assert held is not None
     assert {type(tensor) for tensor in held.tensors.values()} == {DeviceTensor}
     for number in range(4):

@@ -86,7 +86,7 @@ class Trainer:
             self.servicer.uploads.clear()
 
     def check(self) -> None:
-        held = self.client._memory.snapshot.held
+        held = self.client._history.snapshot.current
         if held is None:
             return
         assert self.committed is not None
@@ -130,10 +130,10 @@ def test_a_push_that_failed_leaves_the_copy_and_its_memory(
     trainer: Trainer, end: str, change: str
 ) -> None:
     trainer.push("well")
-    before = trainer.client._memory.snapshot.held
+    before = trainer.client._history.snapshot.current
     trainer.change(change)
     assert trainer.push(end) is None
-    assert trainer.client._memory.snapshot.held is before
+    assert trainer.client._history.snapshot.current is before
     trainer.check()
 
 
@@ -145,7 +145,7 @@ def test_where_two_copies_do_not_fit_the_old_one_goes_first(
     monkeypatch.setattr(copy_budget, "room_for", lambda _size: answers.pop(0))
     trainer.change("shape")
     assert trainer.push("commit refused") is None
-    assert trainer.client._memory.snapshot.held is None
+    assert trainer.client._history.snapshot.current is None
     monkeypatch.undo()
     trainer.push("well")
     trainer.change("step")

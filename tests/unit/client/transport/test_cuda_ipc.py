@@ -260,7 +260,7 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
             made.append(self)
 
         def finish(self, *args: Any) -> None:
-            assert len(self._held) == 2
+            assert len(self._in_use) == 2
             super().finish(*args)
 
     monkeypatch.setattr(shm_writer, "SameHostClient", lambda *_: server)
@@ -277,7 +277,7 @@ def test_memory_is_let_go_of_in_the_end_whatever_happens(
             work.run(pb.SameHostOffer(), given.shards)
         assert (work.done, work.copied, sizes) == ({}, set(), [])
     (collection,) = made
-    assert collection._held == []
+    assert collection._in_use == []
 
 
 def test_nothing_is_asked_where_the_trainer_shall_write() -> None:
