@@ -34,12 +34,12 @@ class CudaIpcTransport:
 
     Args:
         tensors: What is pushed, by name.
-        keeper: Gets the bytes of every tensor; only those that it copies itself can go this way.
+        sink: Gets the bytes of every tensor; only those that it copies itself can go this way.
     """
 
-    def __init__(self, tensors: Mapping[str, SourceTensor], keeper: ByteSink | None) -> None:
+    def __init__(self, tensors: Mapping[str, SourceTensor], sink: ByteSink | None) -> None:
         self._tensors = tensors
-        self._keeper = keeper
+        self._sink = sink
         self._begun: list[Shard] = []
         #: Where shards lie of which that was found out ahead, by index.
         self._known: dict[int, IpcPlacement | None] = {}
@@ -49,7 +49,7 @@ class CudaIpcTransport:
         self._in_use: list[torch.Tensor] = []
 
     def begin(
-        self, borrower: SameHostClient, shards: Iterable[Shard], stop: threading.Event
+        self, client: SameHostClient, shards: Iterable[Shard], stop: threading.Event
     ) -> list[Shard]:
         """Have the server begin to copy what it can; return the shards that it does not.
 
@@ -61,11 +61,11 @@ class CudaIpcTransport:
         declined, waiting = False, list(shards)
         for number, shard in enumerate(waiting):
             if len(self._begun) == _FIRST and not self._known:
-                self._announce(borrower, waiting[number:])
+                self._announce(client, waiting[number:])
             where = None if declined or stop.is_set() else self._placed(shard)
             if where is None:
                 left.append(shard)
-            elif borrower.collect(shard.index, where):
+            elif client.collect(shard.index, where):
                 declined = True
                 left.append(shard)
             else:
@@ -74,11 +74,11 @@ class CudaIpcTransport:
             self._keep(shard)
         return left
 
-    def finish(self, borrower: SameHostClient, then: Callable[[Shard, list[bytes]], None]) -> None:
+    def finish(self, client: SameHostClient, then: Callable[[Shard, list[bytes]], None]) -> None:
         """Return once every shard was copied.
 
         Args:
-            borrower: The connection.
+            client: The connection.
             then: Called with each shard and the digests of its tensors.
 
         Raises:
@@ -86,7 +86,7 @@ class CudaIpcTransport:
             WeightSyncError: The server refused; the connection has ended.
         """
         for shard in self._begun:
-            joined = borrower.collected(shard.index)
+            joined = client.collected(shard.index)
             starts = range(0, len(joined), DIGEST_BYTES)
             then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
 
@@ -94,7 +94,7 @@ class CudaIpcTransport:
         """Hold no memory any more: all was copied, or the connection has ended."""
         self._in_use.clear()
 
-    def _announce(self, borrower: SameHostClient, shards: Iterable[Shard]) -> None:
+    def _announce(self, client: SameHostClient, shards: Iterable[Shard]) -> None:
         self._known = {shard.index: self._found(shard) for shard in shards}
         batch: dict[int, IpcPlacement] = {}
         places = 0
@@ -104,9 +104,9 @@ class CudaIpcTransport:
             batch[index] = where
             places += len(where.places)
             if places >= MOST_PLACES:
-                borrower.lying(batch)
+                client.lying(batch)
                 batch, places = {}, 0
-        borrower.lying(batch)
+        client.lying(batch)
 
     def _placed(self, shard: Shard) -> IpcPlacement | None:
         return self._known[shard.index] if shard.index in self._known else self._found(shard)
@@ -139,12 +139,12 @@ class CudaIpcTransport:
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.
         there = tensor.device is not None and tensor.device.type == "cuda" and tensor.in_place
-        return there and (self._keeper is None or self._keeper.copies(tensor.name))
+        return there and (self._sink is None or self._sink.copies(tensor.name))
 
     def _keep(self, shard: Shard) -> None:
-        if self._keeper is not None:
+        if self._sink is not None:
             for entry in shard.tensors:
-                self._keeper.keep(entry.name, 0, memoryview(b""))
+                self._sink.keep(entry.name, 0, memoryview(b""))
 
 
 def _header(shard: Shard) -> bytes:

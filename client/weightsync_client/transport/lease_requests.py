@@ -28,7 +28,7 @@ class LeaseRequests:
     may be called by several threads.
 
     Args:
-        borrower: The connection.
+        client: The connection.
         shards: Whose memory is wanted, in this order.
         ahead: So many are borrowed before somebody asks for one.
         on_error: Called once, with the first refusal or fault.
@@ -36,19 +36,19 @@ class LeaseRequests:
 
     def __init__(
         self,
-        borrower: SameHostClient,
+        client: SameHostClient,
         shards: Iterator[Shard],
         ahead: int,
         on_error: Callable[[BaseException], None],
     ) -> None:
-        self._borrower = borrower
+        self._client = client
         self._shards = shards
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._borrowed: deque[tuple[Shard, Future[WriteLease]]] = deque()
+        self._requested: deque[tuple[Shard, Future[WriteLease]]] = deque()
         self._thread = ThreadPoolExecutor(1, "weightsync-errands")
         for _ in range(ahead):
-            self._borrow()
+            self._request()
 
     def next(self) -> tuple[Shard, WriteLease] | None:
         """Return a shard and its memory, which the caller gives back; None: there is none left.
@@ -58,10 +58,10 @@ class LeaseRequests:
             WeightSyncError: The server refused.
         """
         with self._lock:
-            if not self._borrowed:
+            if not self._requested:
                 return None
-            shard, lease = self._borrowed.popleft()
-            self._borrow()
+            shard, lease = self._requested.popleft()
+            self._request()
         return shard, lease.result()
 
     def written(self, shard: Shard, digests: Sequence[bytes], then: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class LeaseRequests:
         """
 
         def report() -> None:
-            self._borrower.written(shard.index, digests)
+            self._client.written(shard.index, digests)
             then()
 
         with contextlib.suppress(RuntimeError):  # `close` was called.
@@ -87,17 +87,17 @@ class LeaseRequests:
     def close(self) -> None:
         """Drop what is not done, and give back what nobody wrote to; nobody asks for more."""
         self._thread.shutdown(cancel_futures=True)
-        while self._borrowed:
-            _, lease = self._borrowed.popleft()
+        while self._requested:
+            _, lease = self._requested.popleft()
             with contextlib.suppress(Exception, CancelledError):
-                self._borrower.give_back(lease.result())
+                self._client.give_back(lease.result())
 
-    def _borrow(self) -> None:
+    def _request(self) -> None:
         shard = next(self._shards, None)
         if shard is not None:
             with contextlib.suppress(RuntimeError):
-                lease = self._thread.submit(self._watched, self._borrower.borrow, shard.index)
-                self._borrowed.append((shard, lease))
+                lease = self._thread.submit(self._watched, self._client.borrow, shard.index)
+                self._requested.append((shard, lease))
 
     def _watched(self, do: Callable[..., _T], *arguments: object) -> _T:
         try:

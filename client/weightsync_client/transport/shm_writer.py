@@ -55,7 +55,7 @@ class ShmWriter:
 
     Args:
         source: Tensors whose layout the server knows.
-        keeper: Gets the bytes of every tensor as they are digested.
+        sink: Gets the bytes of every tensor as they are digested.
         on_bytes: Called from writing threads with the size of every piece.
         collects: Whether the server may copy what lies on a GPU.
     """
@@ -63,14 +63,14 @@ class ShmWriter:
     def __init__(
         self,
         source: Source,
-        keeper: ByteSink | None,
+        sink: ByteSink | None,
         on_bytes: Callable[[int], None],
         *,
         collects: bool = True,
     ) -> None:
         self._source = source
-        self._keeper = keeper
-        self._keep = keeper.keep if keeper else None
+        self._sink = sink
+        self._keep = sink.keep if sink else None
         self._on_bytes = on_bytes
         self._collects = collects
         self._devices = {t.device for t in source.tensors if t.device is not None}
@@ -78,7 +78,7 @@ class ShmWriter:
         self._stop = threading.Event()
         self._piece = _LEAST_PIECE
         self._cancelled = False
-        self._borrower: SameHostClient | None = None
+        self._client: SameHostClient | None = None
         self._error: BaseException | None = None
         #: Tensors and digests of every shard that the server took, by index.
         self.done: dict[int, ShardDigests] = {}
@@ -95,25 +95,25 @@ class ShmWriter:
             WeightSyncError: It refused.
         """
         collection = self._collection()
-        self._borrower = SameHostClient(offer.socket, offer.secret)
+        self._client = SameHostClient(offer.socket, offer.secret)
         try:
             # The largest first, so that nobody begins one when the others have ended.
             waiting = sorted(shards, key=lambda shard: -shard.entry.size)
-            waiting = collection.begin(self._borrower, waiting, self._stop)
+            waiting = collection.begin(self._client, waiting, self._stop)
             self._note_mixed(collection.mixed)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = max(_LEAST_PIECE, _PIECE * count)
             # One more than can be written: its memory is ready when a thread comes for it.
-            requests = LeaseRequests(self._borrower, iter(waiting), count + 1, self._fail)
+            requests = LeaseRequests(self._client, iter(waiting), count + 1, self._fail)
             try:
                 self._write_all(requests, count)
             finally:
                 requests.close()
             if not self._stop.is_set():
-                collection.finish(self._borrower, self._note_collected)
+                collection.finish(self._client, self._note_collected)
         finally:
-            self._borrower.close()
+            self._client.close()
             collection.let_go()
         if self._error is not None:
             raise self._error
@@ -134,7 +134,7 @@ class ShmWriter:
 
     def _collection(self) -> CudaIpcTransport:
         tensors = {tensor.name: tensor for tensor in self._source.tensors}
-        return CudaIpcTransport(tensors if self._collects else {}, self._keeper)
+        return CudaIpcTransport(tensors if self._collects else {}, self._sink)
 
     def _note_mixed(self, shards: int) -> None:
         if shards:
@@ -174,10 +174,10 @@ class ShmWriter:
             thread.join(_ALIVE_S)
             if not thread.is_alive():
                 return
-            if self._borrower is not None and not self._stop.is_set():
+            if self._client is not None and not self._stop.is_set():
                 # Where it has ended, the threads meet that themselves.
                 with contextlib.suppress(OSError, WeightSyncError):
-                    self._borrower.alive()
+                    self._client.alive()
 
     @property
     def cancelled(self) -> bool:
@@ -188,8 +188,8 @@ class ShmWriter:
         """End it from another thread."""
         self._cancelled = True
         self._stop.set()
-        if self._borrower is not None:
-            self._borrower.close()
+        if self._client is not None:
+            self._client.close()
 
     def _work(self, requests: LeaseRequests) -> None:
         scratch = Scratch(views=True)
@@ -211,8 +211,8 @@ class ShmWriter:
                 self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.
-            if self._borrower is not None:
-                self._borrower.give_back(lease)
+            if self._client is not None:
+                self._client.give_back(lease)
         if not self._stop.is_set():
             digests = digester.digests
             requests.written(shard, digests, partial(self._note, shard, digests))
