@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
 from weightsync_client.errors import refuse
-from weightsync_client.push.warmup import Warmup, compile_codec, compile_copier
+from weightsync_client.push.warmup import Warmup, compile_codec
 from weightsync_client.push_reasons import Way
 from weightsync_client.snapshot.link_speed import LinkSpeed
 from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_snapshot
@@ -34,9 +34,7 @@ class PushHistory:
         self.layouts = LayoutCache()
         self.snapshot = SnapshotStore()
         self.link_speed = LinkSpeed(address)
-        self.codec, self.copier = Warmup(compile_codec), Warmup(compile_copier)
-        #: A push was copied into mapped memory.
-        self.mapped = False
+        self.codec = Warmup(compile_codec)
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.server_copies = False
         #: It was tried whether the server does that.
@@ -58,11 +56,6 @@ class PushHistory:
         self.server_copies = sent.by_server and not result.durable
         if sent.way is Way.STREAM:
             self.link_speed.note(result.sent_bytes, seconds)
-        if sent.mapped:
-            # Not for a single push, which would only end later for it.
-            if self.mapped:
-                self.copier.start()
-            self.mapped = True
 
     def hold(self, source: Source, versions: Callable[[], list[Version]]) -> Version:
         """Take a copy of what the server holds as a version, for the next delta.

@@ -69,7 +69,6 @@ class Sent:
         way: How they went; where they went several ways, the fastest of these.
         reason: Why some did not go the fastest way there is; None: all did.
         by_server: The server copied all of them from GPUs itself.
-        mapped: Some were copied into memory of the server that was mapped.
         progress: What the server has of the shards that are left over, by index, where that was
             asked for; None: what it had when the push was opened.
     """
@@ -78,7 +77,6 @@ class Sent:
     way: Way = Way.STREAM
     reason: Streamed | None = None
     by_server: bool = False
-    mapped: bool = False
     progress: Mapping[int, pb.ShardProgress] | None = None
 
     def plus(self, later: Sent) -> Sent:
@@ -88,7 +86,6 @@ class Sent:
             way=self.way if self.shards else later.way,
             reason=self.reason or later.reason,
             by_server=later.by_server and (self.by_server or not self.shards),
-            mapped=self.mapped or later.mapped,
         )
 
 

@@ -129,7 +129,6 @@ class ShmWriter:
             way=Way.SAME_HOST if self.done else Way.STREAM,
             reason=reason or (Streamed.SEVERAL_GPUS if self.several_gpus else None),
             by_server=reason is None and self.done.keys() == self.copied != set(),
-            mapped=self.mapped,
         )
 
     def _collection(self) -> CudaIpcTransport:
@@ -207,7 +206,6 @@ class ShmWriter:
             with _mapped(lease, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
                 write = partial(_pwrite, lease.fd) if target is None else None
-                self.mapped = self.mapped or target is not None
                 self._fill(shard, digester, write, scratch)
         finally:
             # Before it is told as written: the server makes sure that nobody can write any more.

@@ -174,8 +174,7 @@ def test_a_state_dict_arrives_whole_whatever_its_layout(
         assert client.get_version(result.version).trainer_verified
         assert same(client, result.version, weights(seed))
     # Where the kernel makes huge pages, shards of 2 MiB and more are mapped.
-    mapped = client._history.mapped
-    assert bool(copied) is (mapped and copier is compiled)
+    assert bool(copied) is (any(mapped) and level != "plain")
     lines = [json.loads(line[line.index("{") :]) for line in server.log.splitlines() if "{" in line]
     ours = [line for line in lines if line.get("method") == "same_host"]
     assert {(line["role"], line["peer"].partition(" ")[0]) for line in ours} == {
