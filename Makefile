@@ -72,9 +72,11 @@ format: setup ## Format the code and the protos
 	$(VENV)/bin/buf format --write
 
 .PHONY: lint
-lint: setup check-generated ## ruff, mypy, buf and the stubs
+lint: setup check-generated ## ruff, mypy, buf, the stubs, and which room may import which
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
+	$(PY) scripts/house.py
 	$(VENV)/bin/buf lint
 	$(VENV)/bin/buf format --diff --exit-code
 	$(VENV)/bin/mypy $(CHECKED)

@@ -12,7 +12,7 @@ from weightsync_server.catalog.commits import CommitService
 from weightsync_server.catalog.epochs import Epochs
 from weightsync_server.catalog.feed import ChangeFeed
 from weightsync_server.catalog.garbage_collector import GarbageCollector
-from weightsync_server.catalog.layout_cache import LayoutCache
+from weightsync_server.catalog.layout_cache import KnownLayouts
 from weightsync_server.catalog.pins import Pins
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.catalog.retention import Retention
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.catalog.retention import Surplus
     from weightsync_server.residency.budget import SegmentBudget
-    from weightsync_server.residency.digests import ShardDigests
+    from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.store.protocol import Store
     from weightsync_server.store.store_records import CommitRecord
@@ -98,7 +98,7 @@ class ModelVersions:
         self.table = VersionTable(self.name, self._pins, reserved)
         self.epochs = Epochs(self.name, self.store)
         self.serving = ServingState(self.table, self._pins)
-        self.layouts = LayoutCache()
+        self.layouts = KnownLayouts()
         self.commits = CommitService(
             self.table, self.epochs, self._pins, self.store, self.layouts, self.disk
         )
@@ -346,13 +346,13 @@ class ModelVersions:
         return await self._stager.stage(record, timeout_s, for_engine=for_engine, durable=durable)
 
     @contextlib.asynccontextmanager
-    async def digesting(self, lease: SlotLease) -> AsyncIterator[ShardDigests]:
+    async def digesting(self, lease: SlotLease) -> AsyncIterator[StagedDigests]:
         """Give digests for `verify_staged`; nobody is at them when the body has ended."""
         manifest = await self.manifest(lease.record)
         async with digesting(lease, manifest, self.fetchers) as digests:
             yield digests
 
-    async def verify_staged(self, lease: SlotLease, digests: ShardDigests | None = None) -> None:
+    async def verify_staged(self, lease: SlotLease, digests: StagedDigests | None = None) -> None:
         """Prove again that the segments hold the version; see `Stager.verify`."""
         await self._stager.verify(lease, digests)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Layout
     from weightsync_server.catalog.epochs import Epochs
-    from weightsync_server.catalog.layout_cache import KnownLayout, LayoutCache
+    from weightsync_server.catalog.layout_cache import KnownLayout, KnownLayouts
     from weightsync_server.catalog.pins import Pins
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.table import VersionTable
@@ -69,7 +69,7 @@ class CommitService:
         epochs: Epochs,
         pins: Pins,
         store: Store,
-        layouts: LayoutCache,
+        layouts: KnownLayouts,
         disk: DiskQuota,
     ) -> None:
         self.on_commit: Callable[[], None] = lambda: None

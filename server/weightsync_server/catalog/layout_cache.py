@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
 
-__all__ = ["KnownLayout", "LayoutCache"]
+__all__ = ["KnownLayout", "KnownLayouts"]
 
 _KEPT = 4
 
@@ -27,7 +27,7 @@ class KnownLayout:
     headers: dict[int, bytes] = field(default_factory=dict)
 
 
-class LayoutCache:
+class KnownLayouts:
     """The layouts used last, by digest."""
 
     def __init__(self) -> None:

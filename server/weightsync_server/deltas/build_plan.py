@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ChainLink", "Plan", "Start", "plan"]
+__all__ = ["BuildStart", "ChainLink", "Plan", "plan"]
 
 #: What a byte costs, against one that is copied in memory: read from a disk and, of a delta,
 #: unpacked and scattered (1 % of changes take 0.7 copies of the whole, and 0.6 % of its bytes).
 _LOAD, _PATCH = 4, 100
 
 
-class Start(enum.Enum):
+class BuildStart(enum.Enum):
     """Where the first bytes come from."""
 
     #: They lie in the slot, left there by an earlier version.
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
             are patched on top, so at 0 nothing is.
     """
 
-    start: Start
+    start: BuildStart
     at: int
 
 
@@ -68,13 +68,13 @@ def plan(chain: Sequence[ChainLink], remains: str) -> Plan | None:
     patches = 0
     for at, link in enumerate(chain):
         if link.manifest_digest == remains:
-            ways.append((patches, len(ways), Plan(Start.IN_PLACE, at)))
+            ways.append((patches, len(ways), Plan(BuildStart.IN_PLACE, at)))
         if link.resident:
-            ways.append((patches + link.size, len(ways), Plan(Start.COPY, at)))
+            ways.append((patches + link.size, len(ways), Plan(BuildStart.COPY, at)))
         if not link.readable:
             break
         if not link.delta_bytes:
-            ways.append((patches + _LOAD * link.size, len(ways), Plan(Start.LOAD, at)))
+            ways.append((patches + _LOAD * link.size, len(ways), Plan(BuildStart.LOAD, at)))
             break
         patches += _PATCH * link.delta_bytes
     return min(ways)[2] if ways else None

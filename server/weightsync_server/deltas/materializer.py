@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.deltas.build_plan import ChainLink, Plan, Start, plan
+from weightsync_server.deltas.build_plan import BuildStart, ChainLink, Plan, plan
 from weightsync_server.deltas.layout_document import write_layout
 from weightsync_server.deltas.pushed_delta import DeltaShard, touched
 from weightsync_server.ops.tasks import all_done
@@ -117,7 +117,7 @@ class Materializer:
                     return
                 except WeightSyncError as error:
                     lost = error.reason is Reason.FETCHER_FAILED
-                    if not left or not (lost or way.start is Start.IN_PLACE):
+                    if not left or not (lost or way.start is BuildStart.IN_PLACE):
                         raise
                     logger.warning("version %d is made again: %s", record.version, error.message)
 
@@ -211,9 +211,9 @@ class Materializer:
         source = chain[way.at]
         with contextlib.ExitStack() as stack:
             # Before the first await, so that nobody takes away what the plan counts on.
-            if way.start is Start.COPY and source.slot is not None:
+            if way.start is BuildStart.COPY and source.slot is not None:
                 stack.enter_context(self._reading(slot_of(source)))
-            if way.start is Start.IN_PLACE:
+            if way.start is BuildStart.IN_PLACE:
                 slot.revive()
             scratch = self._slots.scratch()
             stack.callback(self._slots.discard, scratch)
@@ -228,17 +228,19 @@ class Materializer:
 
             found = await all_done([one(index) for index in range(len(manifest.layout.shards))])
         if prove:
-            compare(manifest, found, "in the store" if way.start is Start.LOAD else "in memory")
+            compare(
+                manifest, found, "in the store" if way.start is BuildStart.LOAD else "in memory"
+            )
 
     async def _begin(
-        self, start: Start, source: VersionRecord, slot: Slot, layout: Layout, index: int
+        self, start: BuildStart, source: VersionRecord, slot: Slot, layout: Layout, index: int
     ) -> Segment:
         """Return the segment of a shard, holding the bytes of `source`."""
         size = layout.shards[index].size
         segment = slot.segments.get(index) or await self._slots.segment(slot, index, size)
-        if start is Start.COPY:
+        if start is BuildStart.COPY:
             await self._fetch.copy(source.place.segments[index], size, segment)
-        elif start is Start.LOAD:
+        elif start is BuildStart.LOAD:
             path = self._store.shard_source(source.model, source.version, index)
             if path is None:
                 raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {index} was not kept")

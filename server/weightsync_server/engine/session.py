@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.residency.digests import ShardDigests
+    from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.residency.segments import SegmentAllocator
 
@@ -88,7 +88,7 @@ class EngineSession:
         proof_only: bool = False,
         patch: bool = False,
         prefetched: str = "",
-        digests: ShardDigests | None = None,
+        digests: StagedDigests | None = None,
         apply_id: str = "",
     ) -> PreparedVersion:
         """Have every rank prepare a version; captures its load plan first where it is new.
@@ -137,7 +137,7 @@ class EngineSession:
         proof_only: bool,
         base: str,
         prefetched: str,
-        digests: ShardDigests | None,
+        digests: StagedDigests | None,
     ) -> PreparedVersion:
         start = time.perf_counter()
         for attempt in range(2):

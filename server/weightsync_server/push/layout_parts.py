@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _INLINE_TENSORS = 256
 
 
-class Start(Protocol):
+class StartTask(Protocol):
     """Starts a part of a push whose failure is the push's."""
 
     def __call__(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
@@ -55,7 +55,7 @@ class PushLayout:
         reservation: PushReservation,
         accepted: AcceptedTensors,
         limits: PushLimits,
-        start: Start,
+        start: StartTask,
     ) -> None:
         self._state = state
         self._reservation = reservation

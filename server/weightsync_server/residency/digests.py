@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["ShardDigests", "digesting"]
+__all__ = ["StagedDigests", "digesting"]
 
 
-class ShardDigests:
+class StagedDigests:
     """Digests each shard of a leased version once, in the order of `Layout.largest_first`.
 
     The lease outlives it: call `cancel` before it is released.
@@ -88,9 +88,9 @@ def _by_shard(manifest: Manifest) -> list[list[bytes]]:
 @contextlib.asynccontextmanager
 async def digesting(
     lease: SlotLease, manifest: Manifest, fetchers: FetchApi
-) -> AsyncIterator[ShardDigests]:
+) -> AsyncIterator[StagedDigests]:
     """Give digests for `Stager.verify`; nobody is at them when the body has ended."""
-    digests = ShardDigests(lease, manifest, fetchers)
+    digests = StagedDigests(lease, manifest, fetchers)
     try:
         yield digests
     finally:

@@ -11,7 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.staged_version import StagedVersion
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.os_errors import translate_os_errors
-from weightsync_server.residency.digests import ShardDigests
+from weightsync_server.residency.digests import StagedDigests
 from weightsync_server.residency.leases import SlotLease
 from weightsync_server.residency.loading import compare
 from weightsync_server.residency.slot import slot_of
@@ -143,7 +143,7 @@ class Stager:
         else:
             self._slots.release(record)
 
-    async def verify(self, lease: SlotLease, digests: ShardDigests | None) -> None:
+    async def verify(self, lease: SlotLease, digests: StagedDigests | None) -> None:
         """Prove again that the segments hold the version.
 
         Args:
@@ -158,7 +158,7 @@ class Stager:
         record = lease.record
         self._refuse_failed(record)
         manifest = await self._commits.manifest(record)
-        digests = digests or ShardDigests(lease, manifest, self._fetch)
+        digests = digests or StagedDigests(lease, manifest, self._fetch)
         try:
             found = await digests.all()
             compare(manifest, found, "in shared memory")

@@ -277,7 +277,10 @@ def test_help_tells_the_exit_codes(run: Run) -> None:
 
 
 def program(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from weightsync_client.cli import main; main()", *arguments]
+    # Interrupts count also where these tests run in the background of a shell, which ignores them.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = "from weightsync_client.cli import main; main()"
+    return [sys.executable, "-c", f"{heed}; {run}", *arguments]
 
 
 def test_watch_prints_lines_until_it_is_interrupted(running: Any, run: Run, weights: Path) -> None:

@@ -1,0 +1,119 @@
+"""Checks of the house that no linter has: sizes and names of files, classes and words.
+
+Usage: python scripts/house.py [--write]
+
+scripts/house.json lists what is known to break a check; an entry that is needed no more is a
+failure too, so that the list only gets shorter. --write writes the list anew, for a move.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+ALLOWED = Path(__file__).with_name("house.json")
+PACKAGES = ("weightsync", "server/weightsync_server", "client/weightsync_client")
+MOST_LINES, MOST_ATTRIBUTES = 450, 16
+#: Words of our own where the field has one: see the vocabulary in CONTRIBUTING.md.
+WORDS = frozenset(
+    {"told", "telling", "lent", "lying", "lies", "doubts", "crew", "errands", "motion", "aside"}
+    | {"beside", "parcel", "held"}
+)
+#: Modules that turn the words of a wire or a file, which stay for ever, into ours.
+CODECS = frozenset({"same_host_server", "same_host_client"})
+#: Public in two places on purpose.
+DOUBLE_CLASSES = frozenset({"EngineState"})
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if not path.stem.endswith(("_pb2", "_pb2_grpc")):
+                yield package, path
+
+
+def _words(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                names.add(value)
+    parts = {part.lower() for name in names for part in re.findall(r"[A-Z]?[a-z]+", name)}
+    return parts & WORDS
+
+
+def _attributes(node: ast.ClassDef) -> int:
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            return len(
+                {
+                    target.attr
+                    for target in ast.walk(part)
+                    if isinstance(target, ast.Attribute)
+                    and isinstance(target.ctx, ast.Store)
+                    and isinstance(target.value, ast.Name)
+                    and target.value.id == "self"
+                }
+            )
+    return 0
+
+
+def findings() -> dict[str, str]:
+    """Return what breaks a check: a key that stays the same from run to run, and the remedy."""
+    found: dict[str, str] = {}
+    files: dict[tuple[str, str], list[str]] = defaultdict(list)
+    classes: dict[str, list[str]] = defaultdict(list)
+    for package, path in _sources():
+        name = str(path.relative_to(ROOT))
+        text = path.read_text()
+        tree = ast.parse(text, name)
+        if path.stem not in ("__init__", "__main__"):
+            files[package, path.stem].append(name)
+        if (lines := text.count("\n")) > MOST_LINES:
+            found[f"long {name}"] = f"{lines} lines, at most {MOST_LINES}: split it by idea"
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                if not node.name.startswith("_") and node.name not in DOUBLE_CLASSES:
+                    classes[node.name].append(name)
+                if (count := _attributes(node)) > MOST_ATTRIBUTES:
+                    found[f"attributes {name} {node.name}"] = (
+                        f"{count} attributes, at most {MOST_ATTRIBUTES}: take a part out of it"
+                    )
+        if path.stem not in CODECS:
+            for word in sorted(_words(tree)):
+                found[f"word {name} {word}"] = "use the field's term for it (CONTRIBUTING.md)"
+    for (_, stem), names in files.items():
+        if len(names) > 1:
+            found[f"file {stem}"] = f"{' and '.join(names)}: name each after what is in it"
+    for class_name, names in classes.items():
+        if len(names) > 1:
+            found[f"class {class_name}"] = f"{' and '.join(names)}: give each a name of its own"
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Return 0 if nothing but the known is found, and all of that."""
+    found = findings()
+    if "--write" in arguments:
+        ALLOWED.write_text(json.dumps(sorted(found), indent=1) + "\n")
+        return 0
+    allowed = set(json.loads(ALLOWED.read_text()))
+    for key in sorted(found.keys() - allowed):
+        print(f"{key}: {found[key]}")
+    for key in sorted(allowed - found.keys()):
+        print(f"{key}: is mended; remove it from {ALLOWED.relative_to(ROOT)}")
+    return min(1, len(found.keys() ^ allowed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
