@@ -113,14 +113,14 @@ def test_an_iterable_of_device_tensors_is_not_collected(client: Client) -> None:
 
 def test_an_iterator_may_use_its_device_memory_again(client: Client) -> None:
     def tensors() -> Iterator[tuple[str, Any]]:
-        buffer = torch.empty(16 << 20, device="cuda")
+        buffer = torch.empty(2 << 20, device="cuda")
         for i in range(8):
             # Queued behind much else, so that it is not there yet when it is asked for.
             for _ in range(50):
                 buffer.add_(1.0)
             yield f"t{i}", buffer.fill_(float(i))
 
-    result = client.push(tensors(), shard_bytes=128 << 20)
+    result = client.push(tensors(), shard_bytes=16 << 20)
     for pulled in client.tensors(result.version):
         values = pulled.torch()
         assert bool((values == float(pulled.name[1:])).all()), pulled.name
