@@ -130,7 +130,7 @@ def test_blocks_go_past_the_caches(level: str) -> None:
 def test_the_copier_is_that_of_the_kernels() -> None:
     program = """
 import sys
-from weightsync_client import copying
+from weightsync_client.transport import copying
 before = "numpy" in sys.modules
 print(before, *(type(copying.copier_of(size)).__name__ for size in (1 << 10, 1 << 20)))
 """

@@ -163,14 +163,14 @@ async def test_who_waits_when_it_is_closed_is_told_so(
 _BREAKING = """
 import sys
 from weightsync.errors import Reason
-from weightsync_server.workers.fetch import child, collecting
+from weightsync_server.workers.fetch import fetch_main, gpu_copy
 from weightsync_server.workers.fetch.shard_tasks import BrokenError
 
 def broken(*_):
     raise BrokenError(Reason.FETCHER_FAILED, "copying from the trainer's GPU failed; push again")
 
-collecting.collect = broken
-child.main()
+gpu_copy.collect = broken
+fetch_main.main()
 """
 
 

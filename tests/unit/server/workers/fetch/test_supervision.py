@@ -327,7 +327,7 @@ def test_a_fetcher_ends_with_its_socket() -> None:
 
 _PARENT = """
 import asyncio
-from weightsync_server.workers.runtime import wire
+from weightsync_server.workers.runtime import frames
 from weightsync_server.workers.fetch import FetcherPool
 
 async def main():
