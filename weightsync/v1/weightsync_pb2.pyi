@@ -681,8 +681,9 @@ Global___BeginPushResponse: _TypeAlias = BeginPushResponse  # noqa: Y015
 
 @_typing.final
 class SameHostOffer(_message.Message):
-    """Where a caller on the server's host gets memory to write shards into (weightsync/shm/same_host_server.py tells
-    the words of that socket). The owner and mode of the socket file say who may connect at all.
+    """Where a caller on the server's host gets memory to write shards into
+    (weightsync/shm/same_host_server.py has the words of that socket). The owner and mode of the
+    socket file say who may connect at all.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

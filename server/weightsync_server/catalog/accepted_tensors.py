@@ -47,8 +47,10 @@ class AcceptedTensors:
         """Take note that every rank takes a layout."""
         signature = await asyncio.to_thread(getattr, layout, "signature")
         if signature not in self._signatures:
+            kinds = await asyncio.to_thread(_kinds, layout.tensors)
+            # Not before: the engine may have been forgotten meanwhile.
             self._signatures.add(signature)
-            self._kinds |= await asyncio.to_thread(_kinds, layout.tensors)
+            self._kinds |= kinds
 
     def forget(self) -> None:
         """Take note that the engine may be another one."""

@@ -65,7 +65,7 @@ class Scrubber:
             logger.exception("version %d could not be checked", record.version)
 
     async def scrub(self, record: VersionRecord) -> None:
-        """Digest a stored version and note what is wrong with it, unless that cannot be fault."""
+        """Digest a stored version and note what is wrong with it, unless that cannot be known."""
         base, damage = record.base, ""
         try:
             await self._check(record)

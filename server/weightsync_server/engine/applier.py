@@ -242,7 +242,6 @@ class Applier:
         lease = await self._versions.stage(record.version, seconds, durable=durable)
         try:
             target = await self._proved(session, live, record, lease, seconds)
-            await self._versions.taken(record)
         except BaseException:
             lease.release()
             raise
@@ -272,6 +271,7 @@ class Applier:
             try:
                 await self._versions.verify_staged(lease, digests)
                 target.check()
+                await self._versions.taken(record)
             except BaseException:
                 await session.hold(live)
                 raise

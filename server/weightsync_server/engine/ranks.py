@@ -95,7 +95,7 @@ class Ranks:
         return [
             RankState(rank, str(r.get("content_digest", "")), bool(r.get("dirty", True)))
             if r.get("ok")
-            else RankState(rank, "", dirty=True)
+            else RankState(rank, "", dirty=True, answered=False)
             for rank, r in zip(self.names, replies, strict=True)
         ]
 

@@ -99,10 +99,10 @@ class Reconciler:
             if health.state is EngineState.SERVING:
                 # Measured in the live parameters: every rank claims what it does not hold.
                 self._violate("never_mixed")
-        written = any(state.dirty or state.content_digest for state in states)
+        _check_answers(states)
         try:
             with translate_os_errors("placing a version"):
-                return await self._place(written=written)
+                return await self._place(states)
         except WeightSyncError as error:
             # Else the pause would run out, and the next attempt pause again.
             with contextlib.suppress(WeightSyncError):
@@ -170,15 +170,16 @@ class Reconciler:
         logger.info("the engine serves version %d", current.record.version)
         return current
 
-    async def _place(self, *, written: bool) -> PreparedVersion:
+    async def _place(self, states: Sequence[RankState]) -> PreparedVersion:
         async with contextlib.AsyncExitStack() as stack:
             await self._stand_still(stack)
-            current = await self._last_good(fresh=not written)
+            current = await self._last_good(fresh=not _written(states))
             adopted = current is None
             if current is None:
                 current = await self._prepare(await self._adopt(), compare_live=True)
             try:
-                if adopted and not written:
+                # What an adoption that broke off has proved is what the rank started with.
+                if adopted and not _written(states, current.digest):
                     self._check_plan(current)
                 if not _proved(current):
                     await self._cutover.place(current)
@@ -324,6 +325,29 @@ async def reject(versions: ModelVersions, version: int, reason: str) -> bool:
         logger.critical("version %d could not be rejected: %s", version, error.message)
         return False
     return True
+
+
+def _written(states: Sequence[RankState], checkpoint: str = "") -> bool:
+    """Whether a rank was written since it started, as far as the ranks know.
+
+    Args:
+        states: Of all ranks.
+        checkpoint: Content digest of what they started with; "": not known.
+    """
+    return any(
+        state.answered and (state.dirty or state.content_digest not in ("", checkpoint))
+        for state in states
+    )
+
+
+def _check_answers(states: Sequence[RankState]) -> None:
+    """Refuse to guess whether an engine is as it started, which decides what must be proved."""
+    silent = [state.rank for state in states if not state.answered]
+    if silent and not _written(states):
+        raise WeightSyncError(
+            Reason.ENGINE_AWAY,
+            f"rank {silent[0]} does not say what it holds; vLLM's log tells why; it is asked again",
+        )
 
 
 def _proved(current: PreparedVersion) -> bool:

@@ -100,11 +100,15 @@ class RankCommit:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown."""
+    """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown.
+
+    One that has not `answered` may hold anything.
+    """
 
     rank: str
     content_digest: str
     dirty: bool
+    answered: bool = True
 
 
 def read_names(reply: Mapping[str, Any]) -> tuple[str, ...]:

@@ -258,7 +258,8 @@ def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
         with torch.no_grad(), recorder:
             model.load_weights(recorder.feed(layout))
             recorder.finish()
-    except PlanRefusedError:
+    except (PlanRefusedError, MemoryError, OSError, torch.OutOfMemoryError):
+        # What the host or the device lacks now says nothing of the tensors.
         raise
     except Exception as error:
         raise PlanRefusedError(_told(recorder.current, error), [recorder.current]) from error

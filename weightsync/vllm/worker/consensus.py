@@ -37,7 +37,7 @@ class RankGroup(Protocol):
             yes: What this rank says.
 
         Raises:
-            NoAgreementError: A rank is dead or late, or was asked something else.
+            NoConsensusError: A rank is dead or late, or was asked something else.
         """
         ...
 
@@ -52,7 +52,7 @@ class Alone:
 
 
 class GlooRankGroup:
-    """The ranks of a gloo group. After a NoAgreementError the group cannot be used any more.
+    """The ranks of a gloo group. After a NoConsensusError the group cannot be used any more.
 
     Args:
         group: Every rank is in it; nobody else uses it during a call.

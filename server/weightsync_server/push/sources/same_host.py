@@ -239,6 +239,8 @@ class SameHostSession:
             if self._push is not None and refusal.reason in FATAL:
                 self._push.lifecycle.fail(refusal)
                 await self._push.lifecycle.closed()
+            if refusal is error:
+                raise
             raise refusal from error
 
     async def _redeem(self, secret: str) -> None:

@@ -231,6 +231,40 @@ async def test_a_restarted_engine_is_proved_against_its_checkpoint_before_anythi
         assert it.leases() == {1: 0, 2: 0}
 
 
+async def test_a_rank_that_does_not_answer_at_first_is_proved_before_it_is_written(
+    tmp_path: Path, engine: Engine
+) -> None:
+    def silent(replies: Any) -> Any:
+        engine.after.pop("state")
+        return [reply | {"ok": False, "error": "out of memory"} for reply in replies]
+
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        engine.restart(tensors(1))
+        engine.events.clear()
+        _do_more_than_copy(engine)
+        engine.after["state"] = silent
+        await until(lambda: "fence" in engine.events)
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        assert "state" not in engine.after
+        assert "not plain copies of its checkpoint (b)" in status.reason
+        assert set(engine.events) == {"fence"}, "nothing was written"
+
+
+async def test_what_one_rank_proved_of_the_checkpoint_excuses_no_other(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "segments.sock", ranks=2)
+    other = engine.ranks[1]
+    other.live["b"] = bytes(len(other.live["b"]))
+    for _ in range(2):
+        # The second server meets a rank that was proved by the first one.
+        async with plant(tmp_path, engine) as it:
+            status = await it.until(pb.ENGINE_STATE_FENCED)
+            assert "not plain copies of its checkpoint (b)" in status.reason
+    assert "commit" not in engine.events
+
+
 def _told(it: Plant) -> dict[int, tuple[int, int, str]]:
     """Return what anybody can learn of the versions."""
     return {
