@@ -183,8 +183,9 @@ def test_a_request_in_flight_goes_on_through_an_apply(site: Site, cache: Any) ->
     found: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: found.append(site.vllm.complete("hello", 300)))
     asking.start()
-    push_folder(stub, site.checkpoints[1 if cache == pb.CACHE_MODE_KEEP else 2])
-    request = pb.ApplyVersionRequest(model="default")
+    commit = push_folder(stub, site.checkpoints[1 if cache == pb.CACHE_MODE_KEEP else 2])
+    # By its number: the tests above rolled this content back, so that "newest" passes over it.
+    request = pb.ApplyVersionRequest(model="default", version=commit.version)
     request.pause.cache = cache
     report = stub.ApplyVersion(request, timeout=60).report
     assert report.outcome == pb.APPLY_OUTCOME_APPLIED
@@ -220,8 +221,8 @@ def test_a_hundred_pushes_and_applies_leave_nothing_behind(site: Site) -> None:
     stub = site.server.stub
 
     def cycle(turn: int) -> None:
-        push_folder(stub, site.checkpoints[turn % 2])
-        request = pb.ApplyVersionRequest(model="default")
+        commit = push_folder(stub, site.checkpoints[turn % 2])
+        request = pb.ApplyVersionRequest(model="default", version=commit.version)
         assert stub.ApplyVersion(request, timeout=60).report.outcome == pb.APPLY_OUTCOME_APPLIED
 
     for turn in range(5):
