@@ -308,10 +308,12 @@ async def test_an_engine_that_restarts_between_prepare_and_commit(it: Plant) -> 
 
 async def test_an_engine_that_restarted_unseen_is_not_applied_to(it: Plant) -> None:
     await it.push(2)
-    async with it.keeper._lock:
-        it.engine.restart(tensors(1))
+    lock = it.keeper._lock
+    async with lock:
         task = asyncio.ensure_future(it.apply(2))
-        await asyncio.sleep(0)
+        # First in line, before whoever watches the engine.
+        await until(lambda: bool(lock._waiters))
+        it.engine.restart(tensors(1))
     with pytest.raises(WeightSyncError) as caught:
         await task
     assert caught.value.reason is Reason.ENGINE_AWAY
