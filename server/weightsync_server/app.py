@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
-from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
@@ -22,11 +21,12 @@ from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal
+from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal, ModelParts
 from weightsync_server.engine.drivers.bridge import BridgeEngine
+from weightsync_server.gauges import track
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
-from weightsync_server.model import ModelVersions
+from weightsync_server.model import ModelLimits, open_model
 from weightsync_server.ops.http_endpoint import MetricsEndpoint
 from weightsync_server.ops.metrics import Metrics
 from weightsync_server.ops.os_errors import translate_os_errors
@@ -34,6 +34,7 @@ from weightsync_server.ops.process_tuning import tune_process
 from weightsync_server.ops.state_lock import StateLock
 from weightsync_server.push import PushLimits, PushService, start_lending
 from weightsync_server.residency.budget import SegmentBudget
+from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.rpc import (
     PUSH,
     SERVING,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
-    from weightsync_server.store.protocol import Store
 
 __all__ = ["App"]
 
@@ -128,18 +128,23 @@ class App:
             journal = Journal(settings.state_dir / "journal", store.url if store.durable else "")
         stack.callback(journal.close)
         budget = SegmentBudget(settings.memory_bytes)
-        versions = await self._registry(_Parts(store, segments, budget, journal), fetchers)
-        known = {record.version for record in versions.list()}
+        records = await store.open()
+        allocator = SegmentAllocator(budget, segments, fetchers)
+        limits = _model_limits(settings)
+        model = await open_model(settings.name, store, fetchers, allocator, limits, records)
+        live, previous = journal.live
+        model.serving.restore_history(previous, live)
+        known = {record.version for record in model.table.list()}
         count_lost(store, known, journal.live_in_store, metrics)
-        stack.push_async_callback(versions.close)
-        versions.folder.on_fold = metrics.deltas.count_fold
+        stack.push_async_callback(model.close)
+        model.compactor.on_fold = metrics.deltas.count_fold
         ingesters = IngestPool(settings, metrics)
-        versions.keeper.mappers.append(ingesters.forget)
-        pushes = PushService({settings.name: versions}, limits=_limits(settings), meters=metrics)
+        allocator.mappers.append(ingesters.forget)
+        pushes = PushService({settings.name: model}, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
             scrubber = Scrubber(
-                versions.table, store, versions.builder.lock, settings.scrub_bytes_per_s
+                model.table, store, model.materializer.lock, settings.scrub_bytes_per_s
             )
             scrubbing = asyncio.create_task(scrubber.run())
             stack.callback(scrubbing.cancel)
@@ -148,34 +153,33 @@ class App:
         if settings.same_host:
             collector = GpuFetchPool(on_restart=metrics.count_fetcher_restart)
             stack.push_async_callback(collector.close)
-            versions.keeper.mappers.append(collector.forget)
+            allocator.mappers.append(collector.forget)
             silence_s = settings.push_idle_timeout_s
             lender = start_lending(stack, pushes, settings.lending_socket, silence_s, collector)
         engine = await self._engine(stack)
         health_service = HealthServicer()
         for name in (PUSH, SERVING):
             await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        keeper = EngineSupervisor(
+        parts = ModelParts.of(model)
+        supervisor = EngineSupervisor(
             engine,
-            versions,
+            parts,
             segments,
             journal,
             metrics,
             _apply_limits(settings),
             Announcer(health_service).serving,
         )
-        applier = Applier(keeper, versions, journal, metrics, _apply_limits(settings))
+        applier = Applier(supervisor, parts, journal, metrics, _apply_limits(settings))
         processes = Processes(fetchers, ingesters)
-        status = StatusSource(versions, pushes, keeper, budget, processes, store, metrics)
-        servicer = WeightSyncServicer(
-            versions, pushes, applier, status, lender, ingesters.endpoints
-        )
-        _track(metrics, versions, budget, processes, pushes)
+        status = StatusSource(model, pushes, supervisor, budget, processes, store, metrics)
+        servicer = WeightSyncServicer(model, pushes, applier, status, lender, ingesters.endpoints)
+        track(metrics, model, processes, pushes)
         census = InvariantMonitor(
-            versions.table,
-            versions.epochs,
-            versions.pool,
-            versions.keeper,
+            model.table,
+            model.epochs,
+            model.slots,
+            allocator,
             metrics,
             [metrics.bounds.overdue, pushes.overdue],
         )
@@ -186,32 +190,12 @@ class App:
         self._serve_metrics(stack, metrics)
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
-        keeper.start()
-        stack.push_async_callback(keeper.stop)
+        supervisor.start()
+        stack.push_async_callback(supervisor.stop)
         stack.push_async_callback(self._drain, applier)
         await self._listen(stack, health_service, ingesters)
         # Before the drain: a watch never ends by itself.
-        stack.callback(versions.end_watches)
-
-    async def _registry(self, parts: _Parts, fetchers: FetcherPool) -> ModelVersions:
-        settings = self._settings
-        records = await parts.store.open()
-        versions = ModelVersions(
-            settings.name,
-            store=parts.store,
-            fetchers=fetchers,
-            server=parts.segments,
-            budget=parts.budget,
-            slots=settings.slots,
-            disk_floor_bytes=settings.disk_floor_bytes,
-            retention=Retention(settings.retain_versions, settings.retain_bytes),
-            chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
-            reserved=_CHECKPOINT_VERSION,
-        )
-        await versions.open(records)
-        live, previous = parts.journal.live
-        versions.restore_history(previous, live)
-        return versions
+        stack.callback(model.feed.close)
 
     async def _engine(self, stack: contextlib.AsyncExitStack) -> Engine:
         settings = self._settings
@@ -320,6 +304,16 @@ def _limits(settings: Settings) -> PushLimits:
     )
 
 
+def _model_limits(settings: Settings) -> ModelLimits:
+    return ModelLimits(
+        slots=settings.slots,
+        retention=Retention(settings.retain_versions, settings.retain_bytes),
+        chains=ChainLimits(settings.delta_chain_length, settings.delta_chain_share),
+        disk_floor_bytes=settings.disk_floor_bytes,
+        reserved_version=_CHECKPOINT_VERSION,
+    )
+
+
 def _apply_limits(settings: Settings) -> ApplyLimits:
     return ApplyLimits(
         prepare_timeout_s=settings.prepare_timeout_s,
@@ -336,81 +330,3 @@ def _call_limits(settings: Settings) -> CallLimits:
         pulls=settings.max_pulls,
         watches=settings.max_watches,
     )
-
-
-class _Parts(NamedTuple):
-    """What the registry is made of."""
-
-    store: Store
-    segments: SegmentServer
-    budget: SegmentBudget
-    journal: Journal
-
-
-def _track(
-    metrics: Metrics,
-    versions: ModelVersions,
-    budget: SegmentBudget,
-    processes: Processes,
-    pushes: PushService,
-) -> None:
-    def committed_ns() -> int:
-        commit = versions.get(versions.live).commit if versions.live else None
-        return commit.commit_time_ns if commit else 0
-
-    def chain() -> int:
-        newest = versions.find(versions.newest)
-        return len(newest.chain) - 1 if newest is not None else 0
-
-    def slots(*states: str) -> int:
-        return sum(slot.state in states for slot in versions.slots_status())
-
-    metrics.track_served_age(committed_ns)
-    metrics.track(
-        "weightsync_staging_reserved_bytes", "Shared memory reserved.", lambda: budget.reserved
-    )
-    metrics.track(
-        "weightsync_staging_bytes",
-        "Shared memory in use by versions.",
-        lambda: sum(slot.used_bytes for slot in versions.slots_status()),
-    )
-    metrics.track(
-        "weightsync_staging_capacity_bytes", "Most shared memory allowed.", lambda: budget.limit
-    )
-    metrics.track(
-        "weightsync_disk_promised_bytes",
-        "Room in the store that open pushes were promised and have not used yet.",
-        lambda: versions.disk.promised,
-    )
-    metrics.track(
-        "weightsync_slots_used",
-        "Slots that hold a version.",
-        lambda: slots("receiving", "staged", "live"),
-    )
-    metrics.track("weightsync_slots", "Slots configured.", lambda: len(versions.slots_status()))
-    metrics.track(
-        "weightsync_newest_version", "Newest committed version; 0: none.", lambda: versions.newest
-    )
-    metrics.track(
-        "weightsync_damaged_versions",
-        "Committed versions that are damaged in the store.",
-        lambda: sum(bool(record.damaged) for record in versions.list()),
-    )
-    metrics.track(
-        "weightsync_delta_chain_length",
-        "Deltas of which the newest version is made; 0: none.",
-        chain,
-    )
-    metrics.track(
-        "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
-    )
-    metrics.track(
-        "weightsync_ingest_processes",
-        "Ingest processes that listen.",
-        lambda: processes.ingesters.alive,
-    )
-    metrics.track(
-        "weightsync_inflight_pushes", "Pushes open.", lambda: len(pushes.status(versions.name))
-    )
-    started = clock.wall()
-    metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)

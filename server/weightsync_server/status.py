@@ -9,7 +9,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from weightsync_server.engine import EngineSupervisor
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
     from weightsync_server.residency.budget import SegmentBudget
@@ -30,7 +30,7 @@ class StatusSource:
     """Gathers the state of the server; every call tells the present.
 
     Args:
-        versions: Versions of the one model.
+        model: The one model.
         pushes: Uploads.
         keeper: The engine.
         budget: Memory of segments.
@@ -41,7 +41,7 @@ class StatusSource:
 
     def __init__(
         self,
-        versions: ModelVersions,
+        model: Model,
         pushes: PushService,
         keeper: EngineSupervisor,
         budget: SegmentBudget,
@@ -49,7 +49,7 @@ class StatusSource:
         store: Store,
         metrics: Metrics,
     ) -> None:
-        self._versions = versions
+        self._model = model
         self._pushes = pushes
         self._keeper = keeper
         self._budget = budget
@@ -62,7 +62,7 @@ class StatusSource:
         """Return the state of the server."""
         answer = pb.GetStatusResponse(
             server_version=__version__,
-            models=[self._model()],
+            models=[self._model_status()],
             memory_reserved_bytes=self._budget.reserved,
             memory_limit_bytes=self._budget.limit,
             invariant_violations=self._metrics.violations(),
@@ -74,22 +74,21 @@ class StatusSource:
         answer.start_time.FromNanoseconds(self._started_ns)
         return answer
 
-    def _model(self) -> pb.ModelStatus:
-        versions = self._versions
-        back = versions.rollback_to
-        records = versions.list()
-        committed = (r.version for r in records if r.durability == pb.DURABILITY_COMMITTED)
-        resident = back and versions.get(back).residency == pb.RESIDENCY_STAGED
+    def _model_status(self) -> pb.ModelStatus:
+        table, serving = self._model.table, self._model.serving
+        live, back = serving.live, serving.rollback_to
+        committed = (r.version for r in table.list() if r.durability == pb.DURABILITY_COMMITTED)
+        resident = back and table.get(back).residency == pb.RESIDENCY_STAGED
         return pb.ModelStatus(
-            model=versions.name,
-            live_version=versions.live,
-            live_content_digest=versions.get(versions.live).content_digest if versions.live else "",
+            model=table.name,
+            live_version=live,
+            live_content_digest=table.get(live).content_digest if live else "",
             rollback_version=back,
             rollback_resident=bool(resident),
             newest_version=max(committed, default=0),
-            epoch=versions.epoch,
+            epoch=self._model.epochs.newest,
             engine=self._keeper.status(),
-            slots=versions.slots_status(),
-            pushes=self._pushes.status(versions.name),
+            slots=self._model.slots.status(),
+            pushes=self._pushes.status(table.name),
             apply_id=self._keeper.apply_id,
         )

@@ -52,17 +52,17 @@ async def test_any_step_of_a_push_fails(tmp_path: Path, code: int, for_ever: boo
                 disk = FailingDisk(nth, OSError(code, os.strerror(code)), steps, for_ever)
                 disk.install(patch)
                 (outcome,) = await asyncio.gather(push(here), return_exceptions=True)
-            committed = here.versions.newest == 2
+            committed = here.model.table.newest == 2
             if isinstance(outcome, pb.CommitPushResponse):
                 assert committed
-                await here.versions.delete(2)
+                await here.model.collector.delete(2)
                 # The next push takes the number again, as no trainer could.
-                here.versions.table._spent = here.versions._pins.highest = 0
+                here.model.table._spent = here.model.pins.highest = 0
             else:
                 assert isinstance(outcome, WeightSyncError)
                 assert outcome.reason in CLEAN[code], outcome
                 assert not committed
-                assert len(await here.versions.store.open()) == 1
+                assert len(await here.model.store.open()) == 1
                 refused += 1
             if disk.calls < nth:
                 break
@@ -75,7 +75,7 @@ async def test_any_step_of_a_push_fails(tmp_path: Path, code: int, for_ever: boo
 async def test_any_step_of_a_small_change_fails(tmp_path: Path, name: str) -> None:
     async with world(tmp_path) as here:
         await here.push(simple(1), 1)
-        store = here.versions.store
+        store = here.model.store
         acts: dict[str, Callable[[], object]] = {
             "write_epoch": lambda: store.write_epoch("m", 7),
             "write_marks": lambda: store.write_marks("m", {"highest": 9}),

@@ -130,7 +130,7 @@ class Service(RuleBasedStateMachine):
     @rule()
     def acquire_epoch(self) -> None:
         self.epoch += 1
-        assert self.do(self.it.here.versions.acquire_epoch("model")) == self.epoch
+        assert self.do(self.it.here.model.epochs.acquire("model")) == self.epoch
 
     @precondition(lambda self: self.epoch > 1)
     @rule()
@@ -187,7 +187,7 @@ class Service(RuleBasedStateMachine):
     def delete(self, data: st.DataObject, force: bool) -> None:
         version = data.draw(st.sampled_from(sorted(self.committed)))
         kept = version == self.back and not force
-        answer = self.do(self.it.here.versions.delete(version, force=force))
+        answer = self.do(self.it.here.model.collector.delete(version, force=force))
         if version == self.live or version in self.pinned or kept:
             assert answer is Reason.VERSION_IN_USE
         else:
@@ -200,8 +200,8 @@ class Service(RuleBasedStateMachine):
         # One at a time: pinned versions keep their slots, and the others wait for one.
         version = data.draw(st.sampled_from(sorted(self.committed)))
         for other in self.pinned - {version}:
-            self.do(self.it.here.versions.pin(other, False))
-        self.do(self.it.here.versions.pin(version, True))
+            self.do(self.it.here.model.serving.pin(other, pinned=False))
+        self.do(self.it.here.model.serving.pin(version, pinned=True))
         self.pinned = {version}
 
     # Faults
@@ -234,15 +234,15 @@ class Service(RuleBasedStateMachine):
 
     @invariant()
     def the_service_is_the_model(self) -> None:
-        versions = self.it.here.versions
-        told = {r.version: r for r in versions.list()}
+        model = self.it.here.model
+        told = {r.version: r for r in model.table.list()}
         assert {v: r.content_digest for v, r in told.items()} == {
             version: content(shards(seed)) for version, seed in self.committed.items()
         }
         assert {v for v, r in told.items() if r.pinned} == self.pinned & set(told)
         assert {v for v, r in told.items() if r.rejected_reason} == self.rejected
-        assert versions.live == self.live
-        assert versions.epoch == self.epoch
+        assert model.serving.live == self.live
+        assert model.epochs.newest == self.epoch
         assert self.engine.serves == self.committed[self.live]
 
     @invariant()
@@ -252,9 +252,9 @@ class Service(RuleBasedStateMachine):
         stored = {p.name for p in (self.folder / "store" / MODEL).iterdir() if p.is_dir()}
         assert stored == {f"v{version}" for version in self.committed}
         # Memory is given back in threads.
-        self.do(here.versions.keeper.unmapped())
-        held = sum(slot.reserved_bytes for slot in here.versions.pool.slots)
-        assert here.budget.reserved == held + here.versions.keeper.retired_bytes
+        self.do(here.model.segments.unmapped())
+        held = sum(slot.reserved_bytes for slot in here.model.slots.slots)
+        assert here.budget.reserved == held + here.model.segments.retired_bytes
 
 
 Service.TestCase.settings = settings(

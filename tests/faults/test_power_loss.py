@@ -46,21 +46,21 @@ async def push(here: World) -> None:
 
 
 async def delete(here: World) -> None:
-    await here.versions.delete(1)
+    await here.model.collector.delete(1)
 
 
 async def acquire(here: World) -> None:
-    assert await here.versions.acquire_epoch("another") == 1
+    assert await here.model.epochs.acquire("another") == 1
 
 
 async def pin(here: World) -> None:
-    await here.versions.pin(1, True)
+    await here.model.serving.pin(1, pinned=True)
 
 
 def check(here: World, work: object, *, done: bool) -> None:
     """Check what a new life of the server finds."""
-    versions = here.versions
-    one, two = versions.find(1), versions.find(2)
+    model = here.model
+    one, two = model.table.find(1), model.table.find(2)
     if work is delete:
         assert not (done and one)
     else:
@@ -71,7 +71,7 @@ def check(here: World, work: object, *, done: bool) -> None:
     if committed:
         assert two is not None
         assert two.content_digest == content(NEW)
-    assert versions.epoch == 1 or not (done and work is acquire)
+    assert model.epochs.newest == 1 or not (done and work is acquire)
     assert work is not pin or not done or (one is not None and one.pinned)
 
 
@@ -96,7 +96,7 @@ async def test_power_lost_at_every_step(
             # The same number and content can be brought after all.
             if work is push:
                 await push(here)
-                with await here.versions.stage(2, 5):
+                with await here.model.stager.stage(2, 5):
                     assert here.read(2) == [shard.data for shard in NEW]
         disk.close()
         outcomes.add(outcome is None)
@@ -112,7 +112,7 @@ async def push_the_last(here: World) -> None:
 
 async def fold_the_last(here: World) -> None:
     await push_the_last(here)
-    await until(lambda: here.versions.folder._task is None)
+    await until(lambda: here.model.compactor._task is None)
 
 
 @pytest.mark.parametrize("work", [push_the_last, fold_the_last], ids=lambda work: work.__name__)
@@ -134,14 +134,14 @@ async def test_power_lost_at_every_step_of_a_delta(
             (outcome,) = await asyncio.gather(life, return_exceptions=True)
         disk.lose_power()
         async with world(folder, slots=3, retention=Retention(9)) as here:
-            newest = here.versions.find(3)
+            newest = here.model.table.find(3)
             held = "nothing" if newest is None or newest.commit is None else "delta"
             if held == "delta" and newest is not None and newest.base is None:
                 held = "full"
             assert held != "nothing" or outcome is not None, "it was acknowledged"
             found.add((outcome is None, held))
             for version in range(1, 3 if held == "nothing" else 4):
-                with await here.versions.stage(version, 5, for_engine=False):
+                with await here.model.stager.stage(version, 5, for_engine=False):
                     assert here.read(version) == [s.data for s in CHAINED[version - 1]]
         disk.close()
         if lost.calls < nth:

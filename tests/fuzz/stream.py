@@ -225,7 +225,7 @@ async def play(callers: Sequence[Hostile]) -> int:
         limits = {"slot_wait_s": 0.01, "stream_idle_timeout_s": 5.0}
         async with world(folder, limits=limits, memory=64 << 20) as here:
             await here.push(_SERVED, 1)
-            here.versions.set_live(1)
+            here.model.serving.set_live(1)
             running = []
             for caller in callers:
                 running.append(asyncio.create_task(_attempt(here, caller)))
@@ -244,8 +244,8 @@ async def _settled(here: World, folder: Path) -> int:
     """Drop what is open and compare what is committed with its digests and the store's files."""
     for push in here.pushes.status(MODEL):
         await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
-    await here.versions.folder.close()
-    records = here.versions.list()
+    await here.model.compactor.close()
+    records = here.model.table.list()
     for record in records:
         assert record.commit is not None, f"version {record.version} is half"
         shards = await _stored(here, folder, record)
@@ -265,11 +265,11 @@ async def _stored(here: World, folder: Path, record: VersionRecord) -> list[byte
         return [(stored / f"{index}.safetensors").read_bytes() for index in range(count)]
     if record.slot is not None:
         # What lies in memory must not vouch for the store.
-        here.versions.pool.release(record)
+        here.model.slots.release(record)
         record.residency = pb.RESIDENCY_ABSENT
-        for slot in here.versions.pool.slots:
+        for slot in here.model.slots.slots:
             slot.trim()
-    lease = await here.versions.stage(record.version, 5.0, for_engine=False)
+    lease = await here.model.stager.stage(record.version, 5.0, for_engine=False)
     lease.release()
     return here.read(record.version)
 

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import content_head, lines_digest
+from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from weightsync.model.manifest import Layout, TensorEntry
+    from weightsync_server.catalog.commits import CommitService
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.table import VersionTable
 
     #: Asks every rank; False: none can be asked. Raises ENGINE_REFUSED with names.
     Ask = Callable[[Sequence[TensorEntry]], Awaitable[bool]]
@@ -32,19 +36,34 @@ def _kinds(tensors: Sequence[TensorEntry]) -> set[_Kind]:
 class AcceptedTensors:
     """Names, dtypes and shapes that the engine takes, as far as anybody asked it.
 
+    Args:
+        table: The versions of the model.
+        commits: Has their manifests.
+
     Attributes:
         ask: Asks the engine for those that are not known; None: there is no engine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: VersionTable, commits: CommitService) -> None:
         self.ask: Ask | None = None
+        self._table = table
+        self._commits = commits
         self._kinds: set[_Kind] = set()
         self._signatures: set[str] = set()
         # What was said of them, by the digest of the tensors that were asked about.
         self._refused: OrderedDict[str, tuple[str, dict[str, str]]] = OrderedDict()
 
-    async def learn(self, layout: Layout) -> None:
-        """Take note that every rank takes a layout."""
+    async def learn(self, record: VersionRecord) -> None:
+        """Take note that every rank of the engine takes a version's tensors."""
+        layout = (await self._commits.manifest(record)).layout
+        await self._learn(layout)
+        for other in self._table.list():
+            same = other.commit is not None and other.commit.layout_digest == layout.digest
+            if (same or other is record) and other.layout_check != pb.LAYOUT_CHECK_PASSED:
+                other.layout_check = pb.LAYOUT_CHECK_PASSED
+                self._table.publish(other)
+
+    async def _learn(self, layout: Layout) -> None:
         signature = await asyncio.to_thread(getattr, layout, "signature")
         if signature not in self._signatures:
             kinds = await asyncio.to_thread(_kinds, layout.tensors)

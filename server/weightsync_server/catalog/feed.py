@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator
 
     from weightsync.v1 import weightsync_pb2 as pb
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.table import VersionTable
 
 __all__ = ["ChangeFeed", "VersionEvent"]
 
@@ -36,17 +38,24 @@ class VersionEvent:
 
 
 class ChangeFeed:
-    """Hands each change to all watchers without waiting for any of them."""
+    """Hands each change to all watchers without waiting for any of them.
 
-    def __init__(self) -> None:
-        self.revision = 0
+    Args:
+        table: The versions that are watched.
+    """
+
+    def __init__(self, table: VersionTable) -> None:
+        self._table = table
+        self._revision = 0
         self._closed = False
         self._queues: set[asyncio.Queue[VersionEvent | None]] = set()
+        table.on_change.append(self._emit)
 
-    def emit(self, info: pb.VersionInfo, *, deleted: bool = False) -> None:
+    def _emit(self, record: VersionRecord) -> None:
         """Tell every watcher; one that is too slow to keep `_QUEUE` changes is dropped."""
-        self.revision += 1
-        change = VersionEvent(info, self.revision, deleted)
+        self._revision += 1
+        gone = self._table.find(record.version) is not record
+        change = VersionEvent(record.to_info(), self._revision, gone)
         for queue in list(self._queues):
             try:
                 queue.put_nowait(change)
@@ -62,8 +71,10 @@ class ChangeFeed:
             queue.put_nowait(None)
         self._queues.clear()
 
-    async def watch(self, present: Iterable[pb.VersionInfo]) -> AsyncIterator[VersionEvent]:
-        """Yield `present`, then each change until the caller stops or the feed is closed.
+    async def watch(self) -> AsyncIterator[VersionEvent]:
+        """Yield the present state of every version, oldest first, then each change.
+
+        It ends when the caller stops or the feed is closed.
 
         Raises:
             WeightSyncError: LIMIT_EXCEEDED when the caller is too slow.
@@ -72,7 +83,8 @@ class ChangeFeed:
         if not self._closed:
             self._queues.add(queue)
         try:
-            for change in [VersionEvent(info, self.revision, initial=True) for info in present]:
+            present = [record.to_info() for record in reversed(self._table.list())]
+            for change in [VersionEvent(info, self._revision, initial=True) for info in present]:
                 yield change
             while True:
                 if queue.empty() and queue not in self._queues:

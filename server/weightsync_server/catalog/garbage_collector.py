@@ -33,6 +33,8 @@ class GarbageCollector:
         commits: Erases versions.
         retention: Bounds on what the store keeps.
         disk: Is told of room that is being freed.
+
+    Attributes:
         on_surplus: Called with what exceeds the bounds, and how many versions may be carried,
             before anything is deleted.
     """
@@ -44,14 +46,13 @@ class GarbageCollector:
         commits: CommitService,
         retention: Retention,
         disk: DiskQuota,
-        on_surplus: Callable[[Surplus, int], None],
     ) -> None:
+        self.on_surplus: Callable[[Surplus, int], None] = lambda _surplus, _most_carried: None
         self._table = table
         self._serving = serving
         self._commits = commits
         self._retention = retention
         self._disk = disk
-        self._on_surplus = on_surplus
         self._background: set[asyncio.Task[None]] = set()
 
     def use(self, record: VersionRecord) -> str:
@@ -115,7 +116,7 @@ class GarbageCollector:
     async def _collect(self) -> None:
         records = [r for r in self._table.list() if r.durability == pb.DURABILITY_COMMITTED]
         surplus = self._retention.surplus(records, self._kept)
-        self._on_surplus(surplus, self._retention.versions)
+        self.on_surplus(surplus, self._retention.versions)
         for record in surplus.doomed:
             there = self._table.find(record.version) is record
             if there and not self._kept(record) and not self.need(record):

@@ -72,7 +72,7 @@ class ServingState:
 
         return self._history.before(self.live, good)
 
-    def restore_history(self, versions: Sequence[int]) -> None:
+    def restore_history(self, *versions: int) -> None:
         """Take over which versions were live, oldest first, as the journal says."""
         known = [version for version in versions if self._table.find(version) is not None]
         self._history.restore(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightsync_server.engine.applier import Applier
 from weightsync_server.engine.apply_limits import ApplyLimits
 from weightsync_server.engine.journal import Journal
+from weightsync_server.engine.model_parts import ModelParts
 from weightsync_server.engine.supervisor import EngineSupervisor
 
-__all__ = ["Applier", "ApplyLimits", "EngineSupervisor", "Journal"]
+__all__ = ["Applier", "ApplyLimits", "EngineSupervisor", "Journal", "ModelParts"]

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from weightsync_server.engine.apply_limits import ApplyLimits
     from weightsync_server.engine.idempotency import Reply, Request
     from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.supervisor import EngineSupervisor
-    from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.residency.leases import SlotLease
 
@@ -57,7 +57,7 @@ class Applier:
 
     Args:
         supervisor: Keeps the engine connected and reconciled.
-        versions: The versions of the model.
+        model: What is made live.
         journal: Where applies are written down.
         metrics: Where they are counted.
         limits: Timeouts.
@@ -66,13 +66,13 @@ class Applier:
     def __init__(
         self,
         supervisor: EngineSupervisor,
-        versions: ModelVersions,
+        model: ModelParts,
         journal: Journal,
         metrics: Metrics,
         limits: ApplyLimits,
     ) -> None:
         self._supervisor = supervisor
-        self._versions = versions
+        self._model = model
         self._journal = journal
         self._metrics = metrics
         self._limits = limits
@@ -121,9 +121,9 @@ class Applier:
                 seen = await session.ranks.verify(live.apply_id, self._limits.prepare_timeout_s)
                 found = dataclasses.replace(live, reports=tuple(seen))
             else:
-                record = self._versions.get(request.version)
+                record = self._model.table.get(request.version)
                 timeout_s = self._limits.prepare_timeout_s
-                with await self._versions.stage(record.version, timeout_s) as lease:
+                with await self._model.stager.stage(record.version, timeout_s) as lease:
                     found = await session.prepare(
                         record, lease, compare_live=True, timeout_s=timeout_s
                     )
@@ -188,7 +188,7 @@ class Applier:
         async with self._supervisor.exclusive(secrets.token_hex(8)) as session:
             live = _live(session)
             _check_capable(session, spec)
-            version = self._versions.rollback_to
+            version = self._model.serving.rollback_to
             if not version:
                 raise WeightSyncError(
                     Reason.NO_ROLLBACK,
@@ -196,21 +196,21 @@ class Applier:
                     "push the weights that you want as a new version",
                 )
             left = live.record.version
-            target = await self._ready(session, live, self._versions.get(version), None)
+            target = await self._ready(session, live, self._model.table.get(version), None)
             reason = request.reason or f"rolled back to version {version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
             plan, cutover = CutoverPlan(target, live, spec, cause), self._cutover(session)
             report = await self._make_live(session, cutover, plan)
-            rejected = await reject(self._versions, left, reason)
+            rejected = await reject(self._model.serving, left, reason)
             reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
             await self._journal.done(plan, idempotency.pack(reply))
             return reply
 
     def _choose(self, request: pb.ApplyVersionRequest, live: PreparedVersion) -> VersionRecord:
         if not request.version:
-            record = self._versions.newest_applicable()
+            record = self._model.table.newest_applicable()
             return record if record.version > live.record.version else live.record
-        record = self._versions.get(request.version)
+        record = self._model.table.get(request.version)
         if record.serving == pb.SERVING_REJECTED and not request.clear_rejected:
             raise WeightSyncError(
                 Reason.VERSION_REJECTED,
@@ -218,7 +218,7 @@ class Applier:
                 "set clear_rejected to apply it all the same",
             )
         if record.version < live.record.version:
-            back = self._versions.rollback_to
+            back = self._model.serving.rollback_to
             rollback = f"use Rollback, which goes to version {back}, or " if back else ""
             raise WeightSyncError(
                 Reason.VERSION_BELOW_LIVE,
@@ -239,7 +239,7 @@ class Applier:
         with translate_os_errors("the apply"):
             await failpoints.reach("apply.begin")
         seconds = timeout_s or self._limits.prepare_timeout_s
-        lease = await self._versions.stage(record.version, seconds, durable=durable)
+        lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
             target = await self._proved(session, live, record, lease, seconds)
         except BaseException:
@@ -257,7 +257,7 @@ class Applier:
         timeout_s: float,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
-        async with self._versions.digesting(lease) as digests:
+        async with self._model.stager.digesting(lease) as digests:
             target = await session.prepare(
                 record,
                 lease,
@@ -269,9 +269,9 @@ class Applier:
                 digests=digests,
             )
             try:
-                await self._versions.verify_staged(lease, digests)
+                await self._model.stager.verify(lease, digests)
                 target.check()
-                await self._versions.taken(record)
+                await self._model.accepted.learn(record)
             except BaseException:
                 await session.hold(live)
                 raise
@@ -281,7 +281,7 @@ class Applier:
         self, session: EngineSession, live: PreparedVersion, target: PreparedVersion
     ) -> None:
         try:
-            await self._versions.clear_rejected(target.record.version)
+            await self._model.serving.accept(target.record.version)
         except BaseException:
             await self._drop(session, live, target)
             raise
@@ -308,7 +308,7 @@ class Applier:
             if isinstance(error, WeightSyncError):
                 await self._failed(session, cutover, plan, error)
             raise
-        self._versions.set_live(target.record.version)
+        self._model.serving.set_live(target.record.version)
         await session.hold(target)
         self._supervisor.show(target, whole=result.compared_all)
         if result.paused_s:
@@ -330,7 +330,7 @@ class Applier:
         error.metadata["apply_id"] = plan.target.apply_id
         if error.reason is Reason.APPLY_RESTORED:
             self._supervisor.show(plan.base, whole=cutover.compared_all)
-            await reject(self._versions, plan.target.record.version, error.message)
+            await reject(self._model.serving, plan.target.record.version, error.message)
             await self._journal.restored(plan, idempotency.pack_refusal(error.message))
         if error.reason not in (Reason.ENGINE_FENCED, Reason.ENGINE_AWAY):
             await session.hold(plan.base)

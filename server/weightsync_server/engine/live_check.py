@@ -18,10 +18,10 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from weightsync_server.catalog.serving import ServingState
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import Report
-    from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["LiveChecks"]
@@ -42,7 +42,7 @@ class LiveChecks:
     Every method that asks the ranks is called by who has the engine for itself.
 
     Args:
-        versions: Where the outcome is shown.
+        serving: Where the outcome is shown.
         metrics: Where it is counted.
         on_failure: Called with a sentence when parameters do not hold the live version.
         on_end: Called when a comparison has ended.
@@ -50,12 +50,12 @@ class LiveChecks:
 
     def __init__(
         self,
-        versions: ModelVersions,
+        serving: ServingState,
         metrics: Metrics,
         on_failure: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._versions = versions
+        self._serving = serving
         self._metrics = metrics
         self._on_failure = on_failure
         self._on_end = on_end
@@ -78,7 +78,7 @@ class LiveChecks:
     def passed(self, current: PreparedVersion) -> None:
         """Take note that every parameter of every rank was compared and holds a version."""
         self._pending = None
-        self._versions.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
+        self._serving.set_live_check(current.record.version, pb.LIVE_CHECK_PASSED)
         self._metrics.set_live_checked()
 
     def owe(self, current: PreparedVersion) -> None:
@@ -86,7 +86,7 @@ class LiveChecks:
         since = self._pending[1] if self._pending else clock.monotonic()
         self._pending = current, since
         self._not_before = 0.0
-        self._versions.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
+        self._serving.set_live_check(current.record.version, pb.LIVE_CHECK_PENDING)
 
     async def begin(self, session: EngineSession) -> None:
         """Let the ranks compare, if that is owed; returns as soon as they have begun."""
@@ -147,7 +147,7 @@ class LiveChecks:
     def _fail(self, version: int, names: Sequence[str]) -> None:
         logger.critical("live parameters do not hold version %d: %s", version, ", ".join(names))
         self._pending = None
-        self._versions.set_live_check(version, pb.LIVE_CHECK_FAILED)
+        self._serving.set_live_check(version, pb.LIVE_CHECK_FAILED)
         self._metrics.violate("never_mixed")
         self._on_failure("live parameters do not hold the version; it is placed again")
 

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.catalog.serving import ServingState
     from weightsync_server.engine.cutover import Cutover
     from weightsync_server.engine.journal import Entry, Journal
+    from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
     from weightsync_server.engine.quarantine import QuarantinedLeases
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.worker_reports import RankState
-    from weightsync_server.model import ModelVersions
     from weightsync_server.residency.leases import SlotLease
 
 __all__ = ["Reconciler", "reject", "unfinished", "write_down"]
@@ -47,7 +48,7 @@ class Reconciler:
 
     Args:
         session: The engine.
-        versions: What this server knows.
+        model: What this server knows.
         journal: What was live before.
         cutover: Writes versions into a paused engine.
         prepare_timeout_s: Longest prepare, seconds.
@@ -58,7 +59,7 @@ class Reconciler:
     def __init__(
         self,
         session: EngineSession,
-        versions: ModelVersions,
+        model: ModelParts,
         journal: Journal,
         cutover: Cutover,
         prepare_timeout_s: float,
@@ -66,7 +67,7 @@ class Reconciler:
         quarantine: QuarantinedLeases,
     ) -> None:
         self._session = session
-        self._versions = versions
+        self._model = model
         self._journal = journal
         self._cutover = cutover
         self._timeout_s = prepare_timeout_s
@@ -114,7 +115,7 @@ class Reconciler:
         if len(contents) != 1 or contents == {""}:
             return None
         (content,) = contents
-        matching = {r.version: r for r in self._versions.list() if r.content_digest == content}
+        matching = {r.version: r for r in self._model.table.list() if r.content_digest == content}
         last = self._journal.last
         likely = (self._wanted(), last.version if last else 0, *matching)
         return next((matching[version] for version in likely if version in matching), None)
@@ -122,9 +123,11 @@ class Reconciler:
     def _count_unexpected(self, known: VersionRecord) -> None:
         """Count what a first look must not find: nothing is written without a word before it."""
         last = self._journal.last
-        if self._versions.live or last is None:
+        if self._model.serving.live or last is None:
             return
-        named = [self._versions.find(version) for version in (self._journal.live[0], last.version)]
+        named = [
+            self._model.table.find(version) for version in (self._journal.live[0], last.version)
+        ]
         digests = {record.content_digest for record in named if record is not None}
         if None not in named and known.content_digest not in digests:
             logger.critical(
@@ -135,10 +138,10 @@ class Reconciler:
             self._violate("crash_safe")
 
     def _wanted(self) -> int:
-        return self._versions.live or self._journal.live[0]
+        return self._model.serving.live or self._journal.live[0]
 
     async def _prepare(self, record: VersionRecord, *, compare_live: bool) -> PreparedVersion:
-        lease = await self._versions.stage(record.version, _LOAD_S)
+        lease = await self._model.stager.stage(record.version, _LOAD_S)
         try:
             return await self._ask(lease, compare_live=compare_live)
         except BaseException:
@@ -198,7 +201,7 @@ class Reconciler:
             fresh: Whether the engine holds what it started with: then its load plan is proved
                 first, for what is written by a wrong plan is compared by a wrong plan.
         """
-        for version in (self._wanted(), self._versions.rollback_to):
+        for version in (self._wanted(), self._model.serving.rollback_to):
             record = self._committed(version)
             if record is None:
                 continue
@@ -220,7 +223,7 @@ class Reconciler:
         """
         async with (
             self._offered() as files,
-            self._versions.borrow_checkpoint(files) as lease,
+            self._model.adoption.borrow(files) as lease,
         ):
             current = await self._ask(lease, compare_live=True, proof_only=True)
             await self._session.release_prepared()
@@ -239,7 +242,7 @@ class Reconciler:
 
     def _committed(self, version: int) -> VersionRecord | None:
         try:
-            record = self._versions.get(version) if version else None
+            record = self._model.table.get(version) if version else None
         except WeightSyncError:
             return None
         return record if record is not None and record.commit is not None else None
@@ -247,7 +250,7 @@ class Reconciler:
     async def _adopt(self) -> VersionRecord:
         async with self._offered() as files:
             logger.info("adopting the engine's checkpoint: %d files", len(files))
-            return await self._versions.adopt(files, 0)
+            return await self._model.adoption.adopt(files, 0)
 
     @contextlib.asynccontextmanager
     async def _offered(self) -> AsyncIterator[Sequence[OfferedFile]]:
@@ -274,14 +277,15 @@ class Reconciler:
 
     async def _record(self, current: PreparedVersion) -> None:
         await self._session.hold(current)
-        if self._versions.live != current.record.version:
-            self._versions.set_live(current.record.version)
+        serving = self._model.serving
+        if serving.live != current.record.version:
+            serving.set_live(current.record.version)
         intent = unfinished(self._journal, current)
         rejected = False
         if intent is not None and intent.cause.rejects:
             # A rollback that went on to its end without a server.
             cause = intent.cause
-            rejected = await reject(self._versions, cause.rejects, cause.reason)
+            rejected = await reject(serving, cause.rejects, cause.reason)
         await write_down(self._journal, current, rejected=rejected)
 
 
@@ -310,19 +314,18 @@ async def write_down(journal: Journal, current: PreparedVersion, *, rejected: bo
         await journal.found(current)
 
 
-async def reject(versions: ModelVersions, version: int, reason: str) -> bool:
+async def reject(serving: ServingState, version: int, reason: str) -> bool:
     """Reject a version that the engine left, so that "newest" does not go back to it.
 
     Returns whether it is rejected, and raises nothing.
     """
-    if versions.find(version) is None:
-        # It was never committed, and went when another version took its place.
-        return False
     try:
-        await versions.set_rejected(version, reason)
+        await serving.reject(version, reason)
     except WeightSyncError as error:
-        # What the engine serves is not less true for it.
-        logger.critical("version %d could not be rejected: %s", version, error.message)
+        # It may never have been committed, and gone when another version took its place.
+        if error.reason is not Reason.VERSION_UNKNOWN:
+            # What the engine serves is not less true for it.
+            logger.critical("version %d could not be rejected: %s", version, error.message)
         return False
     return True
 

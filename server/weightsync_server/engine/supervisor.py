@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from weightsync.shm.segment_socket import SegmentServer
     from weightsync_server.engine.apply_limits import ApplyLimits
     from weightsync_server.engine.journal import Journal
+    from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
-    from weightsync_server.model import ModelVersions
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["EngineSupervisor"]
@@ -47,7 +47,7 @@ class EngineSupervisor:
 
     Args:
         engine: The engine.
-        versions: The versions of its model.
+        model: What it serves.
         segments: The segment socket.
         journal: What was live before.
         metrics: Where its state is shown.
@@ -63,7 +63,7 @@ class EngineSupervisor:
     def __init__(
         self,
         engine: Engine,
-        versions: ModelVersions,
+        model: ModelParts,
         segments: SegmentServer,
         journal: Journal,
         metrics: Metrics,
@@ -71,19 +71,19 @@ class EngineSupervisor:
         on_change: Callable[[bool], None],
     ) -> None:
         self._engine = engine
-        self._versions = versions
+        self._model = model
         self._segments = segments
         self._journal = journal
         self._metrics = metrics
         self._limits = limits
         self._condition = EngineCondition(metrics, on_change)
         self._wake = asyncio.Event()
-        self.checks = LiveChecks(versions, metrics, self.suspect, self._wake.set)
+        self.checks = LiveChecks(model.serving, metrics, self.suspect, self._wake.set)
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
-        versions.accepted.ask = self._takes
+        model.accepted.ask = self._takes
         if limits.read_ahead:
-            versions.arrivals.listener = self.prefetcher.note
+            model.incoming.listener = self.prefetcher.note
         self._lock = asyncio.Lock()
         self._session: EngineSession | None = None
         self._write_at = 0.0
@@ -139,7 +139,7 @@ class EngineSupervisor:
             session = self._session
             if session is None or not self.serving or LAYOUT_CHECK not in session.info.capabilities:
                 return False
-            return await session.takes(tensors, self._versions.keeper)
+            return await session.takes(tensors, self._model.segments)
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 raise
@@ -246,12 +246,12 @@ class EngineSupervisor:
         if not sleeping:
             await self._occupy(self._session)
         # Retired segments count in the budget until every rank has unmapped them.
-        retired = self._versions.keeper.retired
+        retired = self._model.segments.retired
         if (retired or not self._session.tidy) and not self.checks.running:
-            existing = self._versions.keeper.exposed - retired
+            existing = self._model.segments.exposed - retired
             mapped = await self._session.unmap(existing, self.prefetcher.name)
             if mapped is not None:
-                self._versions.let_go(retired - mapped)
+                self._model.segments.release(retired - mapped)
 
     async def _occupy(self, session: EngineSession) -> None:
         """Give the ranks something to do beside generation: one thing at a time."""
@@ -270,7 +270,7 @@ class EngineSupervisor:
         if not self._journal.says_live(live.record.version):
             self._write_at = now + _RETRY_S
             intent = unfinished(self._journal, live)
-            left = self._versions.find(intent.cause.rejects) if intent is not None else None
+            left = self._model.table.find(intent.cause.rejects) if intent is not None else None
             await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
 
     def _cutover(self, session: EngineSession) -> Cutover:
@@ -299,7 +299,7 @@ class EngineSupervisor:
         self._condition.set(pb.ENGINE_STATE_RECONCILING, "finding out what every rank holds")
         reconciler = Reconciler(
             self._session,
-            self._versions,
+            self._model,
             self._journal,
             self._cutover(self._session),
             self._limits.prepare_timeout_s,
@@ -308,7 +308,7 @@ class EngineSupervisor:
         )
         with translate_os_errors("reconciling the engine"):
             current = await reconciler.run()
-            await self._versions.taken(current.record)
+            await self._model.accepted.learn(current.record)
         self.show(current, whole=True)
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
 
@@ -329,6 +329,6 @@ class EngineSupervisor:
         self.prefetcher.forget()
         if self._session is not None:
             self._session.close()
-        self._versions.accepted.forget()
+        self._model.accepted.forget()
         self._session = None
         self._condition.forget()

@@ -92,7 +92,7 @@ async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
 
 
 async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
-    state, versions = push.state, push.versions
+    state, model = push.state, push.model
     push.pipeline.observe_receive()
     # What is proved here stays so only if nobody holds it for writing any more.
     await asyncio.gather(*(writer.cease() for writer in push.lifecycle.writers))
@@ -104,7 +104,7 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
             f"the content arrived with digest {manifest.content_digest}, the trainer computed "
             f"{content_digest}; push the version again",
         )
-    durable = versions.store.durable
+    durable = model.store.durable
     existing = state.existing
     if existing is not None and existing.commit is not None:
         _repeat(push, existing, manifest)
@@ -115,12 +115,12 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     verified = delta is not None or all(each)
     if existing is not None:
         existing.push_id, existing.key = state.id, state.request.idempotency_key
-        await versions.orphans.revive(
+        await model.orphans.revive(
             existing, manifest, epoch=state.record.epoch, trainer_verified=verified, delta=delta
         )
-        versions.pool.release(state.record)
+        model.slots.release(state.record)
         return answer(existing, durable=durable, already=False)
-    await versions.commit(state.record, manifest, trainer_verified=verified, delta=delta)
+    await model.commits.commit(state.record, manifest, trainer_verified=verified, delta=delta)
     if state.delta is not None:
         state.delta.committed()
     else:
@@ -132,7 +132,7 @@ async def _delta(push: Push, manifest: Manifest) -> PushedDelta | None:
     delta = push.state.delta
     if delta is None or delta.pushed is None:
         return None
-    delta.pushed = await push.versions.folder.admit(
+    delta.pushed = await push.model.compactor.admit(
         push.state.record, manifest, delta.pushed, push.reservation.disk.sibling()
     )
     return delta.pushed
@@ -147,13 +147,13 @@ def _repeat(push: Push, existing: VersionRecord, manifest: Manifest) -> None:
             f"{manifest.content_digest}; push it as a higher version, or as 0 for the next number",
             metadata={"content_digest": existing.content_digest},
         )
-    versions = push.versions
-    if versions.find(existing.version) is not existing:
-        raise versions.not_above(existing.version)
-    versions.hand_over(push.state.record, existing, manifest)
+    table = push.model.table
+    if table.find(existing.version) is not existing:
+        raise table.not_above(existing.version)
+    push.model.stager.hand_over(push.state.record, existing, manifest)
 
 
 def _remember_headers(push: Push, layout: Layout) -> None:
-    known = push.versions.layouts.get(layout.digest)
+    known = push.model.layouts.get(layout.digest)
     if known is not None:
         known.headers |= {shard.index: shard.header_digest for shard in push.state.shards.values()}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest, TensorEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.delta_summary import TensorDelta
@@ -47,7 +47,7 @@ class DeltaPush:
     """The part of a push that deltas alone have. Its base stays for as long as it is open.
 
     Args:
-        versions: The registry.
+        model: What both are versions of.
         record: The version that it brings.
         base: The version that it changes.
         meters: Durations.
@@ -58,11 +58,11 @@ class DeltaPush:
     """
 
     def __init__(
-        self, versions: ModelVersions, record: VersionRecord, base: VersionRecord, meters: Meters
+        self, model: Model, record: VersionRecord, base: VersionRecord, meters: Meters
     ) -> None:
-        self.scratch = versions.pool.scratch()
+        self.scratch = model.slots.scratch()
         self.pushed: PushedDelta | None = None
-        self._versions = versions
+        self._model = model
         self._record = record
         self._base = base
         self._digest = base.content_digest
@@ -94,15 +94,15 @@ class DeltaPush:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
         """
-        self._manifest = self._manifest or await self._versions.manifest(self._base)
-        await self._versions.pool.promise(slot_of(self._record), self._manifest.layout.size)
-        await write_layout(self.scratch, self._versions.keeper, self._manifest)
+        self._manifest = self._manifest or await self._model.commits.manifest(self._base)
+        await self._model.slots.promise(slot_of(self._record), self._manifest.layout.size)
+        await write_layout(self.scratch, self._model.segments, self._manifest)
         # Whoever needs the base asks for the outcome.
         self._base_build = start_task(self._build_base(prove=False))
 
     def renewed(self) -> DeltaPush:
         """Return the same with nothing of it here yet; this one is to be ended."""
-        return DeltaPush(self._versions, self._record, self._base, self._meters)
+        return DeltaPush(self._model, self._record, self._base, self._meters)
 
     async def inspect(self, upload: ShardState, segment: Segment) -> None:
         """Prove that a shard is a part of this delta, whole.
@@ -110,7 +110,7 @@ class DeltaPush:
         Raises:
             WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, ...
         """
-        base, shard, changes = await self._versions.builder.inspect(
+        base, shard, changes = await self._model.materializer.inspect(
             self._document, self._base_manifest.layout, upload.index, upload.entry, segment
         )
         if base != self._digest:
@@ -131,17 +131,17 @@ class DeltaPush:
             WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, BASE_MISMATCH, FETCHER_FAILED, ...
         """
         started = time.perf_counter()
-        base, versions = self._base_manifest, self._versions
+        base = self._base_manifest
         changes = [changes for _, changes in self._shards.values()]
         # In a thread: there may be 200,000 tensors.
         pushed = await asyncio.to_thread(
-            partial(PushedDelta.merged, kept=versions.store.durable),
+            partial(PushedDelta.merged, kept=self._model.store.durable),
             self._base,
             base,
             container,
             changes,
         )
-        manifest = await versions.seal(base.layout, pushed.digests)
+        manifest = await self._model.commits.seal(base.layout, pushed.digests)
         await self._make(manifest)
         self.pushed = pushed
         self._meters.observe_phase("patch", time.perf_counter() - started)
@@ -151,7 +151,7 @@ class DeltaPush:
         """Take note that the version is committed."""
         if self.pushed is not None:
             if self.pushed.kept:
-                self._versions.builder.remember(self._record, self._ordered())
+                self._model.materializer.remember(self._record, self._ordered())
             self._meters.count_delta(self.pushed.counts)
 
     @property
@@ -170,8 +170,8 @@ class DeltaPush:
         if not self._ended:
             self._ended = True
             self._base.holds -= 1
-            self._versions.pool.discard(self.scratch)
-            self._versions.pool.wake()
+            self._model.slots.discard(self.scratch)
+            self._model.slots.wake()
 
     # Inside
 
@@ -198,7 +198,7 @@ class DeltaPush:
             begun, self._base_build = self._base_build, None
             try:
                 await (begun if begun is not None else self._build_base(prove=True))
-                compare(manifest, await self._versions.builder.change(slot, changed), "changed")
+                compare(manifest, await self._model.materializer.change(slot, changed), "changed")
             except WeightSyncError as error:
                 lost = error.reason is Reason.FETCHER_FAILED
                 wrong = error.reason in _WRONG and begun is not None
@@ -214,12 +214,12 @@ class DeltaPush:
     async def _build_base(self, *, prove: bool) -> None:
         slot, base = slot_of(self._record), self._base
         try:
-            await self._versions.builder.build(slot, base, self._base_manifest, prove=prove)
+            await self._model.materializer.build(slot, base, self._base_manifest, prove=prove)
         except WeightSyncError as error:
             if error.reason is not Reason.DATA_CORRUPT:
                 raise
             raise mismatch(
-                self._versions.table, f"version {base.version} cannot be read ({error.message})"
+                self._model.table, f"version {base.version} cannot be read ({error.message})"
             ) from error
 
     def _mistaken(self, error: WeightSyncError) -> WeightSyncError:

@@ -16,12 +16,12 @@ from weightsync_server.push.task_set import TaskSet, is_running
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from weightsync_server.model import ModelVersions
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.announcement import PushAnnouncement
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.state import PushState
+    from weightsync_server.residency.orphans import OrphanReaper
     from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["FATAL", "PushLifecycle", "SegmentWriter"]
@@ -61,7 +61,7 @@ class PushLifecycle:
 
     Args:
         state: The push.
-        versions: The registry of its model.
+        orphans: Drops its version when it fails.
         limits: Bounds on it.
         meters: Counts.
         reservation: Of its memory and disk.
@@ -79,7 +79,7 @@ class PushLifecycle:
     def __init__(
         self,
         state: PushState,
-        versions: ModelVersions,
+        orphans: OrphanReaper,
         limits: PushLimits,
         meters: Meters,
         reservation: PushReservation,
@@ -89,7 +89,7 @@ class PushLifecycle:
         on_end: Callable[[], None],
     ) -> None:
         self._state = state
-        self._versions = versions
+        self._orphans = orphans
         self._limits = limits
         self._meters = meters
         self._reservation = reservation
@@ -269,7 +269,7 @@ class PushLifecycle:
         try:
             # Who shuts down will be asked to go on.
             stays = state.error is not None and state.error.reason is Reason.SHUTTING_DOWN
-            await self._versions.drop(state.record, keep=stays and state.recorded)
+            await self._orphans.drop(state.record, keep=stays and state.recorded)
         finally:
             for shard in state.shards.values():
                 shard.segment = None

@@ -13,7 +13,7 @@ from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.parts import Push
 
@@ -53,7 +53,7 @@ async def opened(push: Push) -> None:
     life.check_open()
 
 
-def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRecord | None:
+def base_of(table: VersionTable, request: pb.BeginPushRequest) -> VersionRecord | None:
     """Return the base of a delta, None of a full push.
 
     Raises:
@@ -62,7 +62,7 @@ def base_of(versions: ModelVersions, request: pb.BeginPushRequest) -> VersionRec
     if request.kind != pb.PUSH_KIND_DELTA:
         return None
     run_id = request.metadata.get("run_id", "")
-    return find_base(versions.table, request.base_content_digest, run_id)
+    return find_base(table, request.base_content_digest, run_id)
 
 
 async def equip(push: Push, deadline_s: float | None) -> None:
@@ -71,11 +71,11 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     Raises:
         WeightSyncError: NO_SLOT, MEMORY_EXHAUSTED, LAYOUT_INVALID, ...
     """
-    state, versions = push.state, push.versions
-    await versions.pool.take(state.record, _slot_wait_s(push.limits, deadline_s))
+    state, model = push.state, push.model
+    await model.slots.take(state.record, _slot_wait_s(push.limits, deadline_s))
     known = None
     if state.request.layout_digest:
-        known = await versions.layout(state.request.layout_digest)
+        known = await model.commits.layout(state.request.layout_digest)
         check_open(state)
     if state.delta is not None:
         await state.delta.equip()
@@ -95,14 +95,14 @@ async def _open(push: Push, deadline_s: float | None) -> None:
 
 
 async def _record(push: Push) -> None:
-    state, versions = push.state, push.versions
-    if state.existing is not None or not versions.store.durable:
+    state, model = push.state, push.model
+    if state.existing is not None or not model.store.durable:
         # What it repeats is committed already; what the store does not keep cannot survive.
         return
     record, request = state.record, state.request.SerializeToString().hex()
     delta = state.delta is not None
-    await versions.store.record_push(
-        PushRecord(state.id, versions.name, record.version, record.epoch, request, delta)
+    await model.store.record_push(
+        PushRecord(state.id, record.model, record.version, record.epoch, request, delta)
     )
     check_open(state)
     push.lifecycle.mark_recorded()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from weightsync.v1 import weightsync_pb2 as pb
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.announcement import PushAnnouncement
     from weightsync_server.push.checkpoint import Checkpointer
@@ -33,7 +33,7 @@ class Push:
         reservation: What it was promised on disk and in memory.
         checkpointer: Makes its shards durable as they come.
         announcement: What engines know of it.
-        versions: The registry of its model.
+        model: What it becomes a version of.
         limits: Bounds on it.
     """
 
@@ -44,7 +44,7 @@ class Push:
     reservation: PushReservation
     checkpointer: Checkpointer
     announcement: PushAnnouncement
-    versions: ModelVersions
+    model: Model
     limits: PushLimits
 
 

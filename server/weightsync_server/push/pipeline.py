@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from weightsync.shm.segments import Segment
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.commits import CommitService
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.announcement import PushAnnouncement
     from weightsync_server.push.checkpoint import Checkpointer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
+    from weightsync_server.workers.fetch.fetch_api import FetchApi
 
 __all__ = ["ShardPipeline"]
 
@@ -51,7 +53,9 @@ class ShardPipeline:
         reservation: Where its shards go.
         checkpointer: Makes them durable as they come.
         announcement: What engines know of them.
-        versions: The registry of its model.
+        table: The versions of its model.
+        commits: Makes its manifest.
+        fetch: Works on its bytes.
         meters: Counts and durations.
     """
 
@@ -62,7 +66,9 @@ class ShardPipeline:
         reservation: PushReservation,
         checkpointer: Checkpointer,
         announcement: PushAnnouncement,
-        versions: ModelVersions,
+        table: VersionTable,
+        commits: CommitService,
+        fetch: FetchApi,
         meters: Meters,
     ) -> None:
         self._state = state
@@ -70,7 +76,9 @@ class ShardPipeline:
         self._reservation = reservation
         self._checkpointer = checkpointer
         self._announcement = announcement
-        self._versions = versions
+        self._table = table
+        self._commits = commits
+        self._fetch = fetch
         self._meters = meters
         #: When the first bytes came, by the event loop's clock; 0: not yet.
         self._first_byte_at = 0.0
@@ -226,7 +234,7 @@ class ShardPipeline:
 
     async def _digest(self, shard: ShardState, segment: Segment) -> None:
         started = time.perf_counter()
-        found = await verify(self._versions.fetchers, shard, segment)
+        found = await verify(self._fetch, shard, segment)
         self._meters.observe_phase("digest", time.perf_counter() - started)
         if self._state.delta is not None:
             await self._state.delta.inspect(shard, segment)
@@ -245,7 +253,7 @@ class ShardPipeline:
         entry, target = shard.entry, self._reservation.target(shard)
         if target is not None:
             started = time.perf_counter()
-            await self._versions.fetchers.persist(segment, entry.size, target)
+            await self._fetch.persist(segment, entry.size, target)
             self._reservation.disk.wrote(entry.size)
             self._meters.observe_phase("persist", time.perf_counter() - started)
 
@@ -293,7 +301,7 @@ class ShardPipeline:
                 self._lifecycle.tasks.sealing = None
             raise
         if state.existing is None and state.error is None:
-            self._versions.staged(state.record, manifest)
+            self._table.staged(state.record, manifest)
         return manifest
 
     async def _manifest(self) -> Manifest:
@@ -311,4 +319,4 @@ class ShardPipeline:
             )
         if state.delta is not None:
             return await state.delta.build(Manifest(layout, tuple(found)))
-        return await self._versions.seal(layout, found)
+        return await self._commits.seal(layout, found)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weightsync.v1 import weightsync_pb2 as pb
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.limits import PushLimits
 
@@ -33,7 +33,7 @@ class PushFactory:
     """Makes the pushes of one model.
 
     Args:
-        versions: The registry of the model.
+        model: The model.
         limits: Bounds on each push.
         meters: Counts.
         on_end: Called when a push is committed, or has failed and freed everything.
@@ -41,12 +41,12 @@ class PushFactory:
 
     def __init__(
         self,
-        versions: ModelVersions,
+        model: Model,
         limits: PushLimits,
         meters: Meters,
         on_end: Callable[[Push], None],
     ) -> None:
-        self._versions = versions
+        self._model = model
         self._limits = limits
         self._meters = meters
         self._on_end = on_end
@@ -74,16 +74,16 @@ class PushFactory:
         state = PushState(push_id, caller.get(), request, record, existing)
         state.shard_count = request.shard_count
         if base is not None:
-            state.delta = DeltaPush(self._versions, record, base, self._meters)
+            state.delta = DeltaPush(self._model, record, base, self._meters)
             # It has the tensors of its base.
             record.layout_check = base.layout_check
         return self._assembled(state)
 
     def _assembled(self, state: PushState) -> Push:
-        versions, limits, meters = self._versions, self._limits, self._meters
-        reservation = PushReservation(state, versions)
-        announcement = PushAnnouncement(state, versions.arrivals)
-        checkpointer = Checkpointer(reservation, versions.fetchers, limits, meters)
+        model, limits, meters = self._model, self._limits, self._meters
+        reservation = PushReservation(state, model.store, model.slots, model.disk)
+        announcement = PushAnnouncement(state, model.incoming)
+        checkpointer = Checkpointer(reservation, model.fetch, limits, meters)
 
         def end() -> None:
             push.layout.clear()
@@ -91,7 +91,7 @@ class PushFactory:
 
         lifecycle = PushLifecycle(
             state,
-            versions,
+            model.orphans,
             limits,
             meters,
             reservation,
@@ -100,17 +100,25 @@ class PushFactory:
             on_end=end,
         )
         pipeline = ShardPipeline(
-            state, lifecycle, reservation, checkpointer, announcement, versions, meters
+            state,
+            lifecycle,
+            reservation,
+            checkpointer,
+            announcement,
+            model.table,
+            model.commits,
+            model.fetch,
+            meters,
         )
         push = Push(
             state,
             lifecycle,
             pipeline,
-            PushLayout(state, reservation, versions.accepted, limits, pipeline.start),
+            PushLayout(state, reservation, model.accepted, limits, pipeline.start),
             reservation,
             checkpointer,
             announcement,
-            versions,
+            model,
             limits,
         )
         return push

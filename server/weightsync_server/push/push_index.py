@@ -11,7 +11,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.push.parts import Push
     from weightsync_server.push.resume import RecoveredPushes
 
@@ -19,7 +19,7 @@ __all__ = ["PushIndex", "check_same_push"]
 
 
 class PushIndex:
-    """All pushes that can be asked about. Of committed ones the registry is the truth.
+    """All pushes that can be asked about. Of committed ones the table is the truth.
 
     Args:
         survivors: Makes the push of a committed version, by model.
@@ -50,16 +50,16 @@ class PushIndex:
         made = (survivors.committed(push_id=push_id) for survivors in self._survivors.values())
         return next((push for push in made if push is not None), None)
 
-    def with_key(self, versions: ModelVersions, key: str) -> Push | None:
+    def with_key(self, model: Model, key: str) -> Push | None:
         """Return the push of a key: open, or committed as a version that still exists."""
         for push in self.open.values():
-            if _has_key(push, versions, key) and push.state.error is None:
+            if _has_key(push, model, key) and push.state.error is None:
                 return push
-        if (brought := self._survivors[versions.name].committed(key=key)) is not None:
+        if (brought := self._survivors[model.table.name].committed(key=key)) is not None:
             return brought
         # A push that repeated a version left its key nowhere else.
         for push in reversed(self._ended.values()):
-            if _has_key(push, versions, key) and _exists(push):
+            if _has_key(push, model, key) and _exists(push):
                 return push
         return None
 
@@ -97,12 +97,12 @@ def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
     )
 
 
-def _has_key(push: Push, versions: ModelVersions, key: str) -> bool:
-    return push.versions is versions and push.state.request.idempotency_key == key
+def _has_key(push: Push, model: Model, key: str) -> bool:
+    return push.model is model and push.state.request.idempotency_key == key
 
 
 def _exists(push: Push) -> bool:
-    record = push.versions.find(push.state.record.version)
+    record = push.model.table.find(push.state.record.version)
     if push.state.committed is None or record is None or record.commit is None:
         return False
     return record.commit.content_digest == push.state.committed.content_digest

@@ -8,10 +8,12 @@ from weightsync_server.residency.slot import slot_of
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
-    from weightsync_server.model import ModelVersions
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
     from weightsync_server.residency.slot import Slot
+    from weightsync_server.residency.slot_pool import SlotPool
+    from weightsync_server.store.disk_quota import DiskQuota
+    from weightsync_server.store.protocol import Store
 
 __all__ = ["PushReservation"]
 
@@ -21,19 +23,20 @@ class PushReservation:
 
     Args:
         state: The push.
-        versions: The registry of its model.
+        store: Where versions are kept.
+        slots: Have their memory.
+        quota: Promises room in the store.
 
     Attributes:
         disk: What the store's disk was promised to have for it.
     """
 
-    def __init__(self, state: PushState, versions: ModelVersions) -> None:
+    def __init__(self, state: PushState, store: Store, slots: SlotPool, quota: DiskQuota) -> None:
         self._state = state
-        self._model = versions.name
-        self._store = versions.store
-        self._pool = versions.pool
-        self._quota = versions.disk
-        self.disk = versions.disk.share()
+        self._store = store
+        self._slots = slots
+        self._quota = quota
+        self.disk = quota.share()
 
     @property
     def on_disk(self) -> bool:
@@ -55,7 +58,7 @@ class PushReservation:
         """
         if self.on_disk:
             await self.disk.promise(total)
-        await self._pool.promise(self.slot, total)
+        await self._slots.promise(self.slot, total)
 
     def reuse(self, shard: ShardState) -> Segment | None:
         """Return memory that the slot has for a shard, the disk having room for all so far."""
@@ -71,12 +74,12 @@ class PushReservation:
         """
         if self.on_disk:
             await self.disk.promise(total)
-        return await self._pool.segment(self.slot, shard.index, shard.entry.size)
+        return await self._slots.segment(self.slot, shard.index, shard.entry.size)
 
     def target(self, shard: ShardState) -> str | None:
         """Return the path at which the store keeps a shard; None: it keeps none."""
-        version, delta = self._state.record.version, self._state.delta is not None
-        return self._store.shard_target(self._model, version, shard.index, delta=delta)
+        record, delta = self._state.record, self._state.delta is not None
+        return self._store.shard_target(record.model, record.version, shard.index, delta=delta)
 
     def renew(self) -> None:
         """Give up what the disk was promised; what comes from now on is promised again."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.commit import answer
 from weightsync_server.push.opening import base_of, equip, opened
@@ -19,10 +20,12 @@ from weightsync_server.push.task_set import start_task
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.epochs import Epochs
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.push.parts import Push
     from weightsync_server.push.push_factory import PushFactory
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.store.protocol import Store
     from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
 
 __all__ = ["RecoveredPushes", "loaded", "resume"]
@@ -34,56 +37,64 @@ class RecoveredPushes:
     """Finds the pushes of an earlier life of the server.
 
     Args:
-        versions: The registry of a model.
-        factory: Makes its pushes.
+        table: The versions of a model.
+        epochs: Who may write them.
+        store: Has what was received of those that were not committed.
+        factory: Makes their pushes.
     """
 
-    def __init__(self, versions: ModelVersions, factory: PushFactory) -> None:
-        self._versions = versions
+    def __init__(
+        self, table: VersionTable, epochs: Epochs, store: Store, factory: PushFactory
+    ) -> None:
+        self._table = table
+        self._epochs = epochs
+        self._store = store
         self._factory = factory
 
     def committed(self, *, push_id: str = "", key: str = "") -> Push | None:
         """Return the push that brought a version which exists, by its id or key, as an ended one.
 
-        None: the registry has no such version.
+        None: there is no such version.
         """
-        record = self._versions.brought_by(push_id=push_id, key=key)
+        record = self._table.brought_by(push_id=push_id, key=key)
         commit = record.commit if record is not None else None
         if record is None or commit is None:
             return None
         request = pb.BeginPushRequest(idempotency_key=commit.idempotency_key)
         push = self._factory.make(record, request, push_id=commit.push_id)
-        durable = self._versions.store.durable
+        durable = self._store.durable
         push.lifecycle.restore(answer(record, durable=durable, already=True))
         return push
 
     async def open(self) -> list[Push]:
         """Return the pushes that can still be committed, suspended; others are removed."""
         found = []
-        for survivor in await self._versions.store.open_pushes(self._versions.name):
+        for survivor in await self._store.open_pushes(self._table.name):
             record = survivor.record
             try:
-                if record.epoch != self._versions.epoch:
-                    raise self._versions.epochs.stale(record.epoch)
-                if record.version <= self._versions.highest:
-                    raise self._versions.not_above(record.version)
+                if record.epoch != self._epochs.newest:
+                    raise self._epochs.stale(record.epoch)
+                if record.version <= self._table.highest:
+                    raise self._table.not_above(record.version)
                 found.append(self._suspended(survivor))
             except WeightSyncError as error:
                 logger.info(
                     "the push of version %d cannot go on: %s", record.version, error.message
                 )
-                await self._versions.store.discard(record.model, record.version)
+                await self._store.discard(record.model, record.version)
         return found
 
     def _suspended(self, survivor: OpenPush) -> Push:
         written = survivor.record
         request = pb.BeginPushRequest.FromString(bytes.fromhex(written.request))
-        record = self._versions.unlisted(written.version, written.epoch, dict(request.metadata))
-        base = base_of(self._versions, request)
+        record = VersionRecord(
+            self._table.name, written.version, written.epoch, dict(request.metadata)
+        )
+        base = base_of(self._table, request)
         push = self._factory.make(record, request, push_id=written.push_id, base=base)
         push.lifecycle.recover({shard.index: shard for shard in survivor.shards})
         record.missing = partial(missing, push.state)
-        self._versions.enlist(record)
+        self._table.add(record)
         push.lifecycle.touch()
         size = sum(shard.size for shard in survivor.shards)
         logger.info("the push of version %d goes on: %d bytes were kept", written.version, size)
@@ -144,7 +155,7 @@ async def _stay_suspended(push: Push) -> None:
     if state.delta is not None:
         await state.delta.cease()
     if state.suspended is not None and state.error is None:
-        push.versions.pool.release(state.record)
+        push.model.slots.release(state.record)
     # Last of all: who resumes it again gives it another slot.
     push.lifecycle.tasks.resuming = None
 
@@ -168,7 +179,7 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
     source = push.reservation.target(shard)
     good = 0
     try:
-        good = await push.versions.fetchers.restore(segment, shard.entry, source or "")
+        good = await push.model.fetch.restore(segment, shard.entry, source or "")
     except WeightSyncError as error:
         if error.reason is Reason.SHUTTING_DOWN:
             raise

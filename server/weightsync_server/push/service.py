@@ -10,6 +10,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.meters import NoMeters
 from weightsync_server.push.commit import check_complete, commit
 from weightsync_server.push.limits import PushLimits
@@ -28,8 +29,7 @@ from weightsync_server.push.validation import check_begin, check_digest, refused
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Push
@@ -41,14 +41,14 @@ class PushService:
     """The pushes of all models. A push that is not committed leaves nothing behind.
 
     Args:
-        models: The registry of each configured model, by name.
+        models: Each configured model, by name.
         limits: Bounds on each push.
         meters: Counts bytes, outcomes and durations.
     """
 
     def __init__(
         self,
-        models: Mapping[str, ModelVersions],
+        models: Mapping[str, Model],
         *,
         limits: PushLimits | None = None,
         meters: Meters | None = None,
@@ -57,19 +57,19 @@ class PushService:
         self.meters = meters or NoMeters()
         self._models = models
         self._factories = {
-            name: PushFactory(versions, self.limits, self.meters, self._end)
-            for name, versions in models.items()
+            name: PushFactory(model, self.limits, self.meters, self._end)
+            for name, model in models.items()
         }
         self._survivors = {
-            name: RecoveredPushes(versions, self._factories[name])
-            for name, versions in models.items()
+            name: RecoveredPushes(model.table, model.epochs, model.store, self._factories[name])
+            for name, model in models.items()
         }
         self._index = PushIndex(self._survivors, self.limits.remembered)
         self._open = self._index.open
         self._shares = Shares(self.limits.max_pushes)
         self._shut = False
-        for versions in models.values():
-            versions.epochs.observe(self._refuse_stale)
+        for model in models.values():
+            model.epochs.observe(self._refuse_stale)
 
     async def restore(self) -> None:
         """Take up the pushes of an earlier life of the server. Call it before any other call.
@@ -173,7 +173,7 @@ class PushService:
         push = self.find(request.push_id)
         push.lifecycle.touch()
         response = pb.GetPushResponse(
-            model=push.versions.name,
+            model=push.state.record.model,
             version=push.state.record.version,
             durability=pb.DURABILITY_RECEIVING,
             shards=progress(push.state),
@@ -187,7 +187,9 @@ class PushService:
 
     def status(self, model: str) -> list[pb.PushStatus]:
         """Return the open pushes of a model."""
-        return [status(push.state) for push in self._open.values() if push.versions.name == model]
+        return [
+            status(push.state) for push in self._open.values() if push.state.record.model == model
+        ]
 
     def overdue(self) -> Iterator[str]:
         """Yield a sentence for every push that nobody goes on with and that should be gone."""
@@ -223,14 +225,14 @@ class PushService:
                 Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
             )
         await failpoints.reach("receive.begin")
-        versions = self._versions(request.model)
-        epoch = versions.check_epoch(request.epoch)
+        model = self._model(request.model)
+        epoch = model.epochs.check(request.epoch)
         push = await self._joined(request, deadline_s)
         if push is None:
-            await self._settled(versions, request.version)
+            await self._settled(model, request.version)
             # No await between here and the entry in _open: of two pushes of a version one is open.
-            epoch = versions.check_epoch(request.epoch)
-            push = self._create(versions, request, epoch)
+            epoch = model.epochs.check(request.epoch)
+            push = self._create(model, request, epoch)
             await start(push, deadline_s)
         push.lifecycle.touch()
         return push
@@ -244,7 +246,7 @@ class PushService:
         if push.state.committed is not None:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
-        push.versions.check_epoch(push.state.record.epoch)
+        push.model.epochs.check(push.state.record.epoch)
         if push.lifecycle.tasks.committing is None:
             await resume(push)
             # Until it is known what is missing it stays awake.
@@ -267,35 +269,32 @@ class PushService:
 
     # Inside
 
-    def _versions(self, model: str) -> ModelVersions:
-        versions = self._models.get(model)
-        if versions is None:
+    def _model(self, name: str) -> Model:
+        model = self._models.get(name)
+        if model is None:
             raise WeightSyncError(
                 Reason.MODEL_UNKNOWN,
-                f"no model {model[:128]!r} here; configured: {', '.join(sorted(self._models))}",
+                f"no model {name[:128]!r} here; configured: {', '.join(sorted(self._models))}",
             )
-        return versions
+        return model
 
     async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
         if not request.idempotency_key:
             return None
-        versions = self._versions(request.model)
-        push = self._index.with_key(versions, request.idempotency_key)
+        model = self._model(request.model)
+        push = self._index.with_key(model, request.idempotency_key)
         if push is not None:
             check_same_push(push, request)
             await resume(push, deadline_s)
         return push
 
-    async def _settled(self, versions: ModelVersions, version: int) -> None:
+    async def _settled(self, model: Model, version: int) -> None:
         for push in list(self._open.values()):
-            if (
-                push.versions is versions
-                and push.state.record.version == version
-                and push.state.error
-            ):
+            same = push.model is model and push.state.record.version == version
+            if same and push.state.error:
                 await push.lifecycle.closed()
 
-    def _create(self, versions: ModelVersions, request: pb.BeginPushRequest, epoch: int) -> Push:
+    def _create(self, model: Model, request: pb.BeginPushRequest, epoch: int) -> Push:
         who = caller.get()
         self._shares.check(who, sum(push.state.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
@@ -305,26 +304,26 @@ class PushService:
                 "or raise max_pushes",
                 retry_after_s=1.0,
             )
-        version = request.version or versions.next_version()
-        existing = self._existing(versions, version)
-        base = base_of(versions, request)
-        record = versions.unlisted(version, epoch, dict(request.metadata))
-        factory = self._factories[versions.name]
+        version = request.version or model.table.next_version()
+        existing = self._existing(model, version)
+        base = base_of(model.table, request)
+        record = VersionRecord(request.model, version, epoch, dict(request.metadata))
+        factory = self._factories[request.model]
         push = factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
             self.meters.count_fallback(request.fallback_reason)
-            versions.fetchers.warm()
+            model.fetch.warm()
         self._open[push.state.id] = push
         if existing is None:
             record.missing = partial(missing, push.state)
-            versions.enlist(record)
+            model.table.add(record)
         return push
 
-    def _existing(self, versions: ModelVersions, version: int) -> VersionRecord | None:
+    def _existing(self, model: Model, version: int) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
         for push in self._open.values():
-            if push.versions is versions and push.state.record.version == version:
+            if push.model is model and push.state.record.version == version:
                 raise WeightSyncError(
                     Reason.PUSH_ABORTED,
                     f"version {version} is being pushed already; join that push by its idempotency "
@@ -332,8 +331,8 @@ class PushService:
                     metadata={"push_id": push.state.id},
                     retry_after_s=1.0,
                 )
-        highest = versions.highest
-        existing = versions.find(version)
+        highest = model.table.highest
+        existing = model.table.find(version)
         if existing is not None and existing.commit is None and not existing.orphaned:
             # No push brings it, or it had been found above.
             raise WeightSyncError(
@@ -354,11 +353,11 @@ class PushService:
             return existing
         if existing is not None and existing.commit is not None:
             return existing
-        raise versions.not_above(version)
+        raise model.table.not_above(version)
 
     def _refuse_used(self, push: Push) -> None:
         record = push.state.record
-        use = "" if push.lifecycle.ended else push.versions.orphans.use(record)
+        use = "" if push.lifecycle.ended else push.model.orphans.use(record)
         if use:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,
@@ -376,7 +375,7 @@ class PushService:
 
     def _refuse_stale(self) -> None:
         for push in list(self._open.values()):
-            epochs = push.versions.epochs
+            epochs = push.model.epochs
             if push.state.record.epoch != epochs.newest:
                 push.lifecycle.fail(epochs.stale(push.state.record.epoch))
 

@@ -36,7 +36,7 @@ def _is_possible(push: Push) -> bool:
         return False
     if state.streams or push.lifecycle.awaiting or _is_busy(push):
         return False
-    return not (record.awaited or push.versions.orphans.use(record))
+    return not (record.awaited or push.model.orphans.use(record))
 
 
 def _is_busy(push: Push) -> bool:
@@ -67,8 +67,8 @@ def _give_back(push: Push) -> None:
     push.lifecycle.suspend(durable)
     record.manifest = None
     record.residency = pb.RESIDENCY_ABSENT
-    push.versions.pool.release(record)
-    push.versions.changed(record)
+    push.model.slots.release(record)
+    push.model.table.touch(record)
     logger.info(
         "nobody sends version %d any more: its slot is free, %d bytes are kept for its push",
         record.version,

@@ -127,7 +127,7 @@ class CheckpointAdoption:
         try:
             self._table.staged(record, await self._read(slot, sorted(files)))
             # It is staged, so nothing is waited for.
-            with await self._stager.stage(record, 0, for_engine=True, durable=False) as lease:
+            with await self._stager.lease(record, 0, for_engine=True, durable=False) as lease:
                 yield lease
         finally:
             self._slots.give_back(slot)

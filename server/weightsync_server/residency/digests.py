@@ -7,20 +7,17 @@ them: a digest of before may have seen other bytes than they did.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
 from weightsync_server.ops.tasks import all_done
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from weightsync.model.manifest import Manifest
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["StagedDigests", "digesting"]
+__all__ = ["StagedDigests"]
 
 
 class StagedDigests:
@@ -83,15 +80,3 @@ class StagedDigests:
 def _by_shard(manifest: Manifest) -> list[list[bytes]]:
     digests = iter(manifest.digests)
     return [list(itertools.islice(digests, len(t))) for t in manifest.layout.by_shard]
-
-
-@contextlib.asynccontextmanager
-async def digesting(
-    lease: SlotLease, manifest: Manifest, fetchers: FetchApi
-) -> AsyncIterator[StagedDigests]:
-    """Give digests for `Stager.verify`; nobody is at them when the body has ended."""
-    digests = StagedDigests(lease, manifest, fetchers)
-    try:
-        yield digests
-    finally:
-        await digests.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from weightsync_server.residency.slot import slot_of
 from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from weightsync.model.manifest import Manifest
     from weightsync_server.catalog.commits import CommitService
@@ -100,9 +101,27 @@ class Stager:
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 
     async def stage(
+        self, version: int, timeout_s: float, *, for_engine: bool = True, durable: bool = True
+    ) -> SlotLease:
+        """Return a lease on a version whose bytes lie in a slot, read from the store if need be.
+
+        Args:
+            version: A committed version, or the live one.
+            timeout_s: Longest time to wait, in seconds.
+            for_engine: An engine will map the segments, so they count until they are released.
+            durable: False: a version that is staged will do before it is committed.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, NO_SLOT, DATA_CORRUPT,
+                DEADLINE_EXCEEDED, MEMORY_EXHAUSTED.
+        """
+        record = self._table.get(version)
+        return await self.lease(record, timeout_s, for_engine=for_engine, durable=durable)
+
+    async def lease(
         self, record: VersionRecord, timeout_s: float, *, for_engine: bool, durable: bool
     ) -> SlotLease:
-        """Return a lease on a version that lies in a slot."""
+        """Return a lease on a version that may have no number; see `stage`."""
         self._refuse_incomplete(record, durable=durable)
         deadline = asyncio.get_running_loop().time() + timeout_s
         # Meanwhile it is in use: nobody deletes it, nor gets its slot before we have our lease.
@@ -143,7 +162,16 @@ class Stager:
         else:
             self._slots.release(record)
 
-    async def verify(self, lease: SlotLease, digests: StagedDigests | None) -> None:
+    @contextlib.asynccontextmanager
+    async def digesting(self, lease: SlotLease) -> AsyncIterator[StagedDigests]:
+        """Give digests for `verify`; nobody is at them when the body has ended."""
+        digests = StagedDigests(lease, await self._commits.manifest(lease.record), self._fetch)
+        try:
+            yield digests
+        finally:
+            await digests.cancel()
+
+    async def verify(self, lease: SlotLease, digests: StagedDigests | None = None) -> None:
         """Prove again that the segments hold the version.
 
         Args:

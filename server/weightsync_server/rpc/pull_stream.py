@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
     from weightsync.model.manifest import Manifest
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.residency.leases import SlotLease
 
 __all__ = ["pull"]
@@ -26,14 +26,14 @@ _LOAD_S = 600.0
 
 
 async def pull(
-    versions: ModelVersions, request: pb.PullWeightsRequest, deadline_s: float | None = None
+    model: Model, request: pb.PullWeightsRequest, deadline_s: float | None = None
 ) -> AsyncIterator[pb.PullWeightsResponse]:
     """Yield the version, then layout, bytes and digests of each shard.
 
     The version stays in its slot until the last message is taken or the call ends.
 
     Args:
-        versions: The registry.
+        model: What it names a version of.
         request: The call.
         deadline_s: Seconds left to it, if it has a deadline.
 
@@ -41,14 +41,14 @@ async def pull(
         WeightSyncError: VERSION_UNKNOWN, REQUEST_INVALID; NO_SLOT at once where the version lies in
             no slot and none is free.
     """
-    record = chosen(versions, request.version)
+    record = chosen(model.table, model.serving, request.version)
     size = min(request.chunk_bytes or _CHUNK, _MAX_CHUNK)
     # A little less than the caller waits, so that it is told why.
     longest = _LOAD_S if deadline_s is None else min(_LOAD_S, deadline_s * 0.95)
     if record.commit is not None:
         # Whoever waits for bytes is told that there is no place for them, not kept waiting.
-        versions.pool.check_room(record)
-    lease = await versions.stage(record.version, longest, for_engine=False)
+        model.slots.check_room(record)
+    lease = await model.stager.stage(record.version, longest, for_engine=False)
     try:
         manifest = record.manifest
         if manifest is None:

@@ -12,23 +12,24 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Manifest, TensorEntry
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.table import VersionTable
 
 __all__ = ["chosen", "tensor_page", "tensor_spec"]
 
 
-def chosen(versions: ModelVersions, version: int) -> VersionRecord:
+def chosen(table: VersionTable, serving: ServingState, version: int) -> VersionRecord:
     """Return the version that a request names; 0 stands for the live one.
 
     Raises:
         WeightSyncError: VERSION_UNKNOWN.
     """
-    if not version and not versions.live:
+    if not version and not serving.live:
         raise WeightSyncError(
             Reason.VERSION_UNKNOWN,
-            f"model {versions.name} has no live version yet; name a version, or apply one first",
+            f"model {table.name} has no live version yet; name a version, or apply one first",
         )
-    return versions.get(version or versions.live)
+    return table.get(version or serving.live)
 
 
 def tensor_spec(tensor: TensorEntry) -> pb.TensorSpec:

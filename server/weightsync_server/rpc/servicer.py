@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from weightsync_server.engine import Applier
-    from weightsync_server.model import ModelVersions
+    from weightsync_server.model import Model
     from weightsync_server.push import Message, PushService, SameHostOffers
 
 __all__ = ["WeightSyncServicer"]
@@ -27,7 +27,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     """Hands calls to the parts of the server that know.
 
     Args:
-        versions: Versions of the one model.
+        model: The one model.
         pushes: Uploads.
         applier: Applies.
         status: Makes the answer of GetStatus.
@@ -37,14 +37,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     def __init__(
         self,
-        versions: ModelVersions,
+        model: Model,
         pushes: PushService,
         applier: Applier,
         status: Callable[[], pb.GetStatusResponse],
         lender: SameHostOffers | None = None,
         endpoints: Callable[[str], list[str]] = lambda _: [],
     ) -> None:
-        self._versions = versions
+        self._model = model
         self._pushes = pushes
         self._applier = applier
         self._status = status
@@ -53,16 +53,16 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
-        versions = self._model(request.model)
+        self._check_model(request.model)
         if len(request.holder.encode()) > 256:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, "holder has more than 256 bytes; shorten it"
             )
-        return pb.AcquireEpochResponse(epoch=await versions.acquire_epoch(request.holder))
+        return pb.AcquireEpochResponse(epoch=await self._model.epochs.acquire(request.holder))
 
     async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
         """Open an upload."""
-        self._model(request.model)
+        self._check_model(request.model)
         response = await self._pushes.begin(request, context.time_remaining())
         if self._lender is not None and request.HasField("same_host"):
             self._lender.offer(response, context.peer())
@@ -87,22 +87,21 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def ApplyVersion(self, request: pb.ApplyVersionRequest, context: Any) -> Any:
         """Make a version live."""
-        self._model(request.model)
+        self._check_model(request.model)
         return await self._applier.apply(request)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Any) -> Any:
         """Go back."""
-        self._model(request.model)
+        self._check_model(request.model)
         return await self._applier.rollback(request)
 
     async def ListVersions(self, request: pb.ListVersionsRequest, context: Any) -> Any:
         """List versions, newest first; the page token is the last version of the page before."""
         below = _token(request.page_token)
         size = min(request.page_size or _MAX_VERSIONS, _MAX_VERSIONS)
+        self._check_model(request.model)
         records = [
-            record
-            for record in self._model(request.model).list()
-            if below is None or record.version < below
+            record for record in self._model.table.list() if below is None or record.version < below
         ]
         page = records[:size]
         more = str(page[-1].version) if len(records) > size else ""
@@ -112,11 +111,11 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> Any:
         """Tell about one version; the page token is the position of the next tensor."""
-        versions = self._model(request.model)
-        record = chosen(versions, request.version)
+        self._check_model(request.model)
+        record = chosen(self._model.table, self._model.serving, request.version)
         answer = pb.GetVersionResponse(version=record.to_info())
         if request.page_size:
-            manifest = await versions.manifest(record)
+            manifest = await self._model.commits.manifest(record)
             first = _token(request.page_token) or 0
             size = min(request.page_size, _MAX_TENSORS)
             answer.tensors.extend(tensor_page(manifest, first, size))
@@ -128,7 +127,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         self, request: pb.WatchVersionsRequest, context: Any
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         """Send the present state, then changes."""
-        async for change in self._model(request.model).watch():
+        self._check_model(request.model)
+        async for change in self._model.feed.watch():
             yield pb.WatchVersionsResponse(
                 version=change.info,
                 revision=change.revision,
@@ -138,41 +138,41 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
 
     async def PinVersion(self, request: pb.PinVersionRequest, context: Any) -> Any:
         """Pin or unpin."""
-        versions = self._model(request.model)
-        await versions.pin(request.version, request.pinned)
-        return pb.PinVersionResponse(version=versions.get(request.version).to_info())
+        self._check_model(request.model)
+        await self._model.serving.pin(request.version, pinned=request.pinned)
+        return pb.PinVersionResponse(version=self._model.table.get(request.version).to_info())
 
     async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Any) -> Any:
         """Delete."""
-        await self._model(request.model).delete(request.version, force=request.force)
+        self._check_model(request.model)
+        await self._model.collector.delete(request.version, force=request.force)
         return pb.DeleteVersionResponse()
 
     async def PullWeights(
         self, request: pb.PullWeightsRequest, context: Any
     ) -> AsyncIterator[pb.PullWeightsResponse]:
         """Send bytes back out."""
-        versions, left = self._model(request.model), context.time_remaining()
-        async for message in pull(versions, request, left):
+        self._check_model(request.model)
+        async for message in pull(self._model, request, context.time_remaining()):
             yield message
 
     async def VerifyVersion(self, request: pb.VerifyVersionRequest, context: Any) -> Any:
         """Prove what every rank serves."""
-        self._model(request.model)
+        self._check_model(request.model)
         return await self._applier.verify(request)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> Any:
         """Tell the state of everything."""
         if request.model:
-            self._model(request.model)
+            self._check_model(request.model)
         return self._status()
 
-    def _model(self, name: str) -> ModelVersions:
-        if name != self._versions.name:
+    def _check_model(self, name: str) -> None:
+        if name != self._model.table.name:
             raise WeightSyncError(
                 Reason.MODEL_UNKNOWN,
-                f"model {name!r} is not configured; this server has {self._versions.name!r}",
+                f"model {name!r} is not configured; this server has {self._model.table.name!r}",
             )
-        return self._versions
 
 
 def _token(text: str) -> int | None:

@@ -37,16 +37,16 @@ async def test_numbers_order_versions_whatever_the_clock_says(
             clocks.let_pass(1)
             clocks.wall += jump
         for _ in range(200):
-            if len(here.versions.list()) == 3:
+            if len(here.model.table.list()) == 3:
                 break
             await asyncio.sleep(0.01)
-        assert [record.version for record in here.versions.list()] == [5, 4, 3]
-        assert here.versions.newest == here.versions.newest_applicable().version == 5
+        assert [record.version for record in here.model.table.list()] == [5, 4, 3]
+        assert here.model.table.newest == here.model.table.newest_applicable().version == 5
     async with world(tmp_path) as here:
-        assert [record.version for record in here.versions.list()] == [5, 4, 3]
-        assert here.versions.next_version() == 6
+        assert [record.version for record in here.model.table.list()] == [5, 4, 3]
+        assert here.model.table.next_version() == 6
         for version in (3, 4, 5):
-            told = here.versions.get(version).to_info().commit_time
+            told = here.model.table.get(version).to_info().commit_time
             assert told.ToNanoseconds() == int(dates[version] * 1e9)
 
 
@@ -58,13 +58,13 @@ async def test_no_push_lease_or_bound_ends_early_or_late(
     async with world(tmp_path, limits={"resume_timeout_s": 0.4}) as here:
         await here.push(simple(1), 1)
         push = await here.pushes.begin(begin(version=2, shard_count=1), 1)
-        with await here.versions.stage(1, 5), bounds.within("it", 10):
+        with await here.model.stager.stage(1, 5), bounds.within("it", 10):
             clocks.wall += jump
             shard = simple(2)[0]
             await here.join(push.push_id, [*shard.layout(), *shard.chunks(100)])
             (told,) = here.pushes.status("m")
             assert told.version == 2
-            assert here.versions.get(1).slot is not None
+            assert here.model.table.get(1).slot is not None
             assert list(bounds.overdue()) == []
             assert list(here.pushes.overdue()) == []
         # Idle for as long as it may be, by time that only rises.

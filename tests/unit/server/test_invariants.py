@@ -25,15 +25,13 @@ async def here(tmp_path: Path) -> AsyncIterator[World]:
     async with world(tmp_path) as made:
         await made.push(simple(0), 1)
         await made.push(simple(1), 2)
-        await made.versions.acquire_epoch("a")
+        await made.model.epochs.acquire("a")
         yield made
 
 
 def _monitor(here: World, metrics: Metrics, late: Any = ()) -> InvariantMonitor:
-    versions = here.versions
-    return InvariantMonitor(
-        versions.table, versions.epochs, versions.pool, versions.keeper, metrics, late
-    )
+    model = here.model
+    return InvariantMonitor(model.table, model.epochs, model.slots, model.segments, metrics, late)
 
 
 def _census(here: World) -> tuple[InvariantMonitor, Metrics]:
@@ -47,7 +45,7 @@ async def test_a_server_at_work_violates_nothing(here: World) -> None:
         made.look()
         await here.push(simple(version), version)
         made.look()
-        await here.versions.acquire_epoch("b")
+        await here.model.epochs.acquire("b")
     assert metrics.violations() == _NONE
 
 
@@ -60,20 +58,20 @@ def _go_over(here: World) -> None:
 
 
 def _fall_back(here: World) -> None:
-    here.versions.epochs.newest = 0
+    here.model.epochs.newest = 0
 
 
 def _change(here: World) -> None:
-    record: Any = here.versions.get(1)
+    record: Any = here.model.table.get(1)
     record.commit = replace(record.commit, content_digest="0" * 32)
 
 
 def _half(here: World) -> None:
-    here.versions.get(1).commit = None
+    here.model.table.get(1).commit = None
 
 
 def _share_a_key(here: World) -> None:
-    for record in here.versions.list():
+    for record in here.model.table.list():
         record.commit = replace(record.commit, idempotency_key="k")  # type: ignore[type-var]
 
 

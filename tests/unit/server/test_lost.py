@@ -96,12 +96,12 @@ async def test_the_ranks_hold_what_the_journal_does_not_know_of(
     # Somebody put version 3 there without a word.
     engine.live.update(tensors(3))
     async with plant(tmp_path, store=url) as other:
-        engine._content = other.here.versions.get(3).content_digest
+        engine._content = other.here.model.table.get(3).content_digest
     async with plant(tmp_path, engine, store=url) as it:
         await it.ready()
         assert it.metrics.violations() == _NONE | {"crash_safe": 1}
         # Proved, so it stays.
-        assert engine.serves == it.here.versions.live == 3
+        assert engine.serves == it.here.model.serving.live == 3
 
 
 @pytest.mark.parametrize("point", ["INTENT", "DONE"])

@@ -18,11 +18,13 @@ from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.retention import Retention
-from weightsync_server.model import ModelVersions
+from weightsync_server.deltas import ChainLimits
+from weightsync_server.model import ModelLimits, open_model
 from weightsync_server.ops.os_errors import write_fault
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.push import PushLimits, PushService, read_message
 from weightsync_server.residency.budget import SegmentBudget
+from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.store import open_store
 from weightsync_server.workers.fetch import FetcherPool, checkpoint_tasks, delta_tasks, shard_tasks
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import ShardEntry, TensorEntry
     from weightsync.shm.segments import Segment
-    from weightsync_server.deltas import ChainLimits
+    from weightsync_server.model import Model
     from weightsync_server.ops.meters import DeltaCounts
     from weightsync_server.push import Message
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
@@ -187,7 +189,7 @@ class Counts:
 
 @dataclass
 class World:
-    versions: ModelVersions
+    model: Model
     pushes: PushService
     meters: Counts
     budget: SegmentBudget
@@ -207,7 +209,7 @@ class World:
 
     def read(self, version: int) -> list[bytes]:
         """Return what lies in the version's slot."""
-        record = self.versions.get(version)
+        record = self.model.table.get(version)
         assert record.slot is not None
         assert record.manifest is not None
         shards = record.manifest.layout.shards
@@ -234,25 +236,17 @@ async def world(
     records = await keeper.open()
     server = SegmentServer(folder / "segments.sock")
     budget = SegmentBudget(memory)
-    versions = ModelVersions(
-        MODEL,
-        store=keeper,
-        fetchers=fetchers,
-        server=server,
-        budget=budget,
-        slots=slots,
-        retention=retention,
-        chains=chains,
-    )
-    await versions.open(records)
+    segments = SegmentAllocator(budget, server, fetchers)
+    bounds = ModelLimits(slots, retention or Retention(), chains or ChainLimits())
+    model = await open_model(MODEL, keeper, fetchers, segments, bounds, records)
     meters = Counts()
-    pushes = pushes_of({MODEL: versions}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    pushes = pushes_of({MODEL: model}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
     await pushes.restore()
     try:
-        yield World(versions, pushes, meters, budget, fetchers, server)
+        yield World(model, pushes, meters, budget, fetchers, server)
     finally:
         await pushes.close()
-        await versions.close()
+        await model.close()
         server.close()
 
 

@@ -170,7 +170,7 @@ class SameHostOffers:
             "who": who,
             "role": "push",
             "method": "same_host",
-            "model": push.versions.name,
+            "model": push.state.record.model,
             "version": push.state.record.version,
             "push_id": push.state.id,
             "outcome": "OK",

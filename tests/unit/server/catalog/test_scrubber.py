@@ -40,12 +40,12 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 def _scrubber(here: World) -> Scrubber:
-    versions = here.versions
-    return Scrubber(versions.table, versions.store, versions.builder.lock, FAST)
+    model = here.model
+    return Scrubber(model.table, model.store, model.materializer.lock, FAST)
 
 
 def shard_file(here: World, version: int, shard: int = 1) -> Path:
-    source = here.versions.store.shard_source("m", version, shard)
+    source = here.model.store.shard_source("m", version, shard)
     assert source is not None
     return Path(source)
 
@@ -55,7 +55,7 @@ async def test_damage_is_found_told_on_use_and_never_healed_in_silence(
     here: World, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await here.push(simple(1), 1)
-    record = here.versions.get(1)
+    record = here.model.table.get(1)
     looking = _scrubber(here)
     await looking.scrub(record)
     assert record.damaged == ""
@@ -68,12 +68,12 @@ async def test_damage_is_found_told_on_use_and_never_healed_in_silence(
     for version in (2, 3):
         await here.push(simple(version), version)
     with pytest.raises(WeightSyncError, match="restore the store") as caught:
-        await here.versions.stage(1, 5)
+        await here.model.stager.stage(1, 5)
     assert caught.value.reason is Reason.DATA_CORRUPT
     path.write_bytes(data)
     await looking.scrub(record)
     assert record.damaged == ""
-    with await here.versions.stage(1, 5):
+    with await here.model.stager.stage(1, 5):
         assert here.read(1) == [shard.data for shard in simple(1)]
 
 
@@ -83,9 +83,9 @@ async def test_it_goes_round_and_passes_over_what_is_deleted(here: World) -> Non
     path = shard_file(here, 2)
     path.write_bytes(flipped(path.read_bytes(), -1 % path.stat().st_size))
     running = asyncio.create_task(_scrubber(here).run())
-    await here.versions.delete(1)
+    await here.model.collector.delete(1)
     end = time.monotonic() + 10
-    while not here.versions.get(2).damaged:
+    while not here.model.table.get(2).damaged:
         assert time.monotonic() < end
         await asyncio.sleep(0.01)
     running.cancel()
@@ -96,7 +96,7 @@ async def test_a_fault_of_this_host_is_no_damage(
     here: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await here.push(simple(1), 1)
-    record = here.versions.get(1)
+    record = here.model.table.get(1)
     looking = _scrubber(here)
     whole = os.pread
 
@@ -130,7 +130,7 @@ async def test_one_that_cannot_be_checked_hides_no_other(
     await here.push(simple(2), 2)
     path = shard_file(here, 2)
     path.write_bytes(flipped(path.read_bytes(), -1 % path.stat().st_size))
-    store = here.versions.store
+    store = here.model.store
     manifest = store.manifest
 
     async def odd(model: str, version: int) -> Any:
@@ -140,6 +140,6 @@ async def test_one_that_cannot_be_checked_hides_no_other(
 
     monkeypatch.setattr(store, "manifest", odd)
     running = asyncio.create_task(_scrubber(here).run())
-    await until(lambda: bool(here.versions.get(2).damaged))
+    await until(lambda: bool(here.model.table.get(2).damaged))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -25,11 +25,11 @@ CODE = grpc.StatusCode
 
 
 def numbers(here: World) -> list[int]:
-    return [record.version for record in here.versions.list()]
+    return [record.version for record in here.model.table.list()]
 
 
 def folders(here: World) -> list[str]:
-    store = Path(here.versions.store.url.removeprefix("file://"))
+    store = Path(here.model.store.url.removeprefix("file://"))
     return sorted(path.name for path in store.glob("m/v*"))
 
 
@@ -39,32 +39,32 @@ async def pushed(here: World, count: int) -> None:
 
 
 async def settled(here: World) -> None:
-    await here.versions._collector.close()
+    await here.model.collector.close()
 
 
 async def test_unknown_versions(here: World) -> None:
     with pytest.raises(WeightSyncError, match="push one") as caught:
-        here.versions.get(1)
+        here.model.table.get(1)
     assert caught.value.code is CODE.NOT_FOUND
     with pytest.raises(WeightSyncError) as caught:
-        here.versions.newest_applicable()
+        here.model.table.newest_applicable()
     assert caught.value.reason is Reason.VERSION_UNKNOWN
     await pushed(here, 2)
     with pytest.raises(WeightSyncError, match="newest is 2"):
-        here.versions.get(9)
+        here.model.table.get(9)
     with pytest.raises(WeightSyncError, match="version 9"):
-        await here.versions.stage(9, 1)
+        await here.model.stager.stage(9, 1)
 
 
 def held(monkeypatch: pytest.MonkeyPatch, here: World, name: str) -> asyncio.Event:
     """Let a method of the store begin when the event is set."""
-    go, method = asyncio.Event(), getattr(here.versions.store, name)
+    go, method = asyncio.Event(), getattr(here.model.store, name)
 
     async def waits(*args: Any) -> Any:
         await go.wait()
         return await method(*args)
 
-    monkeypatch.setattr(here.versions.store, name, waits)
+    monkeypatch.setattr(here.model.store, name, waits)
     return go
 
 
@@ -82,8 +82,8 @@ async def left(work: Coroutine[Any, Any, Any], go: asyncio.Event) -> None:
 async def test_an_epoch_whose_caller_left_counts(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await left(here.versions.acquire_epoch("w"), held(monkeypatch, here, "write_epoch"))
-    assert here.versions.check_epoch(0) == 1 == await here.versions.store.read_epoch("m")
+    await left(here.model.epochs.acquire("w"), held(monkeypatch, here, "write_epoch"))
+    assert here.model.epochs.check(0) == 1 == await here.model.store.read_epoch("m")
     await pushed(here, 1)
 
 
@@ -92,27 +92,27 @@ async def test_a_version_whose_deleter_left_is_gone(
     here: World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await pushed(here, 2)
-    await left(here.versions.delete(1), held(monkeypatch, here, name))
+    await left(here.model.collector.delete(1), held(monkeypatch, here, name))
     assert (numbers(here), folders(here)) == ([2], ["v2"])
 
 
 async def test_epochs_are_persisted_and_only_rise(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
-        assert here.versions.check_epoch(0) == 0
-        assert await asyncio.gather(*(here.versions.acquire_epoch("w") for _ in range(3))) == [
+        assert here.model.epochs.check(0) == 0
+        assert await asyncio.gather(*(here.model.epochs.acquire("w") for _ in range(3))) == [
             1,
             2,
             3,
         ]
         with pytest.raises(WeightSyncError) as caught:
-            await here.versions.acquire_epoch("w" * 257)
+            await here.model.epochs.acquire("w" * 257)
         assert caught.value.reason is Reason.REQUEST_INVALID
     async with world(tmp_path) as here:
-        assert here.versions.epoch == 3
-        assert here.versions.check_epoch(0) == 3
+        assert here.model.epochs.newest == 3
+        assert here.model.epochs.check(0) == 3
         for epoch in (2, 4):
             with pytest.raises(WeightSyncError) as caught:
-                here.versions.check_epoch(epoch)
+                here.model.epochs.check(epoch)
             assert caught.value.reason is Reason.EPOCH_STALE
             assert caught.value.metadata == {"epoch": "3"}
 
@@ -121,67 +121,67 @@ async def test_newest_skips_rejected_content_whatever_its_number(tmp_path: Path)
     async with world(tmp_path) as here:
         for seed in (1, 2, 2):
             await here.push(simple(seed))
-        await here.versions.set_rejected(3, "wrong outputs")
-        assert here.versions.newest_applicable().version == 1
+        await here.model.serving.reject(3, "wrong outputs")
+        assert here.model.table.newest_applicable().version == 1
         await here.push(simple(2))
-        assert here.versions.newest_applicable().version == 1
-        await here.versions.set_rejected(4, "wrong outputs again")
+        assert here.model.table.newest_applicable().version == 1
+        await here.model.serving.reject(4, "wrong outputs again")
     async with world(tmp_path) as here:
-        assert here.versions.newest_applicable().version == 1
+        assert here.model.table.newest_applicable().version == 1
         # Whoever accepts it accepts the content.
-        await here.versions.clear_rejected(3)
-        assert here.versions.get(4).rejected_reason == ""
-        assert here.versions.newest_applicable().version == 4
+        await here.model.serving.accept(3)
+        assert here.model.table.get(4).rejected_reason == ""
+        assert here.model.table.newest_applicable().version == 4
 
 
 async def test_pins_rejections_and_used_numbers_survive(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         await pushed(here, 4)
-        await here.versions.pin(1, True)
-        await here.versions.set_rejected(4, "wrong outputs")
-        assert here.versions.newest_applicable().version == 3
-        await here.versions.delete(3)
-        await here.versions.set_rejected(2, "")
+        await here.model.serving.pin(1, pinned=True)
+        await here.model.serving.reject(4, "wrong outputs")
+        assert here.model.table.newest_applicable().version == 3
+        await here.model.collector.delete(3)
+        await here.model.serving.reject(2, "")
     async with world(tmp_path) as here:
         assert numbers(here) == [4, 2, 1]
-        assert here.versions.get(1).pinned
-        info = here.versions.get(4).to_info()
+        assert here.model.table.get(1).pinned
+        info = here.model.table.get(4).to_info()
         assert info.serving == pb.SERVING_REJECTED
         assert info.rejected_reason == "wrong outputs"
-        assert here.versions.newest_applicable().version == 1
-        await here.versions.clear_rejected(4)
-        assert here.versions.get(4).to_info().serving == pb.SERVING_NO
-        await here.versions.delete(4)
-        await here.versions.pin(1, False)
-        assert not here.versions.get(1).pinned
+        assert here.model.table.newest_applicable().version == 1
+        await here.model.serving.accept(4)
+        assert here.model.table.get(4).to_info().serving == pb.SERVING_NO
+        await here.model.collector.delete(4)
+        await here.model.serving.pin(1, pinned=False)
+        assert not here.model.table.get(1).pinned
     async with world(tmp_path) as here:
         assert numbers(here) == [2, 1]
-        assert here.versions.highest == 4
+        assert here.model.table.highest == 4
         assert await here.push(simple(9)) == 5
 
 
 async def test_what_is_in_use_cannot_be_deleted(here: World) -> None:
     await pushed(here, 2)
-    here.versions.set_live(2)
-    await here.versions.pin(1, True)
-    lease = await here.versions.stage(1, 5)
+    here.model.serving.set_live(2)
+    await here.model.serving.pin(1, pinned=True)
+    lease = await here.model.stager.stage(1, 5)
 
     async def refused(version: int, word: str) -> None:
         with pytest.raises(WeightSyncError, match=word) as caught:
-            await here.versions.delete(version)
+            await here.model.collector.delete(version)
         assert caught.value.reason is Reason.VERSION_IN_USE
         assert caught.value.code is CODE.FAILED_PRECONDITION
 
     await refused(2, "live")
     await refused(1, "pinned")
-    await here.versions.pin(1, False)
+    await here.model.serving.pin(1, pinned=False)
     await refused(1, "staged for an apply")
     lease.release()
     lease.release()
     assert folders(here) == ["v1", "v2"]
-    await here.versions.delete(1)
+    await here.model.collector.delete(1)
     assert folders(here) == ["v2"]
-    assert [slot.state for slot in here.versions.slots_status()] == ["free", "live"]
+    assert [slot.state for slot in here.model.slots.status()] == ["free", "live"]
     push = await here.pushes.begin(begin(), 1)
     await refused(push.version, "abort the push")
 
@@ -189,17 +189,17 @@ async def test_what_is_in_use_cannot_be_deleted(here: World) -> None:
 async def test_retention_by_count(tmp_path: Path) -> None:
     async with world(tmp_path, retention=Retention(3), slots=3) as here:
         await pushed(here, 2)
-        here.versions.set_live(1)
-        here.versions.set_live(2)
+        here.model.serving.set_live(1)
+        here.model.serving.set_live(2)
         await here.push(simple(3))
-        await here.versions.pin(3, True)
+        await here.model.serving.pin(3, pinned=True)
         for seed in (4, 5, 6, 7):
             await here.push(simple(seed))
             await settled(here)
         # Live 2, its way back 1, pinned 3 and the newest stay.
         assert numbers(here) == [7, 3, 2, 1]
         assert folders(here) == ["v1", "v2", "v3", "v7"]
-        await here.versions.pin(3, False)
+        await here.model.serving.pin(3, pinned=False)
         await here.push(simple(8))
         await settled(here)
         # 7 lies in a slot still.
@@ -229,30 +229,30 @@ def test_history() -> None:
 async def test_live_rollback_and_back_again(here: World) -> None:
     await pushed(here, 3)
     for version in (1, 2, 3):
-        here.versions.set_live(version)
-    assert (here.versions.live, here.versions.rollback_to) == (3, 2)
-    here.versions.set_live(2)
-    await here.versions.set_rejected(3, "bad")
-    assert (here.versions.live, here.versions.rollback_to) == (2, 1)
-    serving = [record.serving for record in here.versions.list()]
+        here.model.serving.set_live(version)
+    assert (here.model.serving.live, here.model.serving.rollback_to) == (3, 2)
+    here.model.serving.set_live(2)
+    await here.model.serving.reject(3, "bad")
+    assert (here.model.serving.live, here.model.serving.rollback_to) == (2, 1)
+    serving = [record.serving for record in here.model.table.list()]
     assert serving == [pb.SERVING_REJECTED, pb.SERVING_LIVE, pb.SERVING_NO]
-    here.versions.set_live(0)
-    assert here.versions.rollback_to == 2
-    here.versions.restore_history(1, 3, 99)
-    here.versions.set_live(3)
-    assert here.versions.rollback_to == 1
+    here.model.serving.set_live(0)
+    assert here.model.serving.rollback_to == 2
+    here.model.serving.restore_history(1, 3, 99)
+    here.model.serving.set_live(3)
+    assert here.model.serving.rollback_to == 1
 
 
 async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
     await pushed(here, 2)
-    watch = here.versions.watch()
+    watch = here.model.feed.watch()
     seen = [await anext(watch) for _ in range(2)]
     assert [(c.info.version, c.initial) for c in seen] == [(1, True), (2, True)]
-    await here.versions.set_rejected(1, "x")
+    await here.model.serving.reject(1, "x")
     change = await anext(watch)
     assert change.info.serving == pb.SERVING_REJECTED
     assert change.revision > seen[-1].revision
-    await here.versions.delete(1)
+    await here.model.collector.delete(1)
     change = await anext(watch)
     assert change.deleted
     await here.push(simple(5))
@@ -265,7 +265,7 @@ async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
         (pb.DURABILITY_RECEIVING, pb.RESIDENCY_STAGED),
         (pb.DURABILITY_COMMITTED, pb.RESIDENCY_STAGED),
     ]
-    here.versions._feed.close()
+    here.model.feed.close()
     with pytest.raises(StopAsyncIteration):
         await anext(watch)
 
@@ -275,20 +275,27 @@ async def test_nobody_is_told_again_of_a_version_that_went_while_it_was_marked(
     here: World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await pushed(here, 2)
-    watch = here.versions.watch()
+    watch = here.model.feed.watch()
     for _ in range(2):
         await anext(watch)
     go = held(monkeypatch, here, "write_marks")
-    mark = here.versions.pin(1, True) if name == "pin" else here.versions.set_rejected(1, "bad")
+    mark = (
+        here.model.serving.pin(1, pinned=True)
+        if name == "pin"
+        else here.model.serving.reject(1, "bad")
+    )
     # In this order: the mark is written first, and told when the version is gone already.
-    marking, deleting = asyncio.create_task(mark), asyncio.create_task(here.versions.delete(1))
+    marking, deleting = (
+        asyncio.create_task(mark),
+        asyncio.create_task(here.model.collector.delete(1)),
+    )
     change = await anext(watch)
     assert (change.info.version, change.deleted) == (1, True)
     go.set()
     await asyncio.gather(marking, deleting)
-    here.versions.end_watches()
+    here.model.feed.close()
     assert [change async for change in watch] == []
-    assert await here.versions.store.read_marks("m") == {"pinned": [], "rejected": {}, "highest": 1}
+    assert await here.model.store.read_marks("m") == {"pinned": [], "rejected": {}, "highest": 1}
 
 
 async def test_nobody_is_told_again_of_a_version_that_went_before_it_got_a_slot(
@@ -296,42 +303,42 @@ async def test_nobody_is_told_again_of_a_version_that_went_before_it_got_a_slot(
 ) -> None:
     async with world(tmp_path, slots=1) as here:
         await pushed(here, 2)
-        lease, waits = await here.versions.stage(2, 5), asyncio.Event()
-        here.versions.pool.on_wait = waits.set
+        lease, waits = await here.model.stager.stage(2, 5), asyncio.Event()
+        here.model.slots.on_wait = waits.set
         # Its read goes on when the one who asked for it has left.
-        staging = asyncio.create_task(here.versions.stage(1, 30))
+        staging = asyncio.create_task(here.model.stager.stage(1, 30))
         await waits.wait()
         staging.cancel()
         await asyncio.wait([staging])
-        reading = here.versions._stager._loading[1]
-        await here.versions.delete(1)
-        watch = here.versions.watch()
+        reading = here.model.stager._loading[1]
+        await here.model.collector.delete(1)
+        watch = here.model.feed.watch()
         assert (await anext(watch)).info.version == 2
         lease.release()
         await asyncio.wait([reading])
-        here.versions.end_watches()
+        here.model.feed.close()
         assert {change.info.version async for change in watch} <= {2}
 
 
 async def test_a_watcher_that_is_too_slow_is_told(here: World) -> None:
     await here.push(simple())
-    watch: Any = here.versions.watch()
+    watch: Any = here.model.feed.watch()
     await anext(watch)
     for _ in range(1025):
-        here.versions.changed(here.versions.get(1))
+        here.model.table.touch(here.model.table.get(1))
     for _ in range(1024):
         await anext(watch)
     with pytest.raises(WeightSyncError) as caught:
         await anext(watch)
     assert caught.value.reason is Reason.LIMIT_EXCEEDED
-    assert not here.versions._feed._queues
+    assert not here.model.feed._queues
 
 
 async def test_a_deletion_that_the_store_refuses_changes_nothing(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await pushed(here, 3)
-    await here.versions.set_rejected(3, "wrong outputs")
+    await here.model.serving.reject(3, "wrong outputs")
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -340,13 +347,13 @@ async def test_a_deletion_that_the_store_refuses_changes_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(durable_files, step, refuse)
             with pytest.raises(WeightSyncError) as caught:
-                await here.versions.delete(3)
+                await here.model.collector.delete(3)
         assert caught.value.reason is Reason.FAULT
         assert numbers(here) == [3, 2, 1]
-        assert here.versions.get(3).to_info().rejected_reason == "wrong outputs"
-        with await here.versions.stage(3, 5, for_engine=False):
+        assert here.model.table.get(3).to_info().rejected_reason == "wrong outputs"
+        with await here.model.stager.stage(3, 5, for_engine=False):
             assert here.read(3) == [shard.data for shard in simple(2)]
-    await here.versions.delete(3)
+    await here.model.collector.delete(3)
     assert numbers(here) == [2, 1]
 
 
@@ -362,14 +369,14 @@ async def test_nobody_gets_the_number_of_a_version_while_it_is_deleted(
         real(fd)
 
     monkeypatch.setattr(durable_files, "fsync", wait)
-    deleting = asyncio.create_task(here.versions.delete(2))
+    deleting = asyncio.create_task(here.model.collector.delete(2))
     await asyncio.sleep(0)
     assert numbers(here) == [1]
     try:
         with pytest.raises(WeightSyncError) as caught:
             await here.pushes.begin(begin(version=2), 5)
         assert caught.value.reason is Reason.VERSION_NOT_ABOVE
-        assert here.versions.next_version() == 3
+        assert here.model.table.next_version() == 3
     finally:
         go.set()
     await deleting

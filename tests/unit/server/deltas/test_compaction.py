@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 def lengths(here: World) -> dict[int, int]:
     """Return the length of each version's chain."""
-    return {r.version: r.to_info().chain_length for r in reversed(here.versions.list())}
+    return {r.version: r.to_info().chain_length for r in reversed(here.model.table.list())}
 
 
 async def settled(here: World) -> None:
     """Return when nothing is folded or deleted any more."""
-    await until(lambda: here.versions.folder._task is None)
-    await here.versions._collector.close()
+    await until(lambda: here.model.compactor._task is None)
+    await here.model.collector.close()
 
 
 async def check(here: World, contents: dict[int, Version]) -> None:
     """Read every version back and compare every byte."""
     for version, expected in contents.items():
-        lease = await here.versions.stage(version, 20, for_engine=False)
+        lease = await here.model.stager.stage(version, 20, for_engine=False)
         assert here.read(version) == [shard.data for shard in expected]
         lease.release()
 
@@ -58,7 +58,7 @@ async def test_a_chain_that_is_too_long_is_folded(tmp_path: Path) -> None:
     chains = ChainLimits(length=3, share=100)
     folds: list[int] = []
     async with world(tmp_path, chains=chains, retention=Retention(20)) as here:
-        here.versions.folder.on_fold = lambda: folds.append(here.versions.newest)
+        here.model.compactor.on_fold = lambda: folds.append(here.model.table.newest)
         for at, each in enumerate(contents):
             if at:
                 await push_delta(here, contents[at - 1], each, at + 1)
@@ -67,7 +67,7 @@ async def test_a_chain_that_is_too_long_is_folded(tmp_path: Path) -> None:
             await settled(here)
         assert lengths(here) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 0, 6: 1, 7: 2, 8: 3}
         assert folds == [5]
-        info = here.versions.get(5).to_info()
+        info = here.model.table.get(5).to_info()
         assert (info.kind, info.base_version) == (pb.PUSH_KIND_FULL, 0)
         assert info.stored_bytes == info.size_bytes
         # Still told: it was pushed as a delta.
@@ -99,13 +99,13 @@ async def test_chains_do_not_make_the_store_grow(tmp_path: Path, keep: int) -> N
         for at in range(1, len(contents)):
             await push_delta(here, contents[at - 1], contents[at], at + 1)
             await settled(here)
-            most = max(most, len(here.versions.list()))
+            most = max(most, len(here.model.table.list()))
         # Those that are kept, and as many again as bases, twice over until the oldest one goes.
         assert most <= 3 * keep + 1
-        left = {record.version: contents[record.version - 1] for record in here.versions.list()}
+        left = {record.version: contents[record.version - 1] for record in here.model.table.list()}
         await check(here, left)
     async with world(tmp_path) as here:
-        assert {record.version for record in here.versions.list()} == set(left)
+        assert {record.version for record in here.model.table.list()} == set(left)
         await check(here, left)
 
 
@@ -138,11 +138,11 @@ async def test_pushes_go_on_while_a_version_is_folded(tmp_path: Path) -> None:
         await push_chain(here, contents[:4])
         await fetchers.waiting.wait()
         # It is being folded: its slot stays, and it can neither be deleted nor lost.
-        assert here.versions.get(4).place.leases == 1
+        assert here.model.table.get(4).place.leases == 1
         await push_delta(here, contents[3], contents[4], 5)
         assert lengths(here) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4}
         fetchers.open.set()
-        await until(lambda: here.versions.get(4).base is None)
+        await until(lambda: here.model.table.get(4).base is None)
         await settled(here)
         assert lengths(here)[5] == 1
         await check(here, dict(enumerate(contents[:5], 1)))
@@ -154,13 +154,13 @@ async def test_a_fold_that_stands_back_at_its_last_step_leaves_nothing(tmp_path:
         await push_chain(here, contents[:4])
         await fetchers.waiting.wait()
         folder = tmp_path / "store" / "m" / "v4"
-        async with here.versions.builder.lock:
+        async with here.model.materializer.lock:
             fetchers.open.set()
             await until(lambda: any(name[0].isdigit() for name in names(folder)))
             await asyncio.sleep(0.1)
-            here.versions.folder.stand_back()
+            here.model.compactor.stand_back()
         await settled(here)
-        assert here.versions.get(4).base is not None
+        assert here.model.table.get(4).base is not None
         assert not [name for name in names(folder) if name[0].isdigit()]
         await check(here, dict(enumerate(contents[:4], 1)))
 
@@ -169,17 +169,17 @@ async def test_a_fold_gives_its_slot_to_a_push_that_waits(tmp_path: Path) -> Non
     contents = history(4)
     async with gated(tmp_path) as (here, fetchers):
         await push_chain(here, contents[:3])
-        here.versions.set_live(2)
+        here.model.serving.set_live(2)
         await push_delta(here, contents[2], contents[3], 4)
         await fetchers.waiting.wait()
         # One slot is live, the other one is being folded from.
         await asyncio.wait_for(push_delta(here, contents[3], contents[4], 5), 10)
-        assert here.versions.get(4).base is not None
+        assert here.model.table.get(4).base is not None
         folder = tmp_path / "store" / "m" / "v4"
         assert not [name for name in names(folder) if name[0].isdigit()]
         # The next one is folded instead.
         fetchers.open.set()
-        await until(lambda: here.versions.get(5).base is None)
+        await until(lambda: here.model.table.get(5).base is None)
         await check(here, {4: contents[3], 5: contents[4]})
 
 
@@ -188,11 +188,11 @@ async def test_twice_as_long_a_chain_is_not_acknowledged(tmp_path: Path) -> None
     chains = ChainLimits(length=2, share=100)
     async with world(tmp_path, chains=chains, retention=Retention(20)) as here:
         # No fold comes to its end.
-        here.versions.folder.consider = lambda *_: None  # type: ignore[method-assign]
+        here.model.collector.on_surplus = lambda *_: None
         await push_chain(here, contents)
         assert lengths(here) == {1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 0, 7: 1}
         assert not list((tmp_path / "store" / "m" / "v6").glob("delta*"))
-        assert here.versions.get(6).to_info().changed_fraction > 0
+        assert here.model.table.get(6).to_info().changed_fraction > 0
     async with world(tmp_path, retention=Retention(20)) as here:
         await check(here, dict(enumerate(contents, 1)))
 
@@ -203,7 +203,7 @@ async def test_damage_in_memory_is_not_folded_into_the_store(tmp_path: Path) -> 
     async with world(tmp_path, fetchers=fetchers, chains=ChainLimits(1, 100)) as here:
         await push_chain(here, contents)
         await fetchers.waiting.wait()
-        view = here.versions.get(3).place.segments[2].view
+        view = here.model.table.get(3).place.segments[2].view
         view[len(contents[2][2].data) - 1] ^= 1
         fetchers.open.set()
         await settled(here)
@@ -233,14 +233,14 @@ class Failing:
 async def fold_once(folder: Path, nth: int, expected: Version) -> tuple[int, bool]:
     """Fold version 2 with a failing step; return how many steps there were and whether it did."""
     async with world(folder) as here:
-        record = here.versions.get(2)
-        lease = await here.versions.stage(2, 20)
+        record = here.model.table.get(2)
+        lease = await here.model.stager.stage(2, 20)
         with pytest.MonkeyPatch.context() as patch:
             failing = Failing(patch, nth)
-            await asyncio.gather(here.versions.folder._fold(record), return_exceptions=True)
+            await asyncio.gather(here.model.compactor._fold(record), return_exceptions=True)
         lease.release()
         # Read from the store in this life, too.
-        here.versions.pool.release(record)
+        here.model.slots.release(record)
         record.residency = pb.RESIDENCY_ABSENT
         await check(here, {2: expected})
         return failing.calls, record.base is None
@@ -276,13 +276,13 @@ async def test_deleting_races_with_reading(tmp_path: Path) -> None:
 
         async def read() -> None:
             for _ in range(60):
-                versions = [r.version for r in here.versions.list() if r.commit]
+                versions = [r.version for r in here.model.table.list() if r.commit]
                 version = versions[-1]
                 try:
-                    lease = await here.versions.stage(version, 20, for_engine=False)
+                    lease = await here.model.stager.stage(version, 20, for_engine=False)
                 except WeightSyncError:
                     # It may have been collected between the look and the lease, nothing else.
-                    if here.versions.find(version) is not None:
+                    if here.model.table.find(version) is not None:
                         raise
                     continue
                 assert here.read(version) == [shard.data for shard in known[version]]
@@ -296,7 +296,7 @@ async def test_deleting_races_with_reading(tmp_path: Path) -> None:
 
         await asyncio.gather(read(), push())
         await settled(here)
-        left = {record.version: known[record.version] for record in here.versions.list()}
+        left = {record.version: known[record.version] for record in here.model.table.list()}
         await check(here, left)
 
 
@@ -304,26 +304,26 @@ async def test_a_fold_that_stands_back_at_once_lets_go(tmp_path: Path) -> None:
     contents = history(1)
     async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
         # Somebody waits for a slot before the fold has done its first step.
-        consider = here.versions.folder.consider
+        consider = here.model.compactor.consider
 
         def and_back(surplus: Surplus, most_carried: int) -> None:
             consider(surplus, most_carried)
-            here.versions.folder.stand_back()
+            here.model.compactor.stand_back()
 
-        here.versions.folder.consider = and_back  # type: ignore[method-assign]
+        here.model.collector.on_surplus = and_back
         await push_chain(here, contents)
         await settled(here)
         assert lengths(here) == {1: 0, 2: 1}
-        assert here.versions.get(2).place.leases == 0
-        here.versions.folder.consider = consider  # type: ignore[method-assign]
-        here.versions.collect()
-        await until(lambda: here.versions.get(2).base is None)
+        assert here.model.table.get(2).place.leases == 0
+        here.model.collector.on_surplus = consider
+        here.model.collector.collect()
+        await until(lambda: here.model.table.get(2).base is None)
 
 
 async def test_no_fold_begins_at_the_end(tmp_path: Path) -> None:
     contents = history(1)
     async with world(tmp_path, chains=ChainLimits(share=1e-6)) as here:
-        await here.versions.folder.close()
+        await here.model.compactor.close()
         await push_chain(here, contents)
         await settled(here)
         assert lengths(here) == {1: 0, 2: 1}

@@ -48,54 +48,54 @@ class _History:
         self.contents = contents
 
     async def do(self, step: str, which: int) -> None:
-        known = sorted(r.version for r in self.here.versions.list() if r.commit)
+        known = sorted(r.version for r in self.here.model.table.list() if r.commit)
         if known:
             await getattr(self, step)(known[which % len(known)])
         else:
             await self.full(max(self.contents))
 
     async def delta(self, base: int) -> None:
-        number = max(self.here.versions.highest, *self.contents) + 1
+        number = max(self.here.model.table.highest, *self.contents) + 1
         new = self.contents[number] = stepped(self.contents[base], number, 0.01)
         await push_delta(self.here, self.contents[base], new, number)
 
     async def full(self, base: int) -> None:
-        number = max(self.here.versions.highest, *self.contents) + 1
+        number = max(self.here.model.table.highest, *self.contents) + 1
         new = self.contents[number] = stepped(self.contents[base], number, 0.01)
         await self.here.push(new, number)
 
     async def delete(self, version: int) -> None:
-        versions = self.here.versions
-        based = [r.version for r in versions.list() if r.base is versions.get(version)]
+        model = self.here.model
+        based = [r.version for r in model.table.list() if r.base is model.table.get(version)]
         try:
-            await versions.delete(version)
+            await model.collector.delete(version)
         except WeightSyncError as error:
-            used = based or version in (versions.live, versions.rollback_to)
+            used = based or version in (model.serving.live, model.serving.rollback_to)
             if error.reason is not Reason.VERSION_IN_USE or not used:
                 # A fold may hold it for a moment.
-                assert versions.folder._task is not None
+                assert model.compactor._task is not None
         else:
             assert not based
 
     async def live(self, version: int) -> None:
-        self.here.versions.set_live(version)
+        self.here.model.serving.set_live(version)
 
     async def fold(self, version: int) -> None:
-        lease = await self.here.versions.stage(version, 20, for_engine=False)
-        record = self.here.versions.get(version)
+        lease = await self.here.model.stager.stage(version, 20, for_engine=False)
+        record = self.here.model.table.get(version)
         if record.base is not None:
-            await self.here.versions.folder._fold(record)
+            await self.here.model.compactor._fold(record)
             assert record.base is None
         lease.release()
 
     async def check(self) -> None:
-        versions = self.here.versions
-        await versions._collector.close()
-        for record in list(versions.list()):
-            if versions.find(record.version) is not record:
+        model = self.here.model
+        await model.collector.close()
+        for record in list(model.table.list()):
+            if model.table.find(record.version) is not record:
                 continue
             try:
-                lease = await versions.stage(record.version, 20, for_engine=False)
+                lease = await model.stager.stage(record.version, 20, for_engine=False)
             except WeightSyncError as error:
                 # Collected while it was asked for.
                 if error.reason is not Reason.VERSION_UNKNOWN:
@@ -134,8 +134,8 @@ def test_every_version_stays_what_it_was(
                 for act, which in life:
                     await history.do(act, which)
                 await history.check()
-                await here.versions.keeper.unmapped()
-                assert here.budget.reserved == here.versions.pool.reserved_bytes
+                await here.model.segments.unmapped()
+                assert here.budget.reserved == here.model.slots.reserved_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(run(Path(folder)))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def _scrubber(here: World) -> Scrubber:
-    versions = here.versions
-    return Scrubber(versions.table, versions.store, versions.builder.lock, 1 << 40)
+    model = here.model
+    return Scrubber(model.table, model.store, model.materializer.lock, 1 << 40)
 
 
 class Watched(Threads):
@@ -76,7 +76,7 @@ class Watched(Threads):
 
 async def read_back(here: World, version: int, expected: Version) -> None:
     """Stage a version and compare every byte."""
-    lease = await here.versions.stage(version, 20, for_engine=False)
+    lease = await here.model.stager.stage(version, 20, for_engine=False)
     try:
         assert here.read(version) == [shard.data for shard in expected]
     finally:
@@ -90,10 +90,10 @@ async def test_any_version_of_a_chain_can_be_read_after_a_restart(tmp_path: Path
     async with world(tmp_path) as here:
         for version in (6, 1, 4, 5, 2, 3, 6):
             await read_back(here, version, contents[version - 1])
-            info = here.versions.get(version).to_info()
+            info = here.model.table.get(version).to_info()
             assert info.chain_length == version - 1
-        await here.versions.keeper.unmapped()
-        assert here.budget.reserved == here.versions.pool.reserved_bytes
+        await here.model.segments.unmapped()
+        assert here.budget.reserved == here.model.slots.reserved_bytes
 
 
 async def test_a_slot_of_the_version_before_is_patched_in_place(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ async def test_a_slot_of_the_version_before_is_patched_in_place(tmp_path: Path) 
         # The base lies in one slot, nothing in the other.
         assert fetchers.taken() == {"copy", "patch"}
         for version in (3, 4, 5):
-            segments = {s.id for slot in here.versions.pool.slots for s in slot.segments.values()}
+            segments = {s.id for slot in here.model.slots.slots for s in slot.segments.values()}
             await push_delta(here, contents[version - 2], contents[version - 1], version)
             assert fetchers.taken() == {"patch"}
-            slots = here.versions.pool.slots
+            slots = here.model.slots.slots
             assert {s.id for slot in slots for s in slot.segments.values()} == segments
             assert here.read(version) == [shard.data for shard in contents[version - 1]]
 
@@ -117,13 +117,13 @@ async def test_the_base_itself_gives_its_slot_when_there_is_no_other(tmp_path: P
     fetchers = Watched()
     async with world(tmp_path, fetchers=fetchers) as here:
         await push_chain(here, contents[:2])
-        here.versions.set_live(1)
+        here.model.serving.set_live(1)
         fetchers.taken()
         await push_delta(here, contents[1], contents[2], 3)
         assert fetchers.taken() == {"patch"}
         assert here.read(3) == [shard.data for shard in contents[2]]
-        assert here.versions.get(2).to_info().residency == pb.RESIDENCY_ABSENT
-        here.versions.set_live(3)
+        assert here.model.table.get(2).to_info().residency == pb.RESIDENCY_ABSENT
+        here.model.serving.set_live(3)
         await read_back(here, 2, contents[1])
 
 
@@ -131,12 +131,12 @@ async def test_without_a_store_too(tmp_path: Path) -> None:
     contents = history(2)
     async with world(tmp_path, store="memory://") as here:
         await push_chain(here, contents[:2])
-        here.versions.set_live(1)
+        here.model.serving.set_live(1)
         await push_delta(here, contents[1], contents[2], 3)
         assert here.read(3) == [shard.data for shard in contents[2]]
         # It was the only copy, as a full push would have had it.
-        assert here.versions.find(2) is None
-        info = here.versions.get(3).to_info()
+        assert here.model.table.find(2) is None
+        info = here.model.table.get(3).to_info()
         assert (info.kind, info.base_version, info.chain_length) == (pb.PUSH_KIND_FULL, 0, 0)
         assert info.changed_fraction > 0
 
@@ -155,7 +155,7 @@ async def test_others_do_not_get_the_slot_of_a_base_that_is_nowhere_else(
             assert caught.value.reason is Reason.NO_SLOT
         else:
             await here.pushes.begin(begin(version=3), 5)
-            assert here.versions.get(1).slot is None
+            assert here.model.table.get(1).slot is None
 
 
 @pytest.mark.parametrize("at", [0, 8, -1], ids=["length", "header", "data"])
@@ -165,7 +165,7 @@ async def test_what_remains_in_a_slot_is_not_believed(tmp_path: Path, at: int) -
     async with world(tmp_path, fetchers=fetchers) as here:
         await push_chain(here, contents[:3])
         # Somebody wrote into the slot that the next version will be made in.
-        oldest = here.versions.get(2).place
+        oldest = here.model.table.get(2).place
         view = oldest.segments[1].view
         size = len(contents[1][1].data)
         view[at % size] ^= 0xFF
@@ -219,9 +219,9 @@ async def test_a_damaged_delta_in_the_store_is_found_and_named(tmp_path: Path) -
         await read_back(here, 1, contents[0])
         for version in (2, 3):
             with pytest.raises(WeightSyncError, match="delta of version 2") as caught:
-                await here.versions.stage(version, 20)
+                await here.model.stager.stage(version, 20)
             assert caught.value.reason is Reason.DATA_CORRUPT
-            assert here.versions.get(version).slot is None
+            assert here.model.table.get(version).slot is None
 
 
 async def test_a_base_that_cannot_be_read_asks_for_a_full_push(tmp_path: Path) -> None:
@@ -249,13 +249,13 @@ async def test_a_version_that_is_not_durable_yet_can_be_staged(tmp_path: Path) -
         )
         push = here.pushes.find(begun.push_id)
         await until(lambda: push.state.record.residency == pb.RESIDENCY_STAGED)
-        lease = await here.versions.stage(2, 5, durable=False)
+        lease = await here.model.stager.stage(2, 5, durable=False)
         assert here.read(2) == [shard.data for shard in contents[1]]
         # Committed while an apply holds it.
         request = pb.CommitPushRequest(push_id=push.state.id, content_digest=content(contents[1]))
         await here.pushes.commit(request)
         lease.release()
-        assert here.versions.get(2).to_info().base_version == 1
+        assert here.model.table.get(2).to_info().base_version == 1
 
 
 async def test_damaged_deltas_are_found_by_the_scrubber(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ async def test_damaged_deltas_are_found_by_the_scrubber(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         await push_chain(here, contents)
         scrubber = _scrubber(here)
-        record = here.versions.get(2)
+        record = here.model.table.get(2)
         await scrubber.scrub(record)
         assert record.damaged == ""
         path = tmp_path / "store" / "m" / "v2" / "delta-1.safetensors"
@@ -286,16 +286,16 @@ async def test_a_fold_under_the_scrubber_is_no_damage(
     contents = history(1)
     async with world(tmp_path) as here:
         await push_chain(here, contents)
-        record = here.versions.get(2)
-        lease = await here.versions.stage(2, 20)
-        read = here.versions.store.delta
+        record = here.model.table.get(2)
+        lease = await here.model.stager.stage(2, 20)
+        read = here.model.store.delta
 
         async def folded_meanwhile(model: str, version: int) -> Manifest:
             manifest = await read(model, version)
-            await here.versions.folder._fold(record)
+            await here.model.compactor._fold(record)
             return manifest
 
-        monkeypatch.setattr(here.versions.store, "delta", folded_meanwhile)
+        monkeypatch.setattr(here.model.store, "delta", folded_meanwhile)
         await _scrubber(here).scrub(record)
         assert (record.base, record.damaged) == (None, "")
         lease.release()

@@ -38,8 +38,8 @@ async def test_a_chain_of_deltas_is_what_full_pushes_would_be(
             answer = await push_delta(here, base, new, version)
             assert (answer.version, answer.content_digest) == (version, content(new))
             assert here.read(version) == [shard.data for shard in new]
-        await here.versions.keeper.unmapped()
-        assert here.budget.reserved == here.versions.pool.reserved_bytes
+        await here.model.segments.unmapped()
+        assert here.budget.reserved == here.model.slots.reserved_bytes
 
 
 async def test_everything_is_told_of_a_delta(here: World, tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ async def test_everything_is_told_of_a_delta(here: World, tmp_path: Path) -> Non
     answer = await push_delta(here, first, second, 2, metadata={"run_id": "a"})
     assert (answer.stored_bytes, answer.size_bytes) == (size, layout_of(second).size)
     assert (answer.durable, answer.already) == (True, False)
-    info = here.versions.get(2).to_info()
+    info = here.model.table.get(2).to_info()
     assert (info.kind, info.base_version, info.chain_length) == (pb.PUSH_KIND_DELTA, 1, 1)
     assert (info.stored_bytes, info.trainer_verified) == (size, True)
-    assert info.layout_digest == here.versions.get(1).to_info().layout_digest
-    full = here.versions.get(1).to_info()
+    assert info.layout_digest == here.model.table.get(1).to_info().layout_digest
+    full = here.model.table.get(1).to_info()
     assert (full.kind, full.base_version, full.chain_length) == (pb.PUSH_KIND_FULL, 0, 0)
     assert full.stored_bytes == full.size_bytes
     # What is kept is what was pushed, byte for byte.
@@ -73,7 +73,7 @@ async def test_changes_are_counted(here: World) -> None:
     before = [np.frombuffer(s.data[8 + s.header_size :], np.uint8) for s in first]
     after = [np.frombuffer(s.data[8 + s.header_size :], np.uint8) for s in second]
     bytes_changed = sum(int((a != b).sum()) for a, b in zip(before, after, strict=True))
-    elements = here.versions.get(2).commit
+    elements = here.model.table.get(2).commit
     assert elements is not None
     # Elements are at most as many as bytes, and wide ones hold several bytes that changed.
     assert bytes_changed / 8 < elements.changed_elements <= bytes_changed
@@ -93,7 +93,7 @@ async def test_nothing_changed_is_a_version_too(here: World) -> None:
     answer = await push_delta(here, first, first, 2)
     assert answer.content_digest == content(first)
     assert here.read(2) == [shard.data for shard in first]
-    assert here.versions.get(2).to_info().changed_fraction == 0
+    assert here.model.table.get(2).to_info().changed_fraction == 0
 
 
 async def test_nan_payloads_and_minus_zero_arrive_bit_for_bit(here: World) -> None:
@@ -119,7 +119,7 @@ async def test_a_wrong_base_is_refused_with_what_is_held(here: World) -> None:
     held = {"held_version": "2", "held_content_digest": content(second)}
     assert caught.value.metadata == held
     assert "in full" in caught.value.message
-    assert here.versions.find(3) is None
+    assert here.model.table.find(3) is None
 
 
 async def test_an_older_base_is_as_good(here: World) -> None:
@@ -128,7 +128,7 @@ async def test_an_older_base_is_as_good(here: World) -> None:
     other = stepped(first, 77)
     await push_delta(here, first, other, 3)
     assert here.read(3) == [shard.data for shard in other]
-    assert here.versions.get(3).to_info().base_version == 1
+    assert here.model.table.get(3).to_info().base_version == 1
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_runs_are_not_mixed(here: World, ours: str, theirs: str, good: boo
 async def test_a_damaged_base_is_refused(here: World) -> None:
     first, second, third = history(2)
     await push_chain(here, [first, second])
-    here.versions.get(1).damaged = "tensor 'x' has another digest"
+    here.model.table.get(1).damaged = "tensor 'x' has another digest"
     with pytest.raises(WeightSyncError, match="version 1 is damaged") as caught:
         await push_delta(here, second, third, 3)
     assert caught.value.reason is Reason.BASE_MISMATCH
@@ -162,22 +162,22 @@ async def test_a_base_stays_while_a_delta_of_it_is_pushed(here: World) -> None:
     await here.push(every_dtype(5), 2)
     begun = await here.pushes.begin(begin(version=3, **delta_begin(first)), None)
     with pytest.raises(WeightSyncError, match="that is being pushed") as caught:
-        await here.versions.delete(1)
+        await here.model.collector.delete(1)
     assert caught.value.reason is Reason.VERSION_IN_USE
     await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
-    await here.versions.delete(1)
-    assert here.versions.find(1) is None
+    await here.model.collector.delete(1)
+    assert here.model.table.find(1) is None
 
 
 async def test_a_base_cannot_be_deleted_before_what_is_based_on_it(here: World) -> None:
     await push_chain(here, history(2))
     for version, above in ((1, 2), (2, 3)):
         with pytest.raises(WeightSyncError, match=f"base of version {above}") as caught:
-            await here.versions.delete(version)
+            await here.model.collector.delete(version)
         assert caught.value.reason is Reason.VERSION_IN_USE
     for version in (3, 2, 1):
-        await here.versions.delete(version)
-    assert here.versions.list() == []
+        await here.model.collector.delete(version)
+    assert here.model.table.list() == []
 
 
 # The same version
@@ -217,11 +217,11 @@ async def _refused(here: World, shards: list[Shard], reason: Reason, **fields: A
     assert caught.value.reason is reason, caught.value.message
     for push in list(here.pushes._open.values()):
         await here.pushes.abort(pb.AbortPushRequest(push_id=push.state.id))
-    assert here.versions.find(2) is None
+    assert here.model.table.find(2) is None
     assert here.read(1) == before
-    assert here.versions.get(1).holds == 0
-    await here.versions.keeper.unmapped()
-    assert here.budget.reserved == here.versions.pool.reserved_bytes
+    assert here.model.table.get(1).holds == 0
+    await here.model.segments.unmapped()
+    assert here.budget.reserved == here.model.slots.reserved_bytes
     # It changed nothing: the right delta goes through.
     new = stepped(base, 0)
     await push_delta(here, base, new, 2)
@@ -278,7 +278,7 @@ async def test_a_delta_of_another_base_or_layout_is_refused(here: World) -> None
         here, delta_of(stranger, second), Reason.SHARD_INVALID, base=first, commit=content(second)
     )
     assert content(stranger) in text
-    await here.versions.delete(2)
+    await here.model.collector.delete(2)
     narrow = [make_shard(0, [("s0.BF16", "BF16", (600,), bytes(1200))])]
     wide = stepped(narrow, 1)
     items = [("s0.BF16", "BF16", (600,), _values(narrow[0]), _values(wide[0]))]
@@ -398,7 +398,7 @@ async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
     first = every_dtype()
     async with world(tmp_path, store="memory://") as here:
         await here.push(first, 1)
-        await here.versions.keeper.unmapped()
+        await here.model.segments.unmapped()
         before = memfds()
         with held_threads() as held:
             fields = delta_begin(first, version=2)
@@ -407,7 +407,7 @@ async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
             await held.begun.wait()
             push = here.pushes.find(here.pushes.status(MODEL)[0].push_id)
             if newer:
-                await here.versions.acquire_epoch("newer")
+                await here.model.epochs.acquire("newer")
                 ending: asyncio.Future[Any] = asyncio.ensure_future(push.lifecycle.closed())
             else:
                 request = pb.AbortPushRequest(push_id=push.state.id)
@@ -420,8 +420,8 @@ async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
                 await beginning
             await ending
         assert caught.value.reason is (Reason.EPOCH_STALE if newer else Reason.PUSH_ABORTED)
-        assert [slot.state for slot in here.versions.slots_status()] == ["staged", "free"]
-        assert here.versions.get(1).holds == 0
-        await here.versions.keeper.unmapped()
-        assert here.budget.reserved == here.versions.pool.reserved_bytes
+        assert [slot.state for slot in here.model.slots.status()] == ["staged", "free"]
+        assert here.model.table.get(1).holds == 0
+        await here.model.segments.unmapped()
+        assert here.budget.reserved == here.model.slots.reserved_bytes
         assert memfds() == before

@@ -50,7 +50,7 @@ async def test_a_delta_goes_on_after_a_restart(tmp_path: Path, restarts: int) ->
     for _ in range(restarts - 1):
         async with world(tmp_path, limits=LIMITS) as here:
             # Asleep: nothing was asked of it, and its base stays all the same.
-            assert here.versions.get(1).holds == 1
+            assert here.model.table.get(1).holds == 1
     async with world(tmp_path, limits=LIMITS) as here:
         shards = delta_of(contents[0], contents[1])
         fields = delta_begin(contents[0], version=2, shard_count=2, idempotency_key="k")
@@ -63,7 +63,7 @@ async def test_a_delta_goes_on_after_a_restart(tmp_path: Path, restarts: int) ->
         request = pb.CommitPushRequest(push_id=begun.push_id, content_digest=content(contents[1]))
         await here.pushes.commit(request)
         assert here.read(2) == [shard.data for shard in contents[1]]
-        assert here.versions.get(1).holds == 0
+        assert here.model.table.get(1).holds == 0
         assert not [name for name in names(folder) if name.endswith((".kept", "push.json"))]
 
 
@@ -74,7 +74,7 @@ async def test_a_delta_whose_base_is_gone_is_dropped_at_the_restart(tmp_path: Pa
         await half(here, contents)
     (tmp_path / "store" / "m" / "v1" / "commit.json").write_bytes(b"{}")
     async with world(tmp_path, limits=LIMITS) as here:
-        assert here.versions.list() == []
+        assert here.model.table.list() == []
         assert not (tmp_path / "store" / "m" / "v2").exists()
         assert here.pushes._open == {}
 
@@ -127,7 +127,7 @@ async def test_a_push_is_not_woken_again_before_the_first_try_has_ended(
     again = await asleep(tmp_path, total_bytes=64 << 20)
     fetchers = Held()
     async with world(tmp_path, fetchers=fetchers, memory=16 << 20) as here:
-        store = here.versions.store
+        store = here.model.store
         free_bytes = store.free_bytes
 
         def asked() -> int:
@@ -145,7 +145,7 @@ async def test_a_push_is_not_woken_again_before_the_first_try_has_ended(
             with pytest.raises(WeightSyncError) as caught:
                 await call
             assert caught.value.reason is Reason.MEMORY_EXHAUSTED
-        assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+        assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
 
 
 async def test_an_abort_ends_the_waking_and_is_what_the_call_is_told(
@@ -153,7 +153,7 @@ async def test_an_abort_ends_the_waking_and_is_what_the_call_is_told(
 ) -> None:
     again = await asleep(tmp_path)
     async with world(tmp_path) as here:
-        store = here.versions.store
+        store = here.model.store
         manifest, reading, go = store.manifest, asyncio.Event(), asyncio.Event()
 
         async def slow(model: str, version: int) -> Manifest:
@@ -170,6 +170,6 @@ async def test_an_abort_ends_the_waking_and_is_what_the_call_is_told(
         with pytest.raises(WeightSyncError) as caught:
             await waking
         assert caught.value.reason is Reason.PUSH_ABORTED
-        assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
-        assert here.versions.get(1).holds == 0
+        assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
+        assert here.model.table.get(1).holds == 0
         assert not (tmp_path / "store" / "m" / "v2").exists()

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from tests.unit.server.world import MODEL, Shard, World, make_shard, world
 from weightsync.testing import MemoryEngine
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal, supervisor
+from weightsync_server.engine import (
+    Applier,
+    ApplyLimits,
+    EngineSupervisor,
+    Journal,
+    ModelParts,
+    supervisor,
+)
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -173,7 +180,7 @@ class Plant:
 
     def leases(self) -> dict[int, int]:
         """Return how often each resident version is leased."""
-        slots = self.here.versions.pool.slots
+        slots = self.here.model.slots.slots
         return {slot.record.version: slot.leases for slot in slots if slot.record is not None}
 
 
@@ -199,17 +206,18 @@ async def plant(
     slots, retention = more.pop("slots", 3), more.pop("retention", None)
     async with world(folder, store=store, slots=slots, retention=retention) as here:
         engine = engine or Engine(folder / "segments.sock")
-        lasting = here.versions.store.url if here.versions.store.durable else ""
+        lasting = here.model.store.url if here.model.store.durable else ""
         journal = Journal(folder / "journal", lasting)
         live, previous = journal.live
-        here.versions.restore_history(previous, live)
+        here.model.serving.restore_history(previous, live)
         metrics = Metrics(MODEL)
         serving: list[bool] = []
         values = limits(**more)
+        parts = ModelParts.of(here.model)
         held = EngineSupervisor(
-            engine, here.versions, here.server, journal, metrics, values, serving.append
+            engine, parts, here.server, journal, metrics, values, serving.append
         )
-        applier = Applier(held, here.versions, journal, metrics, values)
+        applier = Applier(held, parts, journal, metrics, values)
         held.start()
         try:
             yield Plant(here, engine, held, applier, journal, metrics, serving)

@@ -38,10 +38,10 @@ async def test_a_version_is_made_live(it: Plant) -> None:
     report = await it.apply(2)
     assert report.outcome == pb.APPLY_OUTCOME_APPLIED
     assert (report.version, report.previous_version) == (2, 1)
-    assert report.content_digest == it.here.versions.get(2).content_digest
+    assert report.content_digest == it.here.model.table.get(2).content_digest
     assert [rank.content_digest for rank in report.ranks] == [report.content_digest]
     assert report.written_bytes == sum(map(len, tensors(2).values()))
-    assert it.engine.serves == it.engine.version == it.here.versions.live == 2
+    assert it.engine.serves == it.engine.version == it.here.model.serving.live == 2
     assert it.engine.events[-3:] == ["pause", "commit", "resume"]
     assert it.journal.live == (2, 1)
     assert it.outcomes() == {"applied": 1}
@@ -52,7 +52,7 @@ async def test_a_version_is_made_live(it: Plant) -> None:
 
 async def test_zero_is_the_newest_that_is_good(it: Plant) -> None:
     await it.push(2, 3)
-    await it.here.versions.set_rejected(3, "no good")
+    await it.here.model.serving.reject(3, "no good")
     assert (await it.apply(0)).version == 2
     assert (await it.apply(0)).outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
 
@@ -73,7 +73,7 @@ async def test_a_dry_run_changes_nothing(it: Plant) -> None:
     assert report.plan.bytes == sum(map(len, tensors(2).values()))
     assert not report.plan.read_from_store
     assert it.engine.events == before
-    assert it.engine.serves == it.here.versions.live == 1
+    assert it.engine.serves == it.here.model.serving.live == 1
     assert it.journal.live[0] == 1
     assert it.leases() == {1: 1, 2: 0}
     assert it.outcomes() == {"planned": 1}
@@ -82,9 +82,9 @@ async def test_a_dry_run_changes_nothing(it: Plant) -> None:
 
 async def test_a_dry_run_clears_no_rejection(it: Plant) -> None:
     await it.push(2)
-    await it.here.versions.set_rejected(2, "bad")
+    await it.here.model.serving.reject(2, "bad")
     await it.apply(2, dry_run=True, clear_rejected=True)
-    assert it.here.versions.get(2).rejected_reason == "bad"
+    assert it.here.model.table.get(2).rejected_reason == "bad"
 
 
 async def test_a_version_that_does_not_exist(it: Plant) -> None:
@@ -111,22 +111,22 @@ async def test_below_the_live_version_is_rollbacks_business(it: Plant) -> None:
 
 async def test_a_rejected_version_needs_a_word(it: Plant) -> None:
     await it.push(2)
-    await it.here.versions.set_rejected(2, "it babbles")
+    await it.here.model.serving.reject(2, "it babbles")
     await _refused(it, Reason.VERSION_REJECTED, "it babbles", "clear_rejected", version=2)
     assert (await it.apply(2, clear_rejected=True)).version == 2
-    assert it.here.versions.get(2).rejected_reason == ""
+    assert it.here.model.table.get(2).rejected_reason == ""
 
 
 async def test_a_rejection_that_cannot_be_cleared_keeps_no_slot(
     it: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await it.push(2)
-    await it.here.versions.set_rejected(2, "it babbles")
+    await it.here.model.serving.reject(2, "it babbles")
 
     async def full(*_: object) -> None:
         raise WeightSyncError(Reason.DISK_EXHAUSTED, "No space left on device")
 
-    monkeypatch.setattr(it.here.versions.store, "write_marks", full)
+    monkeypatch.setattr(it.here.model.store, "write_marks", full)
     await _refused(it, Reason.DISK_EXHAUSTED, "No space left", version=2, clear_rejected=True)
     assert it.leases() == {1: 1, 2: 0}
     assert it.engine.calls[-1] == "release"
@@ -151,7 +151,7 @@ async def test_tensors_that_are_not_the_models(
 ) -> None:
     kinds = {k: v for k, v in (checkpoint(2) | change).items() if v is not None}
     # As if nobody could be asked when the layout came.
-    it.here.versions.accepted.ask = None
+    it.here.model.accepted.ask = None
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     before = list(it.engine.events)
     await _refused(it, Reason.ENGINE_REFUSED, named, version=2)
@@ -168,7 +168,7 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
     more = dict.fromkeys(names, ("U8", (1,), b"x"))
     kinds = checkpoint(2) | more
     # As if nobody could be asked when the layout came.
-    it.here.versions.accepted.ask = None
+    it.here.model.accepted.ask = None
     await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
     error = await _refused(
         it, Reason.ENGINE_REFUSED, "(layer.00, layer.01, layer.02 and 11 more)", version=2
@@ -180,7 +180,7 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
 
 async def test_a_bit_flipped_in_a_segment_after_it_was_staged(it: Plant) -> None:
     await it.push(2)
-    slot = it.here.versions.get(2).slot
+    slot = it.here.model.table.get(2).slot
     assert slot is not None
     shard = shards(2)[0]
     slot.ordered()[0].view[len(shard.data) - 1] ^= 1
@@ -197,9 +197,9 @@ async def test_a_wrong_write_is_restored(it: Plant) -> None:
         it, Reason.APPLY_RESTORED, "version 1 was restored", "a does not hold", version=2
     )
     assert error.metadata["apply_id"]
-    assert it.engine.serves == it.engine.version == it.here.versions.live == 1
+    assert it.engine.serves == it.engine.version == it.here.model.serving.live == 1
     assert it.engine.events[-4:] == ["pause", "commit", "commit", "resume"]
-    assert it.here.versions.get(2).serving == pb.SERVING_REJECTED
+    assert it.here.model.table.get(2).serving == pb.SERVING_REJECTED
     assert it.leases() == {1: 1, 2: 0}
     assert it.journal.live == (1, 0)
     assert it.outcomes() == {"restored": 1}
@@ -213,7 +213,7 @@ async def test_the_way_back_outlives_a_restored_apply(it: Plant) -> None:
     it.engine.wrong = [bytes(256)]
     await _refused(it, Reason.APPLY_RESTORED, version=3)
     assert it.journal.live == (2, 1)
-    assert it.here.versions.rollback_to == 1
+    assert it.here.model.serving.rollback_to == 1
 
 
 async def test_when_the_restore_fails_too_the_engine_is_fenced_then_placed_again(
@@ -232,7 +232,7 @@ async def test_when_the_restore_fails_too_the_engine_is_fenced_then_placed_again
     assert it.count("weightsync_fenced") == 1
     hold.set()
     await it.ready()
-    assert it.engine.serves == it.here.versions.live == 1
+    assert it.engine.serves == it.here.model.serving.live == 1
     assert it.count("weightsync_fenced") == 0
     assert it.leases() == {1: 1, 2: 0}
     assert (await it.apply(2)).version == 2
@@ -240,7 +240,7 @@ async def test_when_the_restore_fails_too_the_engine_is_fenced_then_placed_again
 
 async def test_a_rank_that_echoes_the_digest_without_its_apply_id(it: Plant) -> None:
     await it.push(2)
-    wanted = it.here.versions.get(2).content_digest
+    wanted = it.here.model.table.get(2).content_digest
 
     def lie(replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         it.engine.after.pop("commit")
@@ -301,7 +301,7 @@ async def test_an_engine_that_restarts_between_prepare_and_commit(it: Plant) -> 
     await _refused(it, Reason.ENGINE_FENCED, "not prepared", version=3)
     await it.ready()
     # The live version was placed into the new engine; its disk weights were never served.
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
     assert it.leases()[3] == 0
     assert (await it.apply(3)).version == 3
 
@@ -330,7 +330,7 @@ async def test_a_resume_whose_answer_is_lost_is_asked_for(it: Plant) -> None:
     it.engine.after["resume"] = lost
     assert (await it.apply(2)).version == 2
     assert it.engine.events.count("resume") == 2, "that of the start and this one"
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
     assert it.journal.live == (2, 1)
     assert it.leases() == {1: 0, 2: 1}
 
@@ -367,7 +367,7 @@ async def test_a_resume_that_fails_for_long_is_not_served_until_it_succeeds(it: 
     assert it.count("weightsync_fenced") == 1
     await it.ready()
     assert tries == 8
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
     assert it.journal.live == (2, 1)
     assert it.leases() == {1: 0, 2: 1}
 
@@ -377,7 +377,7 @@ async def test_a_pause_that_ended_before_the_commit_came_is_no_reason_to_fence(i
 
     async def ran_out() -> None:
         it.engine.before.pop("commit")
-        (digest,) = {it.here.versions.get(1).content_digest}
+        (digest,) = {it.here.model.table.get(1).content_digest}
         await MemoryEngine.resume(it.engine, it.engine._lease, 1, digest)
         raise WeightSyncError(Reason.ENGINE_REFUSED, "the engine generates")
 
@@ -561,8 +561,8 @@ async def test_rollback_goes_back_and_rejects(it: Plant) -> None:
     await it.apply(2)
     answer = await it.rollback(reason="it babbles")
     assert (answer.report.version, answer.rejected_version) == (1, 2)
-    assert it.engine.serves == it.here.versions.live == 1
-    left = it.here.versions.get(2)
+    assert it.engine.serves == it.here.model.serving.live == 1
+    left = it.here.model.table.get(2)
     assert (left.serving, left.rejected_reason) == (pb.SERVING_REJECTED, "it babbles")
     assert (await it.apply(0)).outcome == pb.APPLY_OUTCOME_ALREADY_LIVE
     with pytest.raises(WeightSyncError) as caught:
@@ -597,7 +597,7 @@ async def test_a_rollback_that_cannot_be_marked_is_still_told_as_done(
     async def full(*_: object) -> None:
         raise WeightSyncError(Reason.DISK_EXHAUSTED, "full")
 
-    monkeypatch.setattr(it.here.versions, "set_rejected", full)
+    monkeypatch.setattr(it.here.model.serving, "reject", full)
     answer = await it.rollback()
     assert (answer.report.version, answer.rejected_version) == (1, 0)
     assert it.engine.serves == 1

@@ -39,7 +39,7 @@ async def test_a_version_becomes_live_without_a_pause(it: Plant) -> None:
     begun = len(it.engine.events)
     report = await _apply(it, 2)
     assert it.engine.events[begun:] == ["switch"]
-    assert it.engine.serves == it.engine.version == it.here.versions.live == 2
+    assert it.engine.serves == it.engine.version == it.here.model.serving.live == 2
     assert report.outcome == pb.APPLY_OUTCOME_APPLIED
     assert [rank.content_digest for rank in report.ranks] == [report.content_digest]
     assert report.written_bytes == sum(map(len, tensors(2).values()))
@@ -78,8 +78,8 @@ async def test_a_rank_that_writes_wrongly_is_back_on_the_base(it: Plant) -> None
     it.engine.wrong = [b"x" * 256]
     error = await _refused(it, 2, Reason.APPLY_RESTORED, "version 1 was restored", "a does not")
     assert error.metadata["apply_id"]
-    assert it.engine.serves == it.here.versions.live == 1
-    assert it.here.versions.get(2).rejected_reason
+    assert it.engine.serves == it.here.model.serving.live == 1
+    assert it.here.model.table.get(2).rejected_reason
     assert it.journal.live[0] == 1
     assert it.outcomes() == {"restored": 1}
     assert it.engine.events[-1] == "switch"
@@ -91,7 +91,7 @@ async def test_a_base_that_cannot_be_put_back_fences_and_is_placed_again(it: Pla
     await _refused(it, 2, Reason.ENGINE_FENCED)
     assert "fence" in it.engine.events
     await it.ready()
-    assert it.engine.serves == it.here.versions.live == 1
+    assert it.engine.serves == it.here.model.serving.live == 1
     assert it.outcomes() == {"fenced": 1}
 
 
@@ -115,7 +115,7 @@ async def test_an_answer_that_is_none_fences_until_the_ranks_are_asked(
     del it.engine.after["switch"]
     await it.ready()
     # That is what they hold, and it was proved again.
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
     assert it.journal.live == (2, 1)
 
 
@@ -133,7 +133,7 @@ async def test_ranks_that_hang_are_fenced_and_asked_when_they_return(tmp_path: P
         going_on.set()
         await it.ready()
         # It was fenced before the switch began, which was then refused.
-        assert it.engine.serves == it.here.versions.live == 1
+        assert it.engine.serves == it.here.model.serving.live == 1
 
 
 async def test_an_engine_that_went_away_in_it_is_asked(it: Plant) -> None:
@@ -146,7 +146,7 @@ async def test_an_engine_that_went_away_in_it_is_asked(it: Plant) -> None:
     await _refused(it, 2, Reason.ENGINE_FENCED, "lost")
     del it.engine.after["switch"]
     await it.ready()
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
 
 
 async def test_an_old_plugin_is_refused_before_anything_is_done(it: Plant) -> None:
@@ -168,4 +168,4 @@ async def test_an_engine_that_serves_something_else_is_asked(it: Plant) -> None:
     await _refused(it, 2, Reason.ENGINE_AWAY, "did not begin")
     del it.engine.before["switch"]
     await it.ready()
-    assert it.engine.serves == it.here.versions.live == 1
+    assert it.engine.serves == it.here.model.serving.live == 1

@@ -50,8 +50,8 @@ async def test_a_rollback_that_nobody_saw_the_end_of_goes_back_once(it: Plant) -
     await it.ready()
     answer = await it.rollback(idempotency_key="k", reason="it babbles")
     assert (answer.report.version, answer.rejected_version) == (2, 3)
-    assert it.engine.serves == it.here.versions.live == 2
-    assert it.here.versions.get(3).rejected_reason == "it babbles"
+    assert it.engine.serves == it.here.model.serving.live == 2
+    assert it.here.model.table.get(3).rejected_reason == "it babbles"
     assert await it.rollback(idempotency_key="k", reason="it babbles") == answer
 
 
@@ -118,7 +118,7 @@ async def test_of_versions_with_one_content_the_intended_one_is_live(
     (tmp_path / "journal").write_bytes(b"".join(lines[:-1]))
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
-        assert it.here.versions.live == 2
+        assert it.here.model.serving.live == 2
 
 
 def test_a_version_is_live_in_journals_of_before_too(tmp_path: Path) -> None:

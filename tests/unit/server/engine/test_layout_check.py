@@ -71,12 +71,12 @@ async def test_a_refusal_is_remembered(it: Plant) -> None:
 async def test_what_is_known_is_not_asked_again(it: Plant) -> None:
     await it.push(2)
     assert "check" not in it.engine.calls
-    assert it.here.versions.get(2).to_info().layout_check == _PASSED
+    assert it.here.model.table.get(2).to_info().layout_check == _PASSED
 
 
 async def test_an_open_push_tells_whether_its_layout_was_checked(it: Plant) -> None:
-    for ask, label in ((it.here.versions.accepted.ask, _PASSED), (None, _UNCHECKED)):
-        it.here.versions.accepted.ask = ask
+    for ask, label in ((it.here.model.accepted.ask, _PASSED), (None, _UNCHECKED)):
+        it.here.model.accepted.ask = ask
         opened = await it.here.pushes.begin(begin(shard_count=1), 5)
         await it.here.join(opened.push_id, shards(2)[0].layout())
         (push,) = it.here.pushes.status("m")
@@ -93,12 +93,12 @@ async def test_without_an_engine_it_is_accepted_and_labelled_until_it_was_prepar
         await it.until(pb.ENGINE_STATE_AWAY)
         await it.push(2)
         await it.here.push([_with({"d": ("U8", (1,), b"x")})], 3)
-        versions = it.here.versions
-        assert [versions.get(v).to_info().layout_check for v in (2, 3)] == [_UNCHECKED] * 2
+        model = it.here.model
+        assert [model.table.get(v).to_info().layout_check for v in (2, 3)] == [_UNCHECKED] * 2
         engine.restart(tensors(1))
         await it.ready()
         # It has the layout of the engine's checkpoint.
-        assert [versions.get(v).to_info().layout_check for v in (2, 3)] == [_PASSED, _UNCHECKED]
+        assert [model.table.get(v).to_info().layout_check for v in (2, 3)] == [_PASSED, _UNCHECKED]
 
 
 async def test_an_engine_that_comes_is_asked_anew(it: Plant) -> None:
@@ -120,7 +120,7 @@ async def test_an_engine_that_cannot_tell_stops_no_push(
 
     it.engine.before["check"] = fail
     await it.here.push([_with({"d": ("U8", (1,), b"x")})], 2)
-    assert it.here.versions.get(2).layout_check == _UNCHECKED
+    assert it.here.model.table.get(2).layout_check == _UNCHECKED
     assert it.keeper.status().state == pb.ENGINE_STATE_SERVING
 
 

@@ -90,7 +90,7 @@ async def _push_part(it: Plant, version: int, seed: int | None = None) -> None:
 
 
 def _info(it: Plant, version: int) -> pb.VersionInfo:
-    return it.here.versions.get(version).to_info()
+    return it.here.model.table.get(version).to_info()
 
 
 def _checks(it: Plant) -> dict[str, float]:

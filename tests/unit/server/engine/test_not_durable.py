@@ -34,7 +34,7 @@ async def _arrive(it: Plant, seed: int) -> str:
     _disk(it).gate = asyncio.Event()
     begun = await it.here.pushes.begin(begin(version=seed, shard_count=1), None)
     await it.here.join(begun.push_id, shards(seed)[0].all())
-    record = it.here.versions.get(seed)
+    record = it.here.model.table.get(seed)
     await until(lambda: record.residency == pb.RESIDENCY_STAGED)
     return begun.push_id
 
@@ -47,7 +47,7 @@ async def _commit(it: Plant, push: str) -> pb.CommitPushResponse:
 
 
 def _label(it: Plant, version: int) -> tuple[int, int]:
-    info = it.here.versions.get(version).to_info()
+    info = it.here.model.table.get(version).to_info()
     return info.durability, info.serving
 
 
@@ -61,7 +61,7 @@ async def test_only_on_request(it: Plant) -> None:
     assert (await it.apply(2, require_durable=False, dry_run=True)).plan.bytes
     report = await it.apply(2, require_durable=False)
     assert report.outcome == pb.APPLY_OUTCOME_APPLIED
-    assert report.content_digest == it.here.versions.get(2).content_digest
+    assert report.content_digest == it.here.model.table.get(2).content_digest
     assert report.durability == pb.DURABILITY_RECEIVING
     assert it.engine.live == tensors(2)
     assert _label(it, 2) == (pb.DURABILITY_RECEIVING, pb.SERVING_LIVE)
@@ -87,7 +87,7 @@ async def test_a_full_disk_leaves_it_live_and_a_rollback_works(it: Plant) -> Non
     answer = await it.rollback()
     assert (answer.report.version, answer.rejected_version) == (1, 0)
     assert it.engine.serves == 1
-    assert it.here.versions.find(2) is None
+    assert it.here.model.table.find(2) is None
     assert it.leases() == {1: 1}
 
 
@@ -108,7 +108,7 @@ async def test_an_engine_that_was_away_is_found_on_it(it: Plant) -> None:
     it.keeper.suspect("somebody wants to know")
     await until(lambda: not it.keeper.serving)
     await it.ready()
-    assert it.engine.serves == it.here.versions.live == 2
+    assert it.engine.serves == it.here.model.serving.live == 2
     assert _label(it, 2) == (pb.DURABILITY_RECEIVING, pb.SERVING_LIVE)
 
 
@@ -124,6 +124,6 @@ async def test_a_new_server_serves_what_is_durable(tmp_path: Path) -> None:
         assert engine.serves == 3
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
-        assert engine.serves == it.here.versions.live == 2
+        assert engine.serves == it.here.model.serving.live == 2
         # Its push may still go on; until it is committed nothing serves it.
-        assert it.here.versions.get(3).commit is None
+        assert it.here.model.table.get(3).commit is None

@@ -114,7 +114,7 @@ def _shards(seed: int) -> list[Shard]:
 
 
 def _layout(it: Plant) -> str:
-    manifest = it.here.versions.get(4).manifest
+    manifest = it.here.model.table.get(4).manifest
     assert manifest is not None
     return manifest.layout.digest
 
@@ -238,7 +238,7 @@ async def test_what_is_published_for_it_is_taken_back(it: Plant) -> None:
         await _commit(it, push)
         await it.apply(version)
     engine.end()
-    await it.here.versions.keeper.unmapped()
+    await it.here.model.segments.unmapped()
     assert it.here.budget.reserved == before
 
 
@@ -261,7 +261,7 @@ async def test_damage_in_shared_memory_is_told_as_such(it: Plant) -> None:
     ready = engine._ready
     engine._ready = lambda *args: ready(*args) | {"shards": [0], "unlike": ["b"]}  # type: ignore[method-assign]
     await it.here.push(_shards(5), 5)
-    slot = it.here.versions.get(5).slot
+    slot = it.here.model.table.get(5).slot
     assert slot is not None
     slot.ordered()[0].view[100] ^= 1
     with pytest.raises(WeightSyncError, match=r"bytes of tensor .a. in shared memory"):
@@ -300,13 +300,13 @@ async def test_a_version_that_was_read_anew_is_not_named(
         for shard in _shards(5):
             await _send(it, push, shard)
         await _commit(it, push)
-        slot = it.here.versions.get(5).slot
+        slot = it.here.model.table.get(5).slot
         # It loses its slot to one that nobody reads, and gets it again.
         await it.here.push(_shards(6), 6)
-        assert it.here.versions.get(5).slot is None
+        assert it.here.model.table.get(5).slot is None
         engine.prepared.clear()
         await it.apply(5)
-        assert it.here.versions.get(5).slot is slot
+        assert it.here.model.table.get(5).slot is slot
         assert (engine.prepared, engine.serves) == ([""], 5)
         engine.end()
 

@@ -143,15 +143,15 @@ def _shards() -> list[Any]:
 
 
 def _names(it: Plant) -> list[str]:
-    manifest = it.here.versions.get(2).manifest
+    manifest = it.here.model.table.get(2).manifest
     assert manifest is not None
     return [shard.name for shard in manifest.layout.shards]
 
 
 def _damage(it: Plant, shard: int) -> None:
-    slot = it.here.versions.get(2).slot
+    slot = it.here.model.table.get(2).slot
     assert slot is not None
-    manifest = it.here.versions.get(2).manifest
+    manifest = it.here.model.table.get(2).manifest
     assert manifest is not None
     slot.ordered()[shard].view[manifest.layout.shards[shard].size - 1] ^= 1
 
@@ -199,7 +199,7 @@ async def test_damage_in_a_shard_that_is_read_early_or_late_is_found_and_named(
     with pytest.raises(WeightSyncError, match=f'tensor "{"abc"[shard]}"') as caught:
         await it.apply(2)
     assert caught.value.reason is Reason.DATA_CORRUPT
-    assert engine.serves == it.here.versions.live == 1
+    assert engine.serves == it.here.model.serving.live == 1
     assert engine.calls[-1] == "release"
     assert it.leases() == {1: 1}, "it is no longer staged, and nobody holds its slot"
 

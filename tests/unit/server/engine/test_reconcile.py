@@ -37,10 +37,10 @@ async def test_the_checkpoint_is_adopted_proved_and_never_written(
 ) -> None:
     async with plant(tmp_path, engine) as it:
         status = await it.ready()
-        record = it.here.versions.get(1)
+        record = it.here.model.table.get(1)
         assert record.commit is not None
         assert record.commit.adopted
-        assert engine.serves == engine.version == it.here.versions.live == 1
+        assert engine.serves == engine.version == it.here.model.serving.live == 1
         assert engine.events == ["resume"], "never paused, for it never ran, and nothing written"
         assert [(r.rank, r.version) for r in status.ranks] == [("0/0/0", 1)]
         assert status.ranks[0].content_digest == record.content_digest
@@ -62,10 +62,10 @@ async def test_an_adoption_after_deleted_versions(tmp_path: Path, engine: Engine
     engine.before["hello"] = lambda: _fail(Reason.ENGINE_AWAY, "not yet")
     async with plant(tmp_path, engine, store=store) as it:
         await it.push(5, 6)
-        await it.here.versions.delete(6)
+        await it.here.model.collector.delete(6)
         engine.before.clear()
         await it.ready()
-        assert it.here.versions.live == 7
+        assert it.here.model.serving.live == 7
 
 
 def _fail(reason: Reason, text: str) -> None:
@@ -136,8 +136,8 @@ async def test_a_restarted_server_asks_the_ranks_and_pauses_nobody(
     before = list(engine.events)
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
-        assert it.here.versions.live == 2
-        assert it.here.versions.rollback_to == 1
+        assert it.here.model.serving.live == 2
+        assert it.here.model.serving.rollback_to == 1
         assert engine.events == before
         assert (await it.rollback()).report.version == 1
 
@@ -157,8 +157,8 @@ async def test_a_server_that_died_after_the_commit_believes_the_ranks(
     async with plant(tmp_path, engine, store=store) as it:
         assert it.journal.live == (1, 0)
         await it.ready()
-        assert it.here.versions.live == engine.serves == 2
-        assert it.here.versions.rollback_to == 1
+        assert it.here.model.serving.live == engine.serves == 2
+        assert it.here.model.serving.rollback_to == 1
         assert it.journal.live == (2, 1)
 
 
@@ -179,7 +179,7 @@ async def test_a_server_that_died_in_the_commit_places_the_last_live_version(
     await engine.fence("the lease ran out")
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
-        assert it.here.versions.live == engine.serves == 2
+        assert it.here.model.serving.live == engine.serves == 2
         assert it.journal.live == (2, 1), "the way back is kept"
         assert it.leases()[2] == 1
 
@@ -210,7 +210,7 @@ async def test_a_restarted_engine_gets_the_live_version_and_never_serves_its_dis
         await until(lambda: bool(served))
         await it.ready()
         assert served == [2]
-        assert it.here.versions.rollback_to == 1
+        assert it.here.model.serving.rollback_to == 1
         assert it.leases() == {1: 0, 2: 1}
 
 
@@ -268,7 +268,7 @@ async def test_what_one_rank_proved_of_the_checkpoint_excuses_no_other(tmp_path:
 def _told(it: Plant) -> dict[int, tuple[int, int, str]]:
     """Return what anybody can learn of the versions."""
     return {
-        r.version: (r.durability, r.residency, r.content_digest) for r in it.here.versions.list()
+        r.version: (r.durability, r.residency, r.content_digest) for r in it.here.model.table.list()
     }
 
 
@@ -282,15 +282,15 @@ async def test_the_proof_of_a_restarted_engine_leaves_nothing_behind(
         await it.ready()
         await it.push(2)
         await it.apply(2)
-        versions, told, newest = it.here.versions, _told(it), it.here.versions.newest
+        model, told, newest = it.here.model, _told(it), it.here.model.table.newest
         engine.restart({name: bytes(len(data)) for name, data in tensors(1).items()})
         engine.calls.clear()
         await until(lambda: "commit" in engine.calls)
         await it.ready()
         assert engine.calls.index("offer") < engine.calls.index("commit")
-        assert engine.serves == versions.live == 2
-        assert versions.newest == newest
-        assert versions.rollback_to == 1
+        assert engine.serves == model.serving.live == 2
+        assert model.table.newest == newest
+        assert model.serving.rollback_to == 1
         kept = _told(it)
         if stored:
             # What was evicted for the proof is read again for a rollback.
@@ -299,8 +299,8 @@ async def test_the_proof_of_a_restarted_engine_leaves_nothing_behind(
             }
         else:
             assert kept == told
-        await until(lambda: versions.pool.reserved_bytes == versions.keeper.budget.reserved)
-        states = [slot.state for slot in versions.slots_status()]
+        await until(lambda: model.slots.reserved_bytes == model.segments.budget.reserved)
+        states = [slot.state for slot in model.slots.status()]
         assert set(states) <= {"live", "staged", "free"}
         await it.push(3)
         await it.apply(3)
@@ -323,7 +323,7 @@ async def test_a_server_that_dies_after_the_proof_still_places_the_live_version(
     engine.before.clear()
     async with plant(tmp_path, engine, store=store) as it:
         await it.ready()
-        assert engine.serves == it.here.versions.live == 2
+        assert engine.serves == it.here.model.serving.live == 2
         assert not it.metrics.violations()["crash_safe"]
 
 
@@ -348,7 +348,7 @@ async def test_an_engine_whose_checkpoint_cannot_be_had_is_fenced_with_the_remed
         engine.before.clear()
         if tried_again:
             await it.ready()
-            assert engine.serves == it.here.versions.live == (2 if known else 1)
+            assert engine.serves == it.here.model.serving.live == (2 if known else 1)
 
 
 async def test_a_checkpoint_that_is_no_longer_whole_is_told_with_the_remedy(
@@ -388,7 +388,7 @@ async def test_another_store_cannot_know_what_the_engine_serves(
         await it.apply(2)
     async with plant(tmp_path, engine) as it:
         await it.ready()
-        assert it.here.versions.live
+        assert it.here.model.serving.live
         assert engine.serves
 
 
@@ -417,15 +417,15 @@ async def test_a_pause_for_placing_never_outlives_a_failure(tmp_path: Path, engi
         async def no_slot(*_: object, **__: object) -> None:
             _fail(Reason.NO_SLOT, "no slot came free")
 
-        stage = it.here.versions.stage
-        it.here.versions.stage = no_slot  # type: ignore[assignment]
+        stage = it.here.model.stager.stage
+        it.here.model.stager.stage = no_slot  # type: ignore[assignment]
         it.keeper.suspect("who knows")
         await until(lambda: "fence" in engine.events)
         pauses = engine.events.count("pause")
         await asyncio.sleep(0.2)
         assert engine.events.count("pause") == pauses, "a fenced engine is not paused again"
         assert engine.serves == 0
-        it.here.versions.stage = stage  # type: ignore[method-assign]
+        it.here.model.stager.stage = stage  # type: ignore[method-assign]
         await it.ready()
         assert engine.serves == 2
 
@@ -445,7 +445,7 @@ async def test_a_live_version_whose_bytes_are_lost_gives_way_to_the_one_before(
     engine.restart(tensors(1))
     async with plant(tmp_path, engine, store=f"file://{store}") as it:
         await it.ready()
-        assert engine.serves == it.here.versions.live == 1
+        assert engine.serves == it.here.model.serving.live == 1
 
 
 @pytest.mark.parametrize("call", ["resume", "prepare", "state", "release", "hello"])
@@ -466,7 +466,7 @@ async def test_what_fails_once_is_tried_again(
     async with plant(tmp_path, engine) as it:
         await it.ready()
         assert call not in engine.before
-        assert engine.serves == it.here.versions.live == 1
+        assert engine.serves == it.here.model.serving.live == 1
 
 
 async def test_a_serving_engine_whose_ranks_claim_what_they_do_not_hold_is_a_violation(

@@ -83,7 +83,7 @@ async def test_one_rank_that_holds_something_else_is_named(it: Plant) -> None:
 
 async def test_ranks_that_hold_different_versions_do_not_resume(it: Plant) -> None:
     await it.push(2)
-    digest = it.here.versions.get(1).content_digest
+    digest = it.here.model.table.get(1).content_digest
     lease = await it.engine.pause(PauseSpec(), 1.0)
     it.engine.ranks[1]._content = "other"
     with pytest.raises(WeightSyncError, match="nothing proved"):

@@ -135,9 +135,9 @@ async def test_a_call_that_hangs_fences_and_is_waited_for(tmp_path: Path) -> Non
         assert it.leases()[2] == 1, "the call may still read it: nothing else may be written there"
         go.set()
         await it.ready()
-        assert it.leases()[2] <= (it.here.versions.live == 2)
+        assert it.leases()[2] <= (it.here.model.serving.live == 2)
         # The late commit wrote version 2; nobody had approved it, so the ranks were asked.
-        assert it.engine.serves == it.here.versions.live
+        assert it.engine.serves == it.here.model.serving.live
         assert it.metrics.violations()["never_mixed"] == 0
 
 

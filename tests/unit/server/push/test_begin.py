@@ -72,7 +72,7 @@ async def test_bad_begins_leave_nothing(
 ) -> None:
     error = await refused(here, reason, **fields)
     assert word in error.message
-    assert here.versions.list() == []
+    assert here.model.table.list() == []
     assert here.pushes.status(MODEL) == []
     assert here.budget.reserved == 0
     assert await here.push(simple()) == 1
@@ -85,7 +85,7 @@ async def test_numbers_only_rise(here: World) -> None:
     assert error.metadata == {"newest_version": "5"}
     assert await here.push(simple(2)) == 6
     # A deleted number is never used again.
-    await here.versions.delete(6)
+    await here.model.collector.delete(6)
     await refused(here, Reason.VERSION_NOT_ABOVE, version=6)
     assert await here.push(simple(3)) == 7
 
@@ -101,11 +101,11 @@ async def test_same_version_same_content_is_fine_other_content_exists(tmp_path: 
             assert caught.value.reason is Reason.VERSION_CONFLICT
             assert caught.value.code is CODE.ALREADY_EXISTS
             assert here.read(3) == [shard.data for shard in simple(1)]
-            lease = await here.versions.stage(3, 5)
-            await here.versions.verify_staged(lease)
+            lease = await here.model.stager.stage(3, 5)
+            await here.model.stager.verify(lease)
             lease.release()
             assert here.meters.pushes == {"committed": 1, "already": 1, "failed": 1}
-            assert [slot.state for slot in here.versions.slots_status()] == ["staged", "free"]
+            assert [slot.state for slot in here.model.slots.status()] == ["staged", "free"]
             assert await here.push(simple(4)) == 4
 
 
@@ -113,13 +113,13 @@ async def test_a_version_is_repeated_beside_the_live_one(tmp_path: Path) -> None
     async with world(tmp_path) as here:
         await here.push(simple(1))
         await here.push(simple(2))
-        here.versions.set_live(1)
+        here.model.serving.set_live(1)
         # Both slots are taken: version 2 makes room for its own repetition and gets it back.
         again = await here.pushes.stream(one_stream(simple(2), version=2))
         assert again.commit.already
         assert here.read(2) == [shard.data for shard in simple(2)]
         opened = await here.pushes.begin(begin(version=2), 1)
-        await here.versions.delete(2)
+        await here.model.collector.delete(2)
         shards = simple(2)
         await here.join(opened.push_id, [m for shard in shards for m in shard.all()])
         with pytest.raises(WeightSyncError) as caught:
@@ -128,7 +128,7 @@ async def test_a_version_is_repeated_beside_the_live_one(tmp_path: Path) -> None
     async with world(tmp_path / "b", store="memory://") as here:
         await here.push(simple(1))
         await here.push(simple(2))
-        here.versions.set_live(1)
+        here.model.serving.set_live(1)
         await refused(here, Reason.NO_SLOT, version=2)
         assert here.read(2) == [shard.data for shard in simple(2)]
 
@@ -200,8 +200,8 @@ async def test_a_begin_ends_with_the_last_call_that_waits_for_it(here: World) ->
         await asyncio.wait([call])
     await push.lifecycle.closed()
     await here.pushes.abort(pb.AbortPushRequest(push_id=others[0].push_id))
-    assert [slot.state for slot in here.versions.slots_status()] == ["free", "receiving"]
-    assert here.versions.find(3) is None
+    assert [slot.state for slot in here.model.slots.status()] == ["free", "receiving"]
+    assert here.model.table.find(3) is None
 
 
 async def test_a_stream_that_joins_while_the_push_waits_for_a_slot(here: World) -> None:
@@ -239,7 +239,7 @@ async def test_no_free_slot_says_which_are_taken_and_when_to_retry(here: World) 
     quitter.cancel()
     await asyncio.wait([quitter])
     await here.pushes.abort(pb.AbortPushRequest(push_id=opened[1].push_id))
-    assert [slot.state for slot in here.versions.slots_status()] == ["receiving", "free"]
+    assert [slot.state for slot in here.model.slots.status()] == ["receiving", "free"]
 
 
 async def test_too_many_pushes(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ async def test_too_many_pushes_of_callers_that_have_their_share(tmp_path: Path) 
 
 
 async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
-    assert await here.versions.acquire_epoch("a") == 1
+    assert await here.model.epochs.acquire("a") == 1
     old = await here.pushes.begin(begin(epoch=1), 1)
     shard = simple()[0]
     await here.join(old.push_id, shard.layout())
@@ -280,7 +280,7 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
     await opened.wait()
     # An ingest process tells of it a little later.
     await until(lambda: here.pushes.find(old.push_id).state.shards[0].received == 10)
-    assert await here.versions.acquire_epoch("b") == 2
+    assert await here.model.epochs.acquire("b") == 2
     resume.set()
     for call in (
         stream,
@@ -294,9 +294,9 @@ async def test_a_newer_writer_ends_older_pushes_at_once(here: World) -> None:
     assert here.meters.received == 10
     state = here.pushes.get(pb.GetPushRequest(push_id=old.push_id))
     assert state.durability == pb.DURABILITY_FAILED
-    assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+    assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
     assert await here.push(simple(), epoch=2) == 1
-    assert here.versions.get(1).epoch == 2
+    assert here.model.table.get(1).epoch == 2
 
 
 async def test_a_writer_that_waits_for_a_slot_is_refused_when_it_becomes_stale(
@@ -306,17 +306,17 @@ async def test_a_writer_that_waits_for_a_slot_is_refused_when_it_becomes_stale(
         await here.pushes.begin(begin(), 1)
     waiting = asyncio.create_task(here.pushes.begin(begin(), 30))
     await asyncio.sleep(0.01)
-    await here.versions.acquire_epoch("b")
+    await here.model.epochs.acquire("b")
     with pytest.raises(WeightSyncError) as caught:
         await waiting
     assert caught.value.reason is Reason.EPOCH_STALE
     await asyncio.sleep(0.01)
-    assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+    assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
 
 
 async def test_a_known_layout_is_not_sent_again(here: World) -> None:
     await here.push(simple(1))
-    digest = here.versions.get(1).to_info().layout_digest
+    digest = here.model.table.get(1).to_info().layout_digest
     response = await here.pushes.begin(begin(layout_digest=digest), 1)
     assert response.layout_known
     assert [s.received_bytes for s in response.shards] == [0, 0]
@@ -324,7 +324,7 @@ async def test_a_known_layout_is_not_sent_again(here: World) -> None:
     await here.join(response.push_id, [m for s in shards for m in (*s.chunks(), *s.given())])
     await here.pushes.commit(pb.CommitPushRequest(push_id=response.push_id))
     assert here.read(2) == [shard.data for shard in shards]
-    assert here.versions.get(2).to_info().layout_digest == digest
+    assert here.model.table.get(2).to_info().layout_digest == digest
     # A header that lies is caught, known or not.
     third = await here.pushes.begin(begin(layout_digest=digest), 1)
     lie = bytearray(shards[0].data)
@@ -342,7 +342,7 @@ async def test_a_known_layout_is_not_sent_again(here: World) -> None:
 async def test_a_known_layout_is_known_after_a_restart(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         await here.push(simple(1))
-        digest = here.versions.get(1).to_info().layout_digest
+        digest = here.model.table.get(1).to_info().layout_digest
     async with world(tmp_path) as here:
         response = await here.pushes.begin(begin(layout_digest=digest), 1)
         assert response.layout_known
@@ -364,8 +364,8 @@ async def test_a_key_finds_what_exists_and_nothing_else(tmp_path: Path) -> None:
         for key, version in (("a", 1), ("b", 2), ("c", 2)):
             found = await here.pushes.begin(begin(idempotency_key=key), 1)
             assert (found.committed.version, found.committed.already) == (version, True)
-        await here.versions.delete(1)
-        await here.versions.delete(2)
+        await here.model.collector.delete(1)
+        await here.model.collector.delete(2)
         for key in "cab":
             begun = await here.pushes.begin(begin(idempotency_key=key), 1)
             assert not begun.HasField("committed")

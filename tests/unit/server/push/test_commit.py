@@ -59,14 +59,14 @@ async def refused(here: World, request: pb.CommitPushRequest) -> WeightSyncError
 
 
 def stored(here: World) -> list[str]:
-    folder = Path(here.versions.store.url.removeprefix("file://"))
+    folder = Path(here.model.store.url.removeprefix("file://"))
     return sorted(path.name for path in folder.rglob("*.safetensors"))
 
 
 async def test_a_commit_names_what_is_missing_and_the_push_stays_open(here: World) -> None:
     shards = simple(shards=13)
     push = (await here.pushes.begin(begin(shard_count=13), 1)).push_id
-    assert "the layout and bytes of shard 0" in here.versions.get(1).missing_text()
+    assert "the layout and bytes of shard 0" in here.model.table.get(1).missing_text()
     error = await refused(here, ask(push))
     assert error.reason is Reason.PUSH_INCOMPLETE
     assert error.code is CODE.FAILED_PRECONDITION
@@ -80,7 +80,7 @@ async def test_a_commit_names_what_is_missing_and_the_push_stays_open(here: Worl
     size = len(shards[12].data)
     assert f"shard 12 from byte 200 of {size} on" in error.message
     with pytest.raises(WeightSyncError) as caught:
-        await here.versions.stage(1, 1)
+        await here.model.stager.stage(1, 1)
     assert caught.value.reason is Reason.PUSH_INCOMPLETE
     assert caught.value.code is CODE.FAILED_PRECONDITION
     assert "shard 12 from byte 200" in caught.value.message
@@ -127,7 +127,7 @@ async def test_a_wrong_content_digest_ends_the_push(here: World) -> None:
     assert content(simple()) in error.message
     # Asked again, it says the same; the slot is free and nothing is stored.
     assert (await refused(here, ask(push))).reason is Reason.DIGEST_MISMATCH
-    assert here.versions.list() == []
+    assert here.model.table.list() == []
     assert stored(here) == []
     assert here.meters.pushes == {"failed": 1}
 
@@ -154,7 +154,7 @@ async def test_a_flipped_bit_is_named(here: World, *, early: bool) -> None:
     error = caught.value
     assert error.reason is Reason.DIGEST_MISMATCH
     assert error.metadata == {"tensor": "s1.b", "shard": "1"}
-    assert here.versions.list() == []
+    assert here.model.table.list() == []
 
 
 async def test_without_digests_the_version_says_so(here: World) -> None:
@@ -163,11 +163,11 @@ async def test_without_digests_the_version_says_so(here: World) -> None:
     await here.join(push, [m for s in shards for m in (*s.layout(), *s.chunks())])
     await here.join(push, shards[0].given())
     await here.pushes.commit(ask(push))
-    info = here.versions.get(1).to_info()
+    info = here.model.table.get(1).to_info()
     assert not info.trainer_verified
     assert dict(info.metadata) == {"step": "7"}
     await here.push(simple(1))
-    assert here.versions.get(2).to_info().trainer_verified
+    assert here.model.table.get(2).to_info().trainer_verified
 
 
 async def test_commit_is_once_and_repeatable(here: World) -> None:
@@ -201,7 +201,7 @@ async def test_a_caller_that_leaves_does_not_stop_the_commit(tmp_path: Path) -> 
         fetchers.gate.set()
         response = await here.pushes.commit(ask(push))
         assert response.version == 1
-        assert here.versions.get(1).durability == pb.DURABILITY_COMMITTED
+        assert here.model.table.get(1).durability == pb.DURABILITY_COMMITTED
 
 
 async def test_an_abort_waits_and_leaves_nothing(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ async def test_an_abort_waits_and_leaves_nothing(tmp_path: Path) -> None:
         for _ in range(2):
             await here.pushes.abort(pb.AbortPushRequest(push_id=push))
         assert stored(here) == []
-        assert here.versions.list() == []
-        assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
+        assert here.model.table.list() == []
+        assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
         assert (await refused(here, ask(push))).code is CODE.ABORTED
         assert here.meters.pushes == {"aborted": 1}
         assert await here.push(simple(3), version=1) == 1
@@ -235,12 +235,12 @@ async def test_a_full_disk_ends_the_push_and_nothing_else(tmp_path: Path) -> Non
     fetchers = Threads()
     async with world(tmp_path, fetchers=fetchers) as here:
         await here.push(simple(1))
-        here.versions.set_live(1)
+        here.model.serving.set_live(1)
         fetchers.errors = [WeightSyncError(Reason.DISK_EXHAUSTED, "no space")]
         error = await failed(here, simple(2))
         assert error.code is CODE.RESOURCE_EXHAUSTED
         assert len(stored(here)) == 2
-        assert here.versions.get(1).to_info().serving == pb.SERVING_LIVE
+        assert here.model.table.get(1).to_info().serving == pb.SERVING_LIVE
         assert await here.push(simple(2)) == 2
 
 
@@ -260,7 +260,7 @@ async def test_a_higher_version_that_commits_first_ends_the_lower_one(here: Worl
     await here.pushes.commit(ask(high))
     error = await refused(here, ask(low))
     assert error.reason is Reason.VERSION_NOT_ABOVE
-    assert [r.version for r in here.versions.list()] == [2]
+    assert [r.version for r in here.model.table.list()] == [2]
     assert len(stored(here)) == 2
 
 
@@ -271,13 +271,13 @@ async def test_a_commit_under_way_ends_before_a_new_writer_is_told(tmp_path: Pat
         push = await sent(here, simple())
         call = asyncio.create_task(here.pushes.commit(ask(push)))
         await asyncio.sleep(0.05)
-        await here.versions.acquire_epoch("new")
+        await here.model.epochs.acquire("new")
         fetchers.gate.set()
         with pytest.raises(WeightSyncError) as caught:
             await call
         assert caught.value.reason is Reason.EPOCH_STALE
         await asyncio.sleep(0.05)
-        assert here.versions.list() == []
+        assert here.model.table.list() == []
         assert stored(here) == []
 
 
@@ -288,17 +288,17 @@ async def test_a_push_in_memory_says_that_it_is_not_durable(tmp_path: Path) -> N
         for version in range(2, 6):
             assert await here.push(simple(version)) == version
         await asyncio.sleep(0.01)
-        assert [record.version for record in here.versions.list()] == [5, 4]
+        assert [record.version for record in here.model.table.list()] == [5, 4]
 
 
 async def test_segments_are_reused_and_ended_pushes_keep_little(here: World) -> None:
     await here.push(simple(1))
     await here.push(simple(2))
-    before = {s.id for slot in here.versions.pool.slots for s in slot.segments.values()}
+    before = {s.id for slot in here.model.slots.slots for s in slot.segments.values()}
     reserved = here.budget.reserved
     for seed in range(3, 8):
         await here.push(simple(seed))
-    after = {s.id for slot in here.versions.pool.slots for s in slot.segments.values()}
+    after = {s.id for slot in here.model.slots.slots for s in slot.segments.values()}
     assert after == before
     assert here.budget.reserved == reserved
     assert all(not push.state.shards for push in here.pushes._index._ended.values())

@@ -188,7 +188,7 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
         assert await asyncio.to_thread(desk.collected, index) == b"".join(shard.digests)
     version = await site.commit()
     assert site.world.read(version) == [shard.data for shard in site.shards]
-    commit = site.world.versions.get(version).commit
+    commit = site.world.model.table.get(version).commit
     assert commit is not None
     # Nobody but the server has computed them.
     assert not commit.trainer_verified
@@ -199,7 +199,7 @@ async def test_shards_are_copied_proved_and_committed(site: Site) -> None:
 async def coming_to(site: Site) -> tuple[SameHostSession, IncomingReader]:
     """Return the desk of a push that engines may read as it comes."""
     coming: list[IncomingReader] = []
-    site.world.versions.arrivals.listener = coming.append
+    site.world.model.incoming.listener = coming.append
     while not coming:
         # Slots are used again whose segments fit.
         site.shards, site.key = simple(len(site.desks)), str(len(site.desks))
@@ -207,7 +207,7 @@ async def coming_to(site: Site) -> tuple[SameHostSession, IncomingReader]:
         if not coming:
             await begun(desk, site, 0, 1)
             version = await site.commit()
-            site.layout = site.world.versions.get(version).to_info().layout_digest
+            site.layout = site.world.model.table.get(version).to_info().layout_digest
     await coming[0].offer()
     return desk, coming[0]
 
@@ -390,13 +390,13 @@ async def test_memory_is_freed_only_when_nothing_is_written_there_any_more(
     )
     await asyncio.sleep(0.05)
     assert not ending.done()
-    assert [slot.state for slot in site.world.versions.slots_status()].count("receiving") == 1
+    assert [slot.state for slot in site.world.model.slots.status()].count("receiving") == 1
     site.copier.gate.set()
     await ending
     wanted = Reason.SHUTTING_DOWN if end == "shutdown" else Reason.PUSH_ABORTED
     assert (await refused(asked)).reason is wanted
     assert not site.copier.busy
-    assert "receiving" not in [slot.state for slot in site.world.versions.slots_status()]
+    assert "receiving" not in [slot.state for slot in site.world.model.slots.status()]
 
 
 async def test_a_push_that_ends_before_the_first_answer_tells_why(site: Site) -> None:
@@ -537,4 +537,4 @@ async def test_a_fault_of_ours_is_logged_and_told_as_one(
     monkeypatch.setattr(site.copier, "collect", broken)
     assert (await refused(collect(desk, site, 0))).reason is Reason.FAULT
     assert "RuntimeError: ours" in caplog.text
-    assert site.world.versions.name == MODEL
+    assert site.world.model.table.name == MODEL

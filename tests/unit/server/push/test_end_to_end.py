@@ -42,28 +42,28 @@ async def test_one_stream_does_everything(tmp_path: Path) -> None:
         assert here.read(1) == [shard.data for shard in first]
 
         assert await here.push(second) == 2
-        lease = await here.versions.stage(2, 5)
+        lease = await here.model.stager.stage(2, 5)
         staged, seen = read_as_engine(here.server.path, lease.staged_id)
         assert staged.manifest.content_digest == content(second)
         assert seen == [shard.data for shard in second]
-        await here.versions.verify_staged(lease)
-        here.versions.set_live(1)
-        here.versions.set_live(2)
-        assert here.versions.rollback_to == 1
-        info = here.versions.get(2).to_info()
+        await here.model.stager.verify(lease)
+        here.model.serving.set_live(1)
+        here.model.serving.set_live(2)
+        assert here.model.serving.rollback_to == 1
+        info = here.model.table.get(2).to_info()
         assert info.serving == pb.SERVING_LIVE
         assert info.trainer_verified
         lease.release()
 
         # Version 1 gives its slot to version 3 and comes back from the store.
         assert await here.push(simple(3)) == 3
-        assert here.versions.get(1).residency == pb.RESIDENCY_ABSENT
-        lease = await here.versions.stage(1, 5)
+        assert here.model.table.get(1).residency == pb.RESIDENCY_ABSENT
+        lease = await here.model.stager.stage(1, 5)
         assert here.read(1) == [shard.data for shard in first]
         lease.release()
     async with real_fetchers() as fetchers, world(tmp_path, fetchers=fetchers) as here:
-        assert [record.version for record in here.versions.list()] == [3, 2, 1]
-        lease = await here.versions.stage(2, 5)
+        assert [record.version for record in here.model.table.list()] == [3, 2, 1]
+        lease = await here.model.stager.stage(2, 5)
         assert here.read(2) == [shard.data for shard in second]
         lease.release()
 
@@ -76,18 +76,18 @@ async def test_adoption_commits_a_checkpoint_once(tmp_path: Path) -> None:
         path.write_bytes(shard.data)
         files.append((shard.name, len(shard.data), os.open(path, os.O_RDONLY)))
     async with real_fetchers() as fetchers, world(tmp_path, fetchers=fetchers) as here:
-        record = await here.versions.adopt(files, 0)
+        record = await here.model.adoption.adopt(files, 0)
         assert record.version == 1
         assert record.epoch == 0
         assert record.commit is not None
         assert record.commit.adopted
         assert record.content_digest == content(shards)
         assert here.read(1) == [shard.data for shard in shards]
-        again = await here.versions.adopt(files, 0)
+        again = await here.model.adoption.adopt(files, 0)
         assert again is record
-        assert [r.version for r in here.versions.list()] == [1]
+        assert [r.version for r in here.model.table.list()] == [1]
     async with real_fetchers() as fetchers, world(tmp_path, fetchers=fetchers) as here:
-        again = await here.versions.adopt(files, 0)
+        again = await here.model.adoption.adopt(files, 0)
         assert again.version == 1
         assert again.residency == pb.RESIDENCY_STAGED
         assert here.read(1) == [shard.data for shard in shards]

@@ -229,10 +229,10 @@ async def test_a_malformed_layout_ends_the_push(
 
 def assert_nothing_left(here: World, push: str) -> None:
     assert state(here, push).durability == pb.DURABILITY_FAILED
-    assert here.versions.list() == []
+    assert here.model.table.list() == []
     assert here.pushes.status(MODEL) == []
-    assert [slot.state for slot in here.versions.slots_status()] == ["free", "free"]
-    store = here.versions.store.url.removeprefix("file://")
+    assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
+    store = here.model.store.url.removeprefix("file://")
     assert not [path for path in _files(store) if "safetensors" in path]
 
 

@@ -106,7 +106,7 @@ async def play(sizes: list[int], plan: list[tuple[int, int, int]], folder: Path)
         response = await here.pushes.commit(pb.CommitPushRequest(push_id=push))
         assert response.content_digest == content(shards)
         assert here.read(1) == [shard.data for shard in shards]
-        assert here.versions.get(1).to_info().trainer_verified
+        assert here.model.table.get(1).to_info().trainer_verified
         assert here.meters.received == sum(len(shard.data) for shard in shards)
 
 

@@ -95,7 +95,7 @@ async def test_an_open_push_goes_on_after_a_restart(tmp_path: Path) -> None:
         response = await finish(here, begun.push_id, offsets[0])
         assert not response.already
         assert here.read(1) == [shard.data for shard in shards()]
-        assert here.versions.get(1).to_info().trainer_verified
+        assert here.model.table.get(1).to_info().trainer_verified
     assert names(tmp_path / "store" / "m" / "v1") == [
         "0.safetensors",
         "1.safetensors",
@@ -205,7 +205,7 @@ async def test_a_newer_writer_ends_what_survived(tmp_path: Path) -> None:
     async with life(tmp_path) as here:
         begun = await half(here)
     async with life(tmp_path) as here:
-        await here.versions.acquire_epoch("another")
+        await here.model.epochs.acquire("another")
         with pytest.raises(WeightSyncError) as caught:
             await here.join(begun.push_id, [chunk(0, 22 * CHUNK, b"x")])
         assert caught.value.reason is Reason.EPOCH_STALE
@@ -215,11 +215,11 @@ async def test_a_newer_writer_ends_what_survived(tmp_path: Path) -> None:
 async def test_a_writer_that_was_replaced_in_a_crash_ends_at_the_start(tmp_path: Path) -> None:
     async with life(tmp_path) as here:
         begun = await half(here)
-        record = await here.versions.store.open_pushes("m")
+        record = await here.model.store.open_pushes("m")
     async with life(tmp_path) as here:
-        await here.versions.acquire_epoch("another")
+        await here.model.epochs.acquire("another")
         await here.pushes.close()
-        await here.versions.store.record_push(record[0].record)
+        await here.model.store.record_push(record[0].record)
     async with life(tmp_path) as here:
         with pytest.raises(WeightSyncError) as caught:
             here.pushes.find(begun.push_id)
@@ -231,11 +231,11 @@ async def test_what_nobody_asks_for_is_removed_when_it_was_idle_too_long(tmp_pat
     async with life(tmp_path) as here:
         begun = await half(here)
     async with life(tmp_path, limits={"resume_timeout_s": 0.1}) as here:
-        assert here.versions.get(1).durability == pb.DURABILITY_RECEIVING
+        assert here.model.table.get(1).durability == pb.DURABILITY_RECEIVING
         await until(lambda: not (tmp_path / "store" / "m" / "v1").exists())
         told = here.pushes.get(pb.GetPushRequest(push_id=begun.push_id))
         assert told.durability == pb.DURABILITY_FAILED
-        await until(lambda: here.versions.find(1) is None)
+        await until(lambda: here.model.table.find(1) is None)
 
 
 async def test_an_abort_removes_what_survived(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def tensors() -> list[Tensor]:
 
 
 def stored(here: World) -> list[bytes]:
-    folder = Path(here.versions.store.url.removeprefix("file://"))
+    folder = Path(here.model.store.url.removeprefix("file://"))
     kept = sorted(folder.rglob("*.safetensors"), key=lambda path: int(path.stem))
     return [path.read_bytes() for path in kept]
 
@@ -71,7 +71,7 @@ async def test_every_dtype_and_shape(here: World, size: int) -> None:
     response = await here.pushes.stream(sending(messages))
     assert response.commit.tensor_count == sum(len(shard.entries) for shard in shards)
     assert here.read(1) == [shard.data for shard in shards]
-    assert here.versions.get(1).to_info().trainer_verified
+    assert here.model.table.get(1).to_info().trainer_verified
     assert stored(here) == [shard.data for shard in shards]
 
 
@@ -117,10 +117,10 @@ async def test_37_000_tensors_keep_the_loop_free(tmp_path: Path) -> None:
         await heart
         assert response.commit.tensor_count == 37_000
         assert here.read(1) == [shard.data for shard in shards]
-        lease = await here.versions.stage(1, 20)
-        await here.versions.verify_staged(lease)
+        lease = await here.model.stager.stage(1, 20)
+        await here.model.stager.verify(lease)
         lease.release()
-        commit: CommitRecord | None = here.versions.get(1).commit
+        commit: CommitRecord | None = here.model.table.get(1).commit
         assert commit is not None
         # The second push names the layout and sends no header check of its own.
         again = await here.pushes.begin(begin(layout_digest=commit.layout_digest), 5)
@@ -141,6 +141,6 @@ async def test_shards_of_other_sizes_reuse_and_replace_segments(here: World) -> 
         ]
         response = await here.pushes.stream(one_stream(shards))
         assert here.read(response.version) == [shard.data for shard in shards]
-    await here.versions.keeper.unmapped()
-    held = sum(slot.reserved_bytes for slot in here.versions.slots_status())
+    await here.model.segments.unmapped()
+    held = sum(slot.reserved_bytes for slot in here.model.slots.status())
     assert here.budget.reserved == held

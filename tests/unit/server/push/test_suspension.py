@@ -36,7 +36,7 @@ def life(folder: Path, **more: Any) -> AbstractAsyncContextManager[World]:
 
 
 def states(here: World) -> list[str]:
-    return [slot.state for slot in here.versions.slots_status()]
+    return [slot.state for slot in here.model.slots.status()]
 
 
 async def asleep(here: World, push_id: str) -> None:
@@ -49,8 +49,8 @@ async def test_its_slot_is_free_and_nothing_that_came_is_sent_again(tmp_path: Pa
         begun = await half(here)
         await asleep(here, begun.push_id)
         assert states(here) == ["free", "free"]
-        assert here.versions.disk.promised == 0
-        assert here.versions.get(1).durability == pb.DURABILITY_RECEIVING
+        assert here.model.disk.promised == 0
+        assert here.model.table.get(1).durability == pb.DURABILITY_RECEIVING
         told = here.pushes.get(pb.GetPushRequest(push_id=begun.push_id))
         whole = {0: 22 * CHUNK, 1: len(shards()[1].data)}
         assert received(list(told.shards)) == whole
@@ -105,7 +105,7 @@ async def test_a_layout_without_bytes_is_not_asked_for_again(tmp_path: Path) -> 
 async def test_a_known_layout_is_known_when_it_wakes(tmp_path: Path) -> None:
     async with life(tmp_path) as here:
         await here.push(shards(1))
-        digest = here.versions.get(1).to_info().layout_digest
+        digest = here.model.table.get(1).to_info().layout_digest
         begun = await here.pushes.begin(begin(layout_digest=digest), None)
         await here.join(begun.push_id, shards()[1].chunks(CHUNK))
         await asleep(here, begun.push_id)
@@ -124,14 +124,14 @@ async def test_a_delta_gives_its_memory_back_and_keeps_its_base(tmp_path: Path) 
         await here.join(begun.push_id, parts[1].all(CHUNK))
         await asleep(here, begun.push_id)
         assert states(here) == ["staged", "free"]
-        held = sum(slot.reserved_bytes for slot in here.versions.pool.slots)
-        assert here.versions.pool.reserved_bytes == held
-        assert here.versions.get(1).holds == 1
+        held = sum(slot.reserved_bytes for slot in here.model.slots.slots)
+        assert here.model.slots.reserved_bytes == held
+        assert here.model.table.get(1).holds == 1
         await here.join(begun.push_id, parts[0].all(CHUNK))
         request = pb.CommitPushRequest(push_id=begun.push_id, content_digest=content(contents[1]))
         await here.pushes.commit(request)
         assert here.read(2) == [shard.data for shard in contents[1]]
-        assert here.versions.get(1).holds == 0
+        assert here.model.table.get(1).holds == 0
 
 
 async def test_an_open_stream_keeps_it_awake(tmp_path: Path) -> None:
@@ -157,15 +157,15 @@ async def test_what_an_apply_relies_on_stays_until_it_has_ended(tmp_path: Path) 
         begun = await half(here)
         await here.join(begun.push_id, shards()[0].chunks(CHUNK, 22 * CHUNK))
         push = here.pushes.find(begun.push_id)
-        await until(lambda: here.versions.get(1).residency == pb.RESIDENCY_STAGED)
-        lease = await here.versions.stage(1, 5, durable=False)
+        await until(lambda: here.model.table.get(1).residency == pb.RESIDENCY_STAGED)
+        lease = await here.model.stager.stage(1, 5, durable=False)
         await asyncio.sleep(0.7)
         assert push.state.suspended is None
         assert here.read(1) == [shard.data for shard in shards()]
         lease.release()
         await asleep(here, begun.push_id)
         with pytest.raises(WeightSyncError) as caught:
-            await here.versions.stage(1, 5, durable=False)
+            await here.model.stager.stage(1, 5, durable=False)
         assert caught.value.reason is Reason.PUSH_INCOMPLETE
         await here.pushes.commit(pb.CommitPushRequest(push_id=begun.push_id))
         assert here.read(1) == [shard.data for shard in shards()]
@@ -217,7 +217,7 @@ async def test_an_abort_leaves_nothing(tmp_path: Path, when: str) -> None:
             await asleep(here, begun.push_id)
         await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
         assert states(here) == ["free", "free"]
-        assert here.versions.disk.promised == 0
+        assert here.model.disk.promised == 0
         assert here.pushes.status(MODEL) == []
         assert not (tmp_path / "store" / "m" / "v1").exists()
 
@@ -240,5 +240,5 @@ async def test_it_is_dropped_when_it_was_idle_too_long_all_the_same(tmp_path: Pa
         begun = await half(here)
         await asleep(here, begun.push_id)
         assert list(here.pushes.overdue()) == []
-        await until(lambda: here.versions.find(1) is None)
+        await until(lambda: here.model.table.find(1) is None)
         assert not (tmp_path / "store" / "m" / "v1").exists()

@@ -62,24 +62,24 @@ async def here(tmp_path: Path, fetchers: Gated) -> AsyncIterator[World]:
 
 @pytest.fixture
 async def lease(here: World) -> AsyncIterator[SlotLease]:
-    with await here.versions.stage(1, 5) as held:
+    with await here.model.stager.stage(1, 5) as held:
         yield held
 
 
 async def test_each_shard_is_digested_once(here: World, lease: SlotLease, fetchers: Gated) -> None:
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         for count in (0, 1, 1, 0, 2, -1):
             digests.begin(count)
         await asyncio.sleep(0.01)
         assert fetchers.begun == lease.segments[:2]
-        await here.versions.verify_staged(lease, digests)
+        await here.model.stager.verify(lease, digests)
     assert fetchers.begun == lease.segments
 
 
 async def test_more_than_there_are(here: World, lease: SlotLease, fetchers: Gated) -> None:
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         digests.begin(1 << 40)
-        await here.versions.verify_staged(lease, digests)
+        await here.model.stager.verify(lease, digests)
     assert fetchers.begun == lease.segments
 
 
@@ -88,10 +88,10 @@ async def test_damage_is_named_and_the_others_come_to_their_end(
     here: World, lease: SlotLease, fetchers: Gated, shard: int
 ) -> None:
     lease.segments[shard].view[300] ^= 1
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         digests.begin(2)
         with pytest.raises(WeightSyncError, match=f"s{shard}.a") as caught:
-            await here.versions.verify_staged(lease, digests)
+            await here.model.stager.verify(lease, digests)
         assert caught.value.reason is Reason.DATA_CORRUPT
         assert not fetchers.at
 
@@ -102,7 +102,7 @@ async def test_nobody_is_at_a_segment_when_they_have_ended(
     fetchers.go.clear()
 
     async def fail() -> None:
-        async with here.versions.digesting(lease) as digests:
+        async with here.model.stager.digesting(lease) as digests:
             digests.begin(2)
             await asyncio.sleep(0.01)
             assert len(fetchers.at) == 2
@@ -119,8 +119,8 @@ async def test_nobody_is_at_a_segment_when_the_proof_is_cancelled(
     fetchers.go.clear()
 
     async def prove() -> None:
-        async with here.versions.digesting(lease) as digests:
-            await here.versions.verify_staged(lease, digests)
+        async with here.model.stager.digesting(lease) as digests:
+            await here.model.stager.verify(lease, digests)
 
     task = asyncio.create_task(prove())
     await asyncio.sleep(0.01)
@@ -134,34 +134,34 @@ async def test_nobody_is_at_a_segment_when_the_proof_is_cancelled(
 async def test_what_was_forgotten_is_digested_again(
     here: World, lease: SlotLease, fetchers: Gated
 ) -> None:
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         digests.begin(3)
         await asyncio.sleep(0.05)
         await digests.cancel()
         lease.segments[0].view[300] ^= 1
         digests.begin(1)
         with pytest.raises(WeightSyncError, match=r"s0\.a"):
-            await here.versions.verify_staged(lease, digests)
+            await here.model.stager.verify(lease, digests)
     assert len(fetchers.begun) == 6
 
 
 async def test_what_readers_have_proved_is_not_digested_again(
     here: World, lease: SlotLease, fetchers: Gated
 ) -> None:
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         digests.trust(frozenset({0, 2}))
-        await here.versions.verify_staged(lease, digests)
+        await here.model.stager.verify(lease, digests)
         assert fetchers.begun == lease.segments[1:2]
         # Another reader proves for itself.
         await digests.cancel()
-        await here.versions.verify_staged(lease, digests)
+        await here.model.stager.verify(lease, digests)
     assert sorted(s.id for s in fetchers.begun[1:]) == sorted(s.id for s in lease.segments)
 
 
 async def test_damage_in_what_nobody_has_proved_is_found(here: World, lease: SlotLease) -> None:
     lease.segments[1].view[lease.record.manifest.layout.shards[1].data_start] ^= 1  # type: ignore[union-attr]  # it is staged
-    async with here.versions.digesting(lease) as digests:
+    async with here.model.stager.digesting(lease) as digests:
         digests.trust(frozenset({0, 2}))
         with pytest.raises(WeightSyncError) as caught:
-            await here.versions.verify_staged(lease, digests)
+            await here.model.stager.verify(lease, digests)
     assert caught.value.reason is Reason.DATA_CORRUPT

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.server.world import (
+    MODEL,
     Shard,
     Threads,
     World,
@@ -26,19 +27,20 @@ from weightsync.shm import free_memory
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import Segment
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.residency import budget as budgets
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import MAKERS
 
 
 def held(here: World) -> list[tuple[int, str]]:
-    return [(slot.version, slot.state) for slot in here.versions.slots_status()]
+    return [(slot.version, slot.state) for slot in here.model.slots.status()]
 
 
 def waits(here: World) -> asyncio.Queue[None]:
     """Return what gets an item whenever somebody begins to wait for a slot."""
     told: asyncio.Queue[None] = asyncio.Queue()
-    here.versions.pool.on_wait = lambda: told.put_nowait(None)
+    here.model.slots.on_wait = lambda: told.put_nowait(None)
     return told
 
 
@@ -50,16 +52,16 @@ async def test_the_order_of_eviction(tmp_path: Path) -> None:
     async with world(tmp_path, slots=3) as here:
         for seed in (1, 2, 3):
             await here.push(simple(seed))
-        here.versions.set_live(1)
-        here.versions.set_live(2)
+        here.model.serving.set_live(1)
+        here.model.serving.set_live(2)
         # 3 is the newest, 2 is live, 1 is the way back: it goes before the newest.
         await here.push(simple(4))
         assert held(here) == [(4, "staged"), (2, "live"), (3, "staged")]
         # 3 is superseded now.
         await here.push(simple(5))
         assert held(here) == [(4, "staged"), (2, "live"), (5, "staged")]
-        await here.versions.pin(4, True)
-        lease = await here.versions.stage(5, 5)
+        await here.model.serving.pin(4, pinned=True)
+        lease = await here.model.stager.stage(5, 5)
         with pytest.raises(WeightSyncError) as caught:
             await here.pushes.begin(begin(), 0.1)
         assert caught.value.reason is Reason.NO_SLOT
@@ -71,7 +73,7 @@ async def test_the_order_of_eviction(tmp_path: Path) -> None:
         assert (await waiting).version == 6
         waiting = asyncio.create_task(here.pushes.begin(begin(), 10))
         await asyncio.sleep(0.01)
-        await here.versions.pin(4, False)
+        await here.model.serving.pin(4, pinned=False)
         assert (await waiting).version == 7
         assert held(here) == [(7, "receiving"), (2, "live"), (6, "receiving")]
 
@@ -80,7 +82,7 @@ async def test_a_rejected_version_goes_first(tmp_path: Path) -> None:
     async with world(tmp_path, slots=2) as here:
         await here.push(simple(1))
         await here.push(simple(2))
-        await here.versions.set_rejected(2, "bad")
+        await here.model.serving.reject(2, "bad")
         await here.push(simple(3))
         assert held(here)[0][0] in (1, 3)
 
@@ -107,9 +109,9 @@ async def test_waiting_is_first_come_first_served(here: World) -> None:
 async def test_a_slot_given_to_somebody_who_just_gave_up_comes_back(here: World) -> None:
     for seed in range(2):
         await here.push(simple(seed))
-    leases = [await here.versions.stage(version, 5) for version in (1, 2)]
-    pool = here.versions.pool
-    taking = asyncio.create_task(pool.take(here.versions.unlisted(9), 10))
+    leases = [await here.model.stager.stage(version, 5) for version in (1, 2)]
+    pool = here.model.slots
+    taking = asyncio.create_task(pool.take(VersionRecord(MODEL, 9), 10))
     await asyncio.sleep(0.01)
     leases[0].release()
     taking.cancel()
@@ -121,8 +123,8 @@ async def test_a_slot_given_to_somebody_who_just_gave_up_comes_back(here: World)
 async def test_who_lost_its_slot_frees_nobody_elses(tmp_path: Path) -> None:
     async with world(tmp_path, slots=1) as here:
         await here.push(simple(1))
-        lease, pool, waiting = await here.versions.stage(1, 5), here.versions.pool, waits(here)
-        former, holder = here.versions.unlisted(8), here.versions.unlisted(9)
+        lease, pool, waiting = await here.model.stager.stage(1, 5), here.model.slots, waits(here)
+        former, holder = VersionRecord(MODEL, 8), VersionRecord(MODEL, 9)
         takes = [asyncio.create_task(pool.take(record, 10)) for record in (former, holder)]
         for _ in takes:
             await waiting.get()
@@ -143,7 +145,7 @@ async def test_who_lost_its_slot_frees_nobody_elses(tmp_path: Path) -> None:
 async def test_a_push_that_ends_as_it_gets_its_slot_frees_nobody_elses(tmp_path: Path) -> None:
     async with world(tmp_path, slots=1) as here:
         await here.push(simple(1))
-        lease, waiting = await here.versions.stage(1, 5), waits(here)
+        lease, waiting = await here.model.stager.stage(1, 5), waits(here)
         first = asyncio.create_task(here.pushes.begin(begin(version=1), 10))
         await waiting.get()
         second = asyncio.create_task(here.pushes.begin(begin(version=2), 10))
@@ -165,23 +167,23 @@ async def test_a_push_that_ends_as_it_gets_its_slot_frees_nobody_elses(tmp_path:
 async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> None:
     before = here.budget.reserved
     await here.push(sized(1, 3 << 20))
-    lease = await here.versions.stage(1, 5)
+    lease = await here.model.stager.stage(1, 5)
     ids = [lease.staged_id, *(segment.id for segment in lease.segments)]
-    assert here.versions.keeper.exposed == set(ids)
+    assert here.model.segments.exposed == set(ids)
     await here.push(sized(2, 3 << 20))
     held_now = here.budget.reserved
     lease.release()
     # Version 3 needs other sizes: the segment of version 1 is retired, but an engine maps it.
     await here.push(sized(3, 9 << 20))
-    assert here.versions.keeper.retired == {ids[1]}
+    assert here.model.segments.retired == {ids[1]}
     assert here.budget.reserved > held_now + (9 << 20)
     with SegmentClient(here.server.path) as client, pytest.raises(LookupError):
         client.map([ids[1]])
-    here.versions.let_go(ids)
-    assert here.versions.keeper.retired == frozenset()
-    assert here.versions.keeper.exposed == frozenset()
+    here.model.segments.release(ids)
+    assert here.model.segments.retired == frozenset()
+    assert here.model.segments.exposed == frozenset()
     # 3 MiB and its header round up to 4, 9 to 10.
-    await here.versions.keeper.unmapped()
+    await here.model.segments.unmapped()
     assert here.budget.reserved - before == (4 << 20) + (10 << 20)
     assert isinstance(here.fetchers, Threads)
     assert ids[1] in here.fetchers.forgotten
@@ -189,8 +191,8 @@ async def test_exposed_segments_count_until_the_engine_lets_go(here: World) -> N
 
 async def test_a_reader_that_is_no_engine_exposes_nothing(here: World) -> None:
     await here.push(simple())
-    lease = await here.versions.stage(1, 5, for_engine=False)
-    assert here.versions.keeper.exposed == frozenset()
+    lease = await here.model.stager.stage(1, 5, for_engine=False)
+    assert here.model.segments.exposed == frozenset()
     lease.release()
 
 
@@ -199,12 +201,12 @@ async def test_all_memory_and_descriptors_come_back(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         for seed in range(4):
             await here.push(simple(seed))
-            lease = await here.versions.stage(seed + 1, 5)
+            lease = await here.model.stager.stage(seed + 1, 5)
             lease.release()
         budget = here.budget
-        ids = here.versions.keeper.exposed
+        ids = here.model.segments.exposed
         assert budget.reserved > 0
-    here.versions.let_go(ids)
+    here.model.segments.release(ids)
     await asyncio.sleep(0)
     assert budget.reserved == 0
     assert budget._untouched == 0
@@ -215,7 +217,7 @@ async def test_the_memory_of_idle_slots_is_given_up_for_a_push(tmp_path: Path) -
     async with world(tmp_path, memory=16 << 20) as here:
         await here.push(sized(1, 5 << 20))
         await here.push(sized(2, 5 << 20))
-        await here.versions.delete(1)
+        await here.model.collector.delete(1)
         # 12 MiB are reserved, 6 of them by the slot that is free and whose segment is too small.
         await here.push(sized(3, 7 << 20))
         assert here.budget.reserved <= 16 << 20
@@ -257,7 +259,7 @@ async def test_a_cancelled_creation_leaks_nothing(
         return made[-1]
 
     monkeypatch.setattr("weightsync_server.residency.segments.Segment.create", slow)
-    task = asyncio.create_task(here.versions.keeper.create(1 << 20))
+    task = asyncio.create_task(here.model.segments.create(1 << 20))
     await asyncio.sleep(0.01)
     assert here.budget.reserved == 1 << 20
     task.cancel()
@@ -287,7 +289,7 @@ async def test_few_segments_are_made_at_once(here: World, monkeypatch: pytest.Mo
                 begun[0] -= 1
 
     monkeypatch.setattr("weightsync_server.residency.segments.Segment.create", counted)
-    keeper = here.versions.keeper
+    keeper = here.model.segments
     made = await asyncio.gather(*(keeper.create(1) for _ in range(3 * MAKERS + 1)))
     assert most[0] == MAKERS
     for segment in made:
@@ -351,21 +353,21 @@ async def test_lent_memory_is_neither_reused_nor_free_before_it_is_closed(here: 
     begun = await here.pushes.begin(begin(), 10)
     messages = [pb.PushWeightsRequest(join=pb.JoinPush(push_id=begun.push_id))]
     await here.pushes.stream(sending([*messages, *sized(2, 3 << 20)[0].layout()]))
-    slot = next(s for s in here.versions.pool.slots if s.record and s.record.version == 2)
+    slot = next(s for s in here.model.slots.slots if s.record and s.record.version == 2)
     async with asyncio.timeout(20):
         while not slot.segments:  # noqa: ASYNC110 - it is made in a thread
             await asyncio.sleep(0.01)
     (segment,) = slot.segments.values()
     fd = segment.lend()
     await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
-    keeper, budget = here.versions.keeper, here.versions.keeper.budget
+    keeper, budget = here.model.segments, here.model.segments.budget
     assert keeper.retired_bytes == segment.capacity
-    assert budget.reserved == here.versions.pool.reserved_bytes + segment.capacity
+    assert budget.reserved == here.model.slots.reserved_bytes + segment.capacity
     await here.push(sized(3, 3 << 20))
-    assert all(segment not in other.segments.values() for other in here.versions.pool.slots)
+    assert all(segment not in other.segments.values() for other in here.model.slots.slots)
     os.close(fd)
     async with asyncio.timeout(20):
         while keeper.retired_bytes:  # noqa: ASYNC110 - the kernel tells nobody
             await asyncio.sleep(0.05)
     await keeper.unmapped()
-    assert budget.reserved == here.versions.pool.reserved_bytes
+    assert budget.reserved == here.model.slots.reserved_bytes

@@ -98,7 +98,7 @@ async def test_a_push_is_promised_its_declared_size(
 ) -> None:
     monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 100_000)
     async with world(tmp_path, slots=3) as here:
-        disk = here.versions.disk
+        disk = here.model.disk
         shards = simple()
         total = sum(len(shard.data) for shard in shards)
         first = await here.pushes.begin(begin(total_bytes=100_000 - total), 1)
@@ -122,7 +122,7 @@ async def test_an_undeclared_push_is_promised_each_shard(
         with pytest.raises(WeightSyncError) as caught:
             await here.push(shards)
         assert caught.value.reason is Reason.DISK_EXHAUSTED
-        assert here.versions.disk.promised == 0
+        assert here.model.disk.promised == 0
         assert await here.push(shards[:1])
         # A repetition of what is committed needs no room.
         monkeypatch.setattr(LocalStore, "free_bytes", lambda _: 0)
@@ -206,12 +206,12 @@ async def test_a_new_writer_gets_the_room_of_the_old_one(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, total = SmallDisk(monkeypatch), sum(len(shard.data) for shard in simple())
-    await here.versions.acquire_epoch("old")
+    await here.model.epochs.acquire("old")
     await here.pushes.begin(begin(total_bytes=total), 1)
-    await here.versions.acquire_epoch("new")
+    await here.model.epochs.acquire("new")
     # Another version than the old writer's.
     assert await disk.short(total, here.push(simple(), total_bytes=total, version=9)) == 9
-    assert here.versions.disk.promised == 0
+    assert here.model.disk.promised == 0
 
 
 async def test_a_push_gets_the_room_of_what_the_last_one_made_superfluous(
@@ -231,7 +231,7 @@ async def test_a_shard_gets_the_room_of_a_version_that_is_being_deleted(
     disk = SmallDisk(monkeypatch)
     await here.push(simple())
     opened = await here.pushes.begin(begin(), 1)
-    deleting = asyncio.create_task(here.versions.delete(1))
+    deleting = asyncio.create_task(here.model.collector.delete(1))
 
     async def rest() -> int:
         await here.join(opened.push_id, [message for s in simple() for message in s.all()])
@@ -248,8 +248,8 @@ async def test_an_abort_does_not_wait_for_room(
     disk = SmallDisk(monkeypatch)
     disk.go.set()
     opened = await here.pushes.begin(begin(), 1)
-    here.versions.disk.wait_s = 3600
-    here.versions.disk.frees(asyncio.get_running_loop().create_future())
+    here.model.disk.wait_s = 3600
+    here.model.disk.frees(asyncio.get_running_loop().create_future())
     disk.free, asked = 0, disk.asks()
     sending = asyncio.create_task(here.join(opened.push_id, simple()[0].all()))
     await asked.get()
@@ -257,7 +257,7 @@ async def test_an_abort_does_not_wait_for_room(
     with pytest.raises(WeightSyncError) as caught:
         await sending
     assert caught.value.reason is Reason.PUSH_ABORTED
-    assert here.versions.disk.promised == 0
+    assert here.model.disk.promised == 0
 
 
 async def test_a_commit_that_needs_more_room_does_not_wait_for_its_own_end(
@@ -270,16 +270,16 @@ async def test_a_commit_that_needs_more_room_does_not_wait_for_its_own_end(
         sent = await send(here, delta_of(old, new), commit=None, **delta_begin(old))
         disk, deletion = SmallDisk(monkeypatch), asyncio.get_running_loop().create_future()
         disk.go.set()
-        here.versions.disk.wait_s = 3600
-        here.versions.disk.frees(deletion)
+        here.model.disk.wait_s = 3600
+        here.model.disk.frees(deletion)
         asked = disk.asks()
         request = pb.CommitPushRequest(push_id=sent.push_id, content_digest=content(new))
         committing = asyncio.create_task(here.pushes.commit(request))
         await asked.get()
-        await here.versions.acquire_epoch("new")
+        await here.model.epochs.acquire("new")
         # It gave too little back, and nothing else is freed but what the push itself has.
         deletion.set_result(None)
         with pytest.raises(WeightSyncError) as caught:
             await committing
         assert caught.value.reason is Reason.EPOCH_STALE
-        assert here.versions.disk.promised == 0
+        assert here.model.disk.promised == 0

@@ -258,7 +258,7 @@ async def test_what_a_dead_server_had_is_unmapped(
     async with plant(tmp_path, engine, store=store) as it:  # type: ignore[arg-type]
         await it.ready()
         await until(lambda: not engine.mapped & before)
-        assert engine.mapped <= it.here.versions.keeper.exposed
+        assert engine.mapped <= it.here.model.segments.exposed
 
 
 async def test_what_a_device_has_not_let_go_of_counts_in_the_budget(
@@ -270,8 +270,8 @@ async def test_what_a_device_has_not_let_go_of_counts_in_the_budget(
     engine = Rooted(rank, tmp_path / "segments.sock")
     async with plant(tmp_path, engine) as it:  # type: ignore[arg-type]
         await it.ready()
-        keeper, budget = it.here.versions.keeper, it.here.versions.keeper.budget
-        await until(lambda: budget.reserved == it.here.versions.pool.reserved_bytes)
+        keeper, budget = it.here.model.segments, it.here.model.segments.budget
+        await until(lambda: budget.reserved == it.here.model.slots.reserved_bytes)
         segment = await keeper.create(1 << 16)
         keeper.expose([segment.id])
         views = await asyncio.to_thread(_inside(rank)._mappings.map, dead.socket, [segment.id])

@@ -1,0 +1,54 @@
+"""What the engine's room uses of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weightsync_server.catalog.accepted_tensors import AcceptedTensors
+    from weightsync_server.catalog.serving import ServingState
+    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.model import Model
+    from weightsync_server.residency.adoption import CheckpointAdoption
+    from weightsync_server.residency.incoming import IncomingVersions
+    from weightsync_server.residency.segments import SegmentAllocator
+    from weightsync_server.residency.stager import Stager
+
+__all__ = ["ModelParts"]
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parts of one model that lead to its engine.
+
+    Attributes:
+        table: Which versions exist.
+        serving: Which of them is live, and which may be.
+        stager: Gives leases on them.
+        adoption: Makes one of the engine's checkpoint.
+        accepted: Which tensors the engine takes.
+        segments: Owns what the ranks map.
+        incoming: Announces versions that still come in.
+    """
+
+    table: VersionTable
+    serving: ServingState
+    stager: Stager
+    adoption: CheckpointAdoption
+    accepted: AcceptedTensors
+    segments: SegmentAllocator
+    incoming: IncomingVersions
+
+    @classmethod
+    def of(cls, model: Model) -> ModelParts:
+        """Return those of a model."""
+        return cls(
+            model.table,
+            model.serving,
+            model.stager,
+            model.adoption,
+            model.accepted,
+            model.segments,
+            model.incoming,
+        )

@@ -1,0 +1,97 @@
+"""What is read of the server's parts whenever its metrics are scraped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync import clock
+
+if TYPE_CHECKING:
+    from weightsync_server.model import Model
+    from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.push import PushService
+    from weightsync_server.status import Processes
+
+__all__ = ["track"]
+
+
+def track(metrics: Metrics, model: Model, processes: Processes, pushes: PushService) -> None:
+    """Have every gauge read at each scrape.
+
+    Args:
+        metrics: Where they are shown.
+        model: The one model.
+        processes: Those that the server keeps.
+        pushes: Uploads.
+    """
+    _track_versions(metrics, model)
+    _track_memory(metrics, model)
+    metrics.track(
+        "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
+    )
+    metrics.track(
+        "weightsync_ingest_processes",
+        "Ingest processes that listen.",
+        lambda: processes.ingesters.alive,
+    )
+    metrics.track(
+        "weightsync_inflight_pushes",
+        "Pushes open.",
+        lambda: len(pushes.status(model.table.name)),
+    )
+    started = clock.wall()
+    metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)
+
+
+def _track_versions(metrics: Metrics, model: Model) -> None:
+    table = model.table
+
+    def committed_ns() -> int:
+        live = model.serving.live
+        commit = table.get(live).commit if live else None
+        return commit.commit_time_ns if commit else 0
+
+    def chain() -> int:
+        newest = table.find(table.newest)
+        return len(newest.chain) - 1 if newest is not None else 0
+
+    metrics.track_served_age(committed_ns)
+    metrics.track(
+        "weightsync_newest_version", "Newest committed version; 0: none.", lambda: table.newest
+    )
+    metrics.track(
+        "weightsync_damaged_versions",
+        "Committed versions that are damaged in the store.",
+        lambda: sum(bool(record.damaged) for record in table.list()),
+    )
+    metrics.track(
+        "weightsync_delta_chain_length",
+        "Deltas of which the newest version is made; 0: none.",
+        chain,
+    )
+    metrics.track(
+        "weightsync_disk_promised_bytes",
+        "Room in the store that open pushes were promised and have not used yet.",
+        lambda: model.disk.promised,
+    )
+
+
+def _track_memory(metrics: Metrics, model: Model) -> None:
+    budget, slots = model.segments.budget, model.slots
+    metrics.track(
+        "weightsync_staging_reserved_bytes", "Shared memory reserved.", lambda: budget.reserved
+    )
+    metrics.track(
+        "weightsync_staging_bytes",
+        "Shared memory in use by versions.",
+        lambda: sum(slot.used_bytes for slot in slots.status()),
+    )
+    metrics.track(
+        "weightsync_staging_capacity_bytes", "Most shared memory allowed.", lambda: budget.limit
+    )
+    metrics.track(
+        "weightsync_slots_used",
+        "Slots that hold a version.",
+        lambda: sum(slot.state in ("receiving", "staged", "live") for slot in slots.status()),
+    )
+    metrics.track("weightsync_slots", "Slots configured.", lambda: len(slots.slots))
