@@ -140,7 +140,7 @@ class App:
         model.compactor.on_fold = metrics.deltas.count_fold
         ingesters = IngestPool(settings, metrics)
         allocator.mappers.append(ingesters.forget)
-        pushes = PushService({settings.name: model}, limits=_limits(settings), meters=metrics)
+        pushes = PushService(model, limits=_limits(settings), meters=metrics)
         await pushes.restore()
         if store.durable and settings.scrub_bytes_per_s:
             scrubber = Scrubber(

@@ -37,7 +37,7 @@ def track(metrics: Metrics, model: Model, processes: Processes, pushes: PushServ
     metrics.track(
         "weightsync_inflight_pushes",
         "Pushes open.",
-        lambda: len(pushes.status(model.table.name)),
+        lambda: len(pushes.status()),
     )
     started = clock.wall()
     metrics.track("weightsync_start_time_seconds", "Start, Unix time.", lambda: started)

@@ -89,6 +89,6 @@ class StatusSource:
             epoch=self._model.epochs.newest,
             engine=self._keeper.status(),
             slots=self._model.slots.status(),
-            pushes=self._pushes.status(table.name),
+            pushes=self._pushes.status(),
             apply_id=self._keeper.apply_id,
         )

@@ -248,7 +248,7 @@ class Service(RuleBasedStateMachine):
     @invariant()
     def nothing_is_left_behind(self) -> None:
         here = self.it.here
-        assert not here.pushes.status(MODEL)
+        assert not here.pushes.status()
         stored = {p.name for p in (self.folder / "store" / MODEL).iterdir() if p.is_dir()}
         assert stored == {f"v{version}" for version in self.committed}
         # Memory is given back in threads.

@@ -199,7 +199,7 @@ async def _attempt(here: World, caller: Hostile) -> None:
 
 
 def _newest(here: World) -> str:
-    pushes = here.pushes.status(MODEL)
+    pushes = here.pushes.status()
     return pushes[-1].push_id if pushes else "none"
 
 
@@ -242,7 +242,7 @@ async def play(callers: Sequence[Hostile]) -> int:
 
 async def _settled(here: World, folder: Path) -> int:
     """Drop what is open and compare what is committed with its digests and the store's files."""
-    for push in here.pushes.status(MODEL):
+    for push in here.pushes.status():
         await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
     await here.model.compactor.close()
     records = here.model.table.list()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DeltaCounts", "Meters", "NoMeters"]
+__all__ = ["DeltaCounts", "Meters"]
 
 
 class DeltaCounts(NamedTuple):
@@ -43,22 +43,3 @@ class Meters(Protocol):
 
     def count_fallback(self, reason: str) -> None:
         """Count a full push of a trainer that would have sent a delta, and why it did not."""
-
-
-class NoMeters:
-    """Counts nothing."""
-
-    def observe_phase(self, phase: str, seconds: float) -> None:
-        """Ignore it."""
-
-    def count_push(self, outcome: str) -> None:
-        """Ignore it."""
-
-    def add_received(self, size: int) -> None:
-        """Ignore it."""
-
-    def count_delta(self, counts: DeltaCounts) -> None:
-        """Ignore it."""
-
-    def count_fallback(self, reason: str) -> None:
-        """Ignore it."""

@@ -9,9 +9,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from weightsync_server.model import Model
+    from weightsync_server.catalog.table import VersionTable
     from weightsync_server.push.parts import Push
     from weightsync_server.push.resume import RecoveredPushes
 
@@ -22,16 +20,18 @@ class PushIndex:
     """All pushes that can be asked about. Of committed ones the table is the truth.
 
     Args:
-        survivors: Makes the push of a committed version, by model.
+        table: The versions of the model.
+        recovered: Makes the push of a committed version.
         remembered: Ended pushes that are kept here.
 
     Attributes:
         open: Those that are neither committed nor failed, by id.
     """
 
-    def __init__(self, survivors: Mapping[str, RecoveredPushes], remembered: int) -> None:
+    def __init__(self, table: VersionTable, recovered: RecoveredPushes, remembered: int) -> None:
         self.open: dict[str, Push] = {}
-        self._survivors = survivors
+        self._table = table
+        self._recovered = recovered
         self._remembered = remembered
         self._ended: OrderedDict[str, Push] = OrderedDict()
 
@@ -47,21 +47,26 @@ class PushIndex:
         push = self.open.get(push_id) or self._ended.get(push_id)
         if push is not None or not push_id:
             return push
-        made = (survivors.committed(push_id=push_id) for survivors in self._survivors.values())
-        return next((push for push in made if push is not None), None)
+        return self._recovered.committed(push_id=push_id)
 
-    def with_key(self, model: Model, key: str) -> Push | None:
+    def with_key(self, key: str) -> Push | None:
         """Return the push of a key: open, or committed as a version that still exists."""
         for push in self.open.values():
-            if _has_key(push, model, key) and push.state.error is None:
+            if push.state.request.idempotency_key == key and push.state.error is None:
                 return push
-        if (brought := self._survivors[model.table.name].committed(key=key)) is not None:
+        if (brought := self._recovered.committed(key=key)) is not None:
             return brought
         # A push that repeated a version left its key nowhere else.
         for push in reversed(self._ended.values()):
-            if _has_key(push, model, key) and _exists(push):
+            if push.state.request.idempotency_key == key and self._exists(push):
                 return push
         return None
+
+    def _exists(self, push: Push) -> bool:
+        record = self._table.find(push.state.record.version)
+        if push.state.committed is None or record is None or record.commit is None:
+            return False
+        return record.commit.content_digest == push.state.committed.content_digest
 
 
 def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
@@ -95,14 +100,3 @@ def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:
         f"the idempotency key belongs to {what}; {remedy}",
         metadata={"push_id": droppable.state.id} if droppable else {},
     )
-
-
-def _has_key(push: Push, model: Model, key: str) -> bool:
-    return push.model is model and push.state.request.idempotency_key == key
-
-
-def _exists(push: Push) -> bool:
-    record = push.model.table.find(push.state.record.version)
-    if push.state.committed is None or record is None or record.commit is None:
-        return False
-    return record.commit.content_digest == push.state.committed.content_digest

@@ -11,9 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.ops.meters import NoMeters
 from weightsync_server.push.commit import check_complete, commit
-from weightsync_server.push.limits import PushLimits
 from weightsync_server.push.opening import base_of, start
 from weightsync_server.push.progress import missing, progress, status
 from weightsync_server.push.push_factory import PushFactory
@@ -27,10 +25,11 @@ from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator
 
     from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
+    from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Push
 
@@ -38,47 +37,33 @@ __all__ = ["PushService"]
 
 
 class PushService:
-    """The pushes of all models. A push that is not committed leaves nothing behind.
+    """The pushes of one model. A push that is not committed leaves nothing behind.
 
     Args:
-        models: Each configured model, by name.
+        model: The model.
         limits: Bounds on each push.
         meters: Counts bytes, outcomes and durations.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, Model],
-        *,
-        limits: PushLimits | None = None,
-        meters: Meters | None = None,
-    ) -> None:
-        self.limits = limits or PushLimits()
-        self.meters = meters or NoMeters()
-        self._models = models
-        self._factories = {
-            name: PushFactory(model, self.limits, self.meters, self._end)
-            for name, model in models.items()
-        }
-        self._survivors = {
-            name: RecoveredPushes(model.table, model.epochs, model.store, self._factories[name])
-            for name, model in models.items()
-        }
-        self._index = PushIndex(self._survivors, self.limits.remembered)
+    def __init__(self, model: Model, *, limits: PushLimits, meters: Meters) -> None:
+        self.limits = limits
+        self.meters = meters
+        self._model = model
+        self._factory = PushFactory(model, limits, meters, self._end)
+        self._recovered = RecoveredPushes(model.table, model.epochs, model.store, self._factory)
+        self._index = PushIndex(model.table, self._recovered, limits.remembered)
         self._open = self._index.open
-        self._shares = Shares(self.limits.max_pushes)
+        self._shares = Shares(limits.max_pushes)
         self._shut = False
-        for model in models.values():
-            model.epochs.observe(self._refuse_stale)
+        model.epochs.observe(self._refuse_stale)
 
     async def restore(self) -> None:
         """Take up the pushes of an earlier life of the server. Call it before any other call.
 
         Those that were open sleep until they are asked for, or until they were idle for too long.
         """
-        for survivors in self._survivors.values():
-            for push in await survivors.open():
-                self._open[push.state.id] = push
+        for push in await self._recovered.open():
+            self._open[push.state.id] = push
 
     async def close(self) -> None:
         """End every open push; commits under way are finished first. What is kept can go on."""
@@ -173,7 +158,7 @@ class PushService:
         push = self.find(request.push_id)
         push.lifecycle.touch()
         response = pb.GetPushResponse(
-            model=push.state.record.model,
+            model=self._model.table.name,
             version=push.state.record.version,
             durability=pb.DURABILITY_RECEIVING,
             shards=progress(push.state),
@@ -185,11 +170,9 @@ class PushService:
             response.error = push.state.error.message
         return response
 
-    def status(self, model: str) -> list[pb.PushStatus]:
-        """Return the open pushes of a model."""
-        return [
-            status(push.state) for push in self._open.values() if push.state.record.model == model
-        ]
+    def status(self) -> list[pb.PushStatus]:
+        """Return the open pushes."""
+        return [status(push.state) for push in self._open.values()]
 
     def overdue(self) -> Iterator[str]:
         """Yield a sentence for every push that nobody goes on with and that should be gone."""
@@ -225,14 +208,14 @@ class PushService:
                 Reason.SHUTTING_DOWN, "the server is shutting down; push to it again later"
             )
         await failpoints.reach("receive.begin")
-        model = self._model(request.model)
-        epoch = model.epochs.check(request.epoch)
+        self._check_model(request.model)
+        epoch = self._model.epochs.check(request.epoch)
         push = await self._joined(request, deadline_s)
         if push is None:
-            await self._settled(model, request.version)
+            await self._settled(request.version)
             # No await between here and the entry in _open: of two pushes of a version one is open.
-            epoch = model.epochs.check(request.epoch)
-            push = self._create(model, request, epoch)
+            epoch = self._model.epochs.check(request.epoch)
+            push = self._create(request, epoch)
             await start(push, deadline_s)
         push.lifecycle.touch()
         return push
@@ -246,7 +229,7 @@ class PushService:
         if push.state.committed is not None:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
-        push.model.epochs.check(push.state.record.epoch)
+        self._model.epochs.check(push.state.record.epoch)
         if push.lifecycle.tasks.committing is None:
             await resume(push)
             # Until it is known what is missing it stays awake.
@@ -269,32 +252,28 @@ class PushService:
 
     # Inside
 
-    def _model(self, name: str) -> Model:
-        model = self._models.get(name)
-        if model is None:
+    def _check_model(self, name: str) -> None:
+        if name != self._model.table.name:
             raise WeightSyncError(
                 Reason.MODEL_UNKNOWN,
-                f"no model {name[:128]!r} here; configured: {', '.join(sorted(self._models))}",
+                f"no model {name[:128]!r} here; configured: {self._model.table.name}",
             )
-        return model
 
     async def _joined(self, request: pb.BeginPushRequest, deadline_s: float | None) -> Push | None:
         if not request.idempotency_key:
             return None
-        model = self._model(request.model)
-        push = self._index.with_key(model, request.idempotency_key)
+        push = self._index.with_key(request.idempotency_key)
         if push is not None:
             check_same_push(push, request)
             await resume(push, deadline_s)
         return push
 
-    async def _settled(self, model: Model, version: int) -> None:
+    async def _settled(self, version: int) -> None:
         for push in list(self._open.values()):
-            same = push.model is model and push.state.record.version == version
-            if same and push.state.error:
+            if push.state.record.version == version and push.state.error:
                 await push.lifecycle.closed()
 
-    def _create(self, model: Model, request: pb.BeginPushRequest, epoch: int) -> Push:
+    def _create(self, request: pb.BeginPushRequest, epoch: int) -> Push:
         who = caller.get()
         self._shares.check(who, sum(push.state.caller == who for push in self._open.values()))
         if len(self._open) >= self.limits.max_pushes:
@@ -304,26 +283,26 @@ class PushService:
                 "or raise max_pushes",
                 retry_after_s=1.0,
             )
-        version = request.version or model.table.next_version()
-        existing = self._existing(model, version)
-        base = base_of(model.table, request)
+        table = self._model.table
+        version = request.version or table.next_version()
+        existing = self._existing(version)
+        base = base_of(table, request)
         record = VersionRecord(request.model, version, epoch, dict(request.metadata))
-        factory = self._factories[request.model]
-        push = factory.make(record, request, existing=existing, base=base)
+        push = self._factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:
             # The next push of this trainer will be a delta.
             self.meters.count_fallback(request.fallback_reason)
-            model.fetch.warm()
+            self._model.fetch.warm()
         self._open[push.state.id] = push
         if existing is None:
             record.missing = partial(missing, push.state)
-            model.table.add(record)
+            table.add(record)
         return push
 
-    def _existing(self, model: Model, version: int) -> VersionRecord | None:
+    def _existing(self, version: int) -> VersionRecord | None:
         """Return the version that a push would repeat, if it may be opened at all."""
         for push in self._open.values():
-            if push.model is model and push.state.record.version == version:
+            if push.state.record.version == version:
                 raise WeightSyncError(
                     Reason.PUSH_ABORTED,
                     f"version {version} is being pushed already; join that push by its idempotency "
@@ -331,8 +310,8 @@ class PushService:
                     metadata={"push_id": push.state.id},
                     retry_after_s=1.0,
                 )
-        highest = model.table.highest
-        existing = model.table.find(version)
+        table = self._model.table
+        highest, existing = table.highest, table.find(version)
         if existing is not None and existing.commit is None and not existing.orphaned:
             # No push brings it, or it had been found above.
             raise WeightSyncError(
@@ -353,11 +332,11 @@ class PushService:
             return existing
         if existing is not None and existing.commit is not None:
             return existing
-        raise model.table.not_above(version)
+        raise table.not_above(version)
 
     def _refuse_used(self, push: Push) -> None:
         record = push.state.record
-        use = "" if push.lifecycle.ended else push.model.orphans.use(record)
+        use = "" if push.lifecycle.ended else self._model.orphans.use(record)
         if use:
             raise WeightSyncError(
                 Reason.VERSION_IN_USE,
@@ -374,8 +353,8 @@ class PushService:
             )
 
     def _refuse_stale(self) -> None:
+        epochs = self._model.epochs
         for push in list(self._open.values()):
-            epochs = push.model.epochs
             if push.state.record.epoch != epochs.newest:
                 push.lifecycle.fail(epochs.stale(push.state.record.epoch))
 

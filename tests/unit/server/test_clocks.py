@@ -62,14 +62,14 @@ async def test_no_push_lease_or_bound_ends_early_or_late(
             clocks.wall += jump
             shard = simple(2)[0]
             await here.join(push.push_id, [*shard.layout(), *shard.chunks(100)])
-            (told,) = here.pushes.status("m")
+            (told,) = here.pushes.status()
             assert told.version == 2
             assert here.model.table.get(1).slot is not None
             assert list(bounds.overdue()) == []
             assert list(here.pushes.overdue()) == []
         # Idle for as long as it may be, by time that only rises.
         for _ in range(400):
-            if not here.pushes.status("m"):
+            if not here.pushes.status():
                 break
             await asyncio.sleep(0.01)
         told_of = here.pushes.get(pb.GetPushRequest(push_id=push.push_id))

@@ -99,7 +99,7 @@ async def test_a_push_that_waits_for_its_slot_is_not_idle(tmp_path: Path) -> Non
     async with world(tmp_path, slots=1, limits={"resume_timeout_s": 5}) as here:
         first = await here.pushes.begin(begin(version=2, shard_count=1), 1)
         waiting = asyncio.create_task(here.pushes.begin(begin(version=3, shard_count=1), 20))
-        await until(lambda: len(here.pushes.status("m")) == 2)
+        await until(lambda: len(here.pushes.status()) == 2)
         await asyncio.sleep(0.05)
         assert list(here.pushes.overdue()) == []
         await here.pushes.abort(pb.AbortPushRequest(push_id=first.push_id))

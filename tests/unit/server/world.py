@@ -240,7 +240,7 @@ async def world(
     bounds = ModelLimits(slots, retention or Retention(), chains or ChainLimits())
     model = await open_model(MODEL, keeper, fetchers, segments, bounds, records)
     meters = Counts()
-    pushes = pushes_of({MODEL: model}, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
+    pushes = pushes_of(model, limits=PushLimits(**(limits or {})), meters=meters)  # type: ignore[arg-type]
     await pushes.restore()
     try:
         yield World(model, pushes, meters, budget, fetchers, server)

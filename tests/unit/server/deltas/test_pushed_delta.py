@@ -14,7 +14,7 @@ from tests.support.deltas import as_shard, delta_begin, delta_of, every_dtype, l
 from tests.support.processes import names
 from tests.support.threads import held_threads, memfds, stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, send
-from tests.unit.server.world import MODEL, World, begin, content, make_shard, world
+from tests.unit.server.world import World, begin, content, make_shard, world
 from weightsync.delta import encode_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -405,7 +405,7 @@ async def test_a_slot_is_not_given_back_before_its_begin_has_ended(
             beginning = asyncio.create_task(here.pushes.begin(begin(**fields), None))
             # Its layout is being written for the fetchers.
             await held.begun.wait()
-            push = here.pushes.find(here.pushes.status(MODEL)[0].push_id)
+            push = here.pushes.find(here.pushes.status()[0].push_id)
             if newer:
                 await here.model.epochs.acquire("newer")
                 ending: asyncio.Future[Any] = asyncio.ensure_future(push.lifecycle.closed())

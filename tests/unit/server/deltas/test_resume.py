@@ -12,7 +12,7 @@ from tests.support.deltas import delta_begin, delta_of
 from tests.support.processes import names
 from tests.support.threads import stand_still
 from tests.unit.server.deltas.pushing import history, push_chain, push_delta, until
-from tests.unit.server.world import MODEL, Threads, World, begin, content, world
+from tests.unit.server.world import Threads, World, begin, content, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -164,7 +164,7 @@ async def test_an_abort_ends_the_waking_and_is_what_the_call_is_told(
         monkeypatch.setattr(store, "manifest", slow)
         waking = asyncio.create_task(here.pushes.begin(begin(**again), None))
         await reading.wait()
-        push_id = here.pushes.status(MODEL)[0].push_id
+        push_id = here.pushes.status()[0].push_id
         await here.pushes.abort(pb.AbortPushRequest(push_id=push_id))
         go.set()
         with pytest.raises(WeightSyncError) as caught:

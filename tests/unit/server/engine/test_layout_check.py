@@ -79,7 +79,7 @@ async def test_an_open_push_tells_whether_its_layout_was_checked(it: Plant) -> N
         it.here.model.accepted.ask = ask
         opened = await it.here.pushes.begin(begin(shard_count=1), 5)
         await it.here.join(opened.push_id, shards(2)[0].layout())
-        (push,) = it.here.pushes.status("m")
+        (push,) = it.here.pushes.status()
         assert push.layout_check == label
         await it.here.pushes.abort(pb.AbortPushRequest(push_id=opened.push_id))
 
@@ -131,7 +131,7 @@ async def test_no_byte_is_taken_while_the_engine_is_asked(it: Plant) -> None:
     opened = await it.here.pushes.begin(begin(shard_count=1), 5)
     sending = asyncio.create_task(it.here.join(opened.push_id, shard.all()))
     await asyncio.sleep(0.05)
-    (push,) = it.here.pushes.status("m")
+    (push,) = it.here.pushes.status()
     assert (push.declared_bytes, push.received_bytes) == (len(shard.data), 0)
     go.set()
     with pytest.raises(WeightSyncError, match="d is extra"):

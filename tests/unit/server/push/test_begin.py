@@ -73,7 +73,7 @@ async def test_bad_begins_leave_nothing(
     error = await refused(here, reason, **fields)
     assert word in error.message
     assert here.model.table.list() == []
-    assert here.pushes.status(MODEL) == []
+    assert here.pushes.status() == []
     assert here.budget.reserved == 0
     assert await here.push(simple()) == 1
 
@@ -193,7 +193,7 @@ async def test_a_begin_ends_with_the_last_call_that_waits_for_it(here: World) ->
         asyncio.create_task(here.pushes.begin(begin(idempotency_key="k"), None)) for _ in range(2)
     ]
     await stand_still()
-    push = here.pushes.find(here.pushes.status(MODEL)[-1].push_id)
+    push = here.pushes.find(here.pushes.status()[-1].push_id)
     for call in calls:
         assert push.state.error is None
         call.cancel()
@@ -209,7 +209,7 @@ async def test_a_stream_that_joins_while_the_push_waits_for_a_slot(here: World) 
     shards = simple()
     waiting = asyncio.create_task(here.pushes.stream(one_stream(shards, commit=None)))
     await asyncio.sleep(0.01)
-    push = here.pushes.status(MODEL)[-1].push_id
+    push = here.pushes.status()[-1].push_id
     joined = asyncio.create_task(here.join(push, []))
     early = asyncio.create_task(here.join(push, shards[0].layout()))
     await asyncio.sleep(0.01)

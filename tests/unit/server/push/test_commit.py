@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from tests.unit.server.world import (
-    MODEL,
     Threads,
     World,
     begin,
@@ -251,7 +250,7 @@ async def test_an_error_in_the_server_ends_the_push(tmp_path: Path) -> None:
         error = await failed(here, simple(2))
         assert error.reason is Reason.FAULT
         assert "secret" not in error.message
-        assert here.pushes.status(MODEL) == []
+        assert here.pushes.status() == []
 
 
 async def test_a_higher_version_that_commits_first_ends_the_lower_one(here: World) -> None:

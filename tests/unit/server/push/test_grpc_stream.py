@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from tests.unit.server.world import (
-    MODEL,
     Shard,
     World,
     begin,
@@ -101,7 +100,7 @@ async def test_a_shard_belongs_to_one_stream(here: World) -> None:
     assert error.reason is Reason.SHARD_BUSY
     assert error.code is CODE.ABORTED
     assert error.metadata["received_bytes"] == "700"
-    assert here.pushes.status(MODEL)[0].streams == 1
+    assert here.pushes.status()[0].streams == 1
     hold.set()
     await owner
     await here.join(push, [chunk(0, 700, shard.data[700:])])
@@ -230,7 +229,7 @@ async def test_a_malformed_layout_ends_the_push(
 def assert_nothing_left(here: World, push: str) -> None:
     assert state(here, push).durability == pb.DURABILITY_FAILED
     assert here.model.table.list() == []
-    assert here.pushes.status(MODEL) == []
+    assert here.pushes.status() == []
     assert [slot.state for slot in here.model.slots.status()] == ["free", "free"]
     store = here.model.store.url.removeprefix("file://")
     assert not [path for path in _files(store) if "safetensors" in path]
@@ -390,14 +389,14 @@ async def test_an_idle_push_is_dropped(tmp_path: Path) -> None:
 
         stream = asyncio.create_task(here.pushes.stream(connected()))
         await asyncio.sleep(0.7)
-        assert here.pushes.status(MODEL)
+        assert here.pushes.status()
         hold.set()
         await stream
         for _ in range(100):
-            if not here.pushes.status(MODEL):
+            if not here.pushes.status():
                 break
             await asyncio.sleep(0.05)
-        assert here.pushes.status(MODEL) == []
+        assert here.pushes.status() == []
         assert "idle" in state(here, push).error
         assert_nothing_left(here, push)
         assert here.meters.pushes == {"aborted": 1}

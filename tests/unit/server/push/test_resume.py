@@ -281,7 +281,7 @@ async def test_no_slot_leaves_a_push_asleep(tmp_path: Path) -> None:
         with pytest.raises(WeightSyncError) as caught:
             await here.pushes.begin(begin(idempotency_key="k"), None)
         assert caught.value.reason is Reason.NO_SLOT
-        for push in here.pushes.status("m"):
+        for push in here.pushes.status():
             if push.version > 1:
                 await here.pushes.abort(pb.AbortPushRequest(push_id=push.push_id))
         offset = received_after(here, begun.push_id)[0]

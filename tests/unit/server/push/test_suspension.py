@@ -18,7 +18,7 @@ from tests.unit.server.push.test_resume import (
     shards,
     until,
 )
-from tests.unit.server.world import MODEL, Threads, World, begin, content, sending, world
+from tests.unit.server.world import Threads, World, begin, content, sending, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -218,7 +218,7 @@ async def test_an_abort_leaves_nothing(tmp_path: Path, when: str) -> None:
         await here.pushes.abort(pb.AbortPushRequest(push_id=begun.push_id))
         assert states(here) == ["free", "free"]
         assert here.model.disk.promised == 0
-        assert here.pushes.status(MODEL) == []
+        assert here.pushes.status() == []
         assert not (tmp_path / "store" / "m" / "v1").exists()
 
 

@@ -153,7 +153,7 @@ async def test_a_push_that_ends_as_it_gets_its_slot_frees_nobody_elses(tmp_path:
         # The first is given the slot, loses it at once, and hears of both when it is the second's.
         lease.release()
         assert held(here) == [(1, "receiving")]
-        await here.pushes.abort(pb.AbortPushRequest(push_id=here.pushes.status("m")[0].push_id))
+        await here.pushes.abort(pb.AbortPushRequest(push_id=here.pushes.status()[0].push_id))
         with pytest.raises(WeightSyncError) as caught:
             await first
         assert caught.value.reason is Reason.PUSH_ABORTED
