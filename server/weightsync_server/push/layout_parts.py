@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_shard
@@ -14,28 +14,18 @@ from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused, tensor_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from weightsync.model.manifest import TensorEntry
     from weightsync_server.catalog.accepted_tensors import AcceptedTensors
     from weightsync_server.catalog.layout_cache import KnownLayout
     from weightsync_server.push.limits import PushLimits
+    from weightsync_server.push.pipeline import ShardPipeline
     from weightsync_server.push.reservation import PushReservation
     from weightsync_server.push.state import PushState
 
 __all__ = ["PushLayout"]
 
-_T = TypeVar("_T")
-
 #: Layouts with more tensors than this are worked on in a thread.
 _INLINE_TENSORS = 256
-
-
-class StartTask(Protocol):
-    """Starts a part of a push whose failure is the push's."""
-
-    def __call__(self, work: Coroutine[Any, Any, _T], what: str) -> asyncio.Task[_T]:
-        """See `weightsync_server.push.pipeline.ShardPipeline.start`."""
 
 
 class PushLayout:
@@ -46,7 +36,7 @@ class PushLayout:
         reservation: Where they go.
         accepted: Asks the engine whether it takes their tensors.
         limits: Bounds on it.
-        start: Runs what takes time.
+        pipeline: Runs what takes time.
     """
 
     def __init__(
@@ -55,13 +45,13 @@ class PushLayout:
         reservation: PushReservation,
         accepted: AcceptedTensors,
         limits: PushLimits,
-        start: StartTask,
+        pipeline: ShardPipeline,
     ) -> None:
         self._state = state
         self._reservation = reservation
         self._accepted = accepted
         self._limits = limits
-        self._start = start
+        self._pipeline = pipeline
         self._tensors = 0
         self._names: set[str] = set()
         self._unchecked = False
@@ -176,14 +166,14 @@ class PushLayout:
         self._tensors += len(tensors)
         shard.describe(tensors)
         if self._state.delta is None and self._state.existing is None:
-            shard.tasks.checking = self._start(
+            shard.tasks.checking = self._pipeline.start(
                 self._ask_engine(tensors), "asking the engine about the layout"
             )
         shard.segment = self._reservation.reuse(shard)
         if shard.segment is None:
             # A task of its own, so that streams of other shards go on meanwhile.
             total = self._state.declared_bytes
-            shard.tasks.allocation = self._start(
+            shard.tasks.allocation = self._pipeline.start(
                 self._reservation.allocate(shard, total), f"reserving {total} bytes"
             )
 

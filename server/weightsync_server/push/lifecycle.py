@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.progress import progress
-from weightsync_server.push.state import Phase, check_open
+from weightsync_server.push.state import Phase
 from weightsync_server.push.task_set import TaskSet, is_running
 
 if TYPE_CHECKING:
@@ -123,10 +123,6 @@ class PushLifecycle:
     def ended(self) -> bool:
         """It is committed, or has failed."""
         return self._state.error is not None or self._state.committed is not None
-
-    def check_open(self) -> None:
-        """Raise the error of a push that failed."""
-        check_open(self._state)
 
     # Use
 

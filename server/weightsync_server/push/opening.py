@@ -50,7 +50,7 @@ async def opened(push: Push) -> None:
     finally:
         if not life.awaiting and not life.opened.done():
             life.fail(WeightSyncError(Reason.PUSH_ABORTED, "its begin was cancelled"), "aborted")
-    life.check_open()
+    check_open(push.state)
 
 
 def base_of(table: VersionTable, request: pb.BeginPushRequest) -> VersionRecord | None:

@@ -16,6 +16,7 @@ from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
+from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.push.verification import check_arrived_header, verify
 
@@ -113,7 +114,7 @@ class ShardPipeline:
             await asyncio.wait([checking])
         if shard.segment is None and allocation is not None:
             shard.segment = await asyncio.shield(allocation)
-        self._lifecycle.check_open()
+        check_open(self._state)
         if shard.segment is None:
             raise WeightSyncError(Reason.FAULT, f"shard {shard.index} has no memory; push again")
         return shard.segment
@@ -198,7 +199,7 @@ class ShardPipeline:
     async def _check_header(self, shard: ShardState, segment: Segment) -> None:
         if not shard.headed:
             await check_arrived_header(shard, segment, self._state.known)
-            self._lifecycle.check_open()
+            check_open(self._state)
             shard.headed = True
 
     async def _checkpoint(self, shard: ShardState, segment: Segment) -> None:
@@ -216,7 +217,7 @@ class ShardPipeline:
             shard.tasks.checkpoint = task
         if self._checkpointer.lags(shard):
             await asyncio.wait([task])
-            self._lifecycle.check_open()
+            check_open(self._state)
         shard.watermark = self._checkpointer.next_watermark(shard)
 
     async def _prove(self, shard: ShardState, segment: Segment) -> None:
@@ -269,7 +270,7 @@ class ShardPipeline:
                 self.verify(shard, shard.segment)
         tasks = [shard.tasks.verification for shard in shards if shard.tasks.verification]
         await asyncio.wait(tasks)
-        self._lifecycle.check_open()
+        check_open(self._state)
         for task in tasks:
             task.result()
 

@@ -114,7 +114,7 @@ class PushFactory:
             state,
             lifecycle,
             pipeline,
-            PushLayout(state, reservation, model.accepted, limits, pipeline.start),
+            PushLayout(state, reservation, model.accepted, limits, pipeline),
             reservation,
             checkpointer,
             announcement,

@@ -20,7 +20,7 @@ from weightsync_server.push.quota import Shares
 from weightsync_server.push.resume import RecoveredPushes, loaded, resume
 from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.sources.remote_stream import DistantStream, RemoteStream
-from weightsync_server.push.state import Phase
+from weightsync_server.push.state import Phase, check_open
 from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
 
@@ -223,7 +223,7 @@ class PushService:
     async def commit_push(self, push: Push, request: pb.CommitPushRequest) -> pb.CommitPushResponse:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
-        push.lifecycle.check_open()
+        check_open(push.state)
         if push.state.delta is not None and not request.content_digest:
             raise refused("the commit of a delta needs content_digest, that of the new version")
         if push.state.committed is not None:

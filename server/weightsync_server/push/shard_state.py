@@ -126,30 +126,29 @@ class ShardState:
             WeightSyncError: SHARD_BUSY with the offset when another one sends it.
         """
         if self.owner is not None and self.owner is not stream:
-            raise WeightSyncError(
-                Reason.SHARD_BUSY,
+            raise self._busy(
                 f"shard {self.index} is being sent on another stream, {self.received} bytes are "
-                "here; send another shard, or read the offset again when that stream has ended",
-                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
-                retry_after_s=0.2,
+                "here; send another shard, or read the offset again when that stream has ended"
             )
         if is_running(self.tasks.gpu_copy):
-            raise WeightSyncError(
-                Reason.SHARD_BUSY,
+            raise self._busy(
                 f"shard {self.index} is being copied from a trainer's GPU; wait until it was, or "
-                "until that connection has ended",
-                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
-                retry_after_s=0.2,
+                "until that connection has ended"
             )
         if self.segment is not None and not self.segment.taken_back():
-            raise WeightSyncError(
-                Reason.SHARD_BUSY,
+            raise self._busy(
                 f"a trainer on this host can still write into the memory of shard {self.index}; "
-                "send it when that process has closed it or has ended",
-                metadata={"shard": str(self.index), "received_bytes": str(self.received)},
-                retry_after_s=0.2,
+                "send it when that process has closed it or has ended"
             )
         self.owner = stream
+
+    def _busy(self, why: str) -> WeightSyncError:
+        return WeightSyncError(
+            Reason.SHARD_BUSY,
+            why,
+            metadata={"shard": str(self.index), "received_bytes": str(self.received)},
+            retry_after_s=0.2,
+        )
 
     def add(self, part: pb.LayoutPart, entries: list[TensorEntry]) -> None:
         """Take a part of the layout.

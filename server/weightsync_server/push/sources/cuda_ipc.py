@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.incoming_version import HANDLE_BYTES, Lying
 from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import refused
 from weightsync_server.workers.fetch.fetch_api import GpuSource
@@ -114,7 +115,7 @@ class GpuCopySession:
             self._places.discard(extents, sizes)
             raise
         self._places.add(extents, sizes)
-        push.lifecycle.check_open()
+        check_open(push.state)
         push.announcement.announce_ipc(upload, extents)
         upload.received_to(upload.entry.size)
         self._meters.add_received(upload.received)
@@ -138,7 +139,7 @@ class GpuCopySession:
         """Return once a shard was copied; raise why it was not, and first of all why the push."""
         task = self._tasks[upload.index]
         await asyncio.wait([task])
-        push.lifecycle.check_open()
+        check_open(push.state)
         task.result()
 
     async def digests(self, push: Push, upload: ShardState) -> bytes:
@@ -160,7 +161,7 @@ class GpuCopySession:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             digested.cancel()
-        push.lifecycle.check_open()
+        check_open(push.state)
         if upload.found is None and upload.tasks.verification is not None:
             upload.tasks.verification.result()
         return b"".join(upload.found or ())

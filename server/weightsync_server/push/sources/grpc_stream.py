@@ -11,6 +11,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.messages import ChunkView
 from weightsync_server.push.resume import resume
+from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import check_size, refused
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class UploadStream:
                 commit = await self._commit(commit)
             elif commit is None:
                 # What failed meanwhile is told here already, not at the commit only.
-                self._opened().lifecycle.check_open()
+                check_open(self._opened().state)
             return self._response(commit)
         except TimeoutError:
             raise WeightSyncError(
@@ -161,7 +162,7 @@ class UploadStream:
                     shard = -1
 
     async def _switch(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
-        push.lifecycle.check_open()
+        check_open(push.state)
         upload = push.state.shards.get(shard)
         if upload is None or upload.tensors is None:
             raise refused(
@@ -174,7 +175,7 @@ class UploadStream:
 
     def _irregular(self, push: Push, upload: ShardState, begin: int, data: Data) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
-        push.lifecycle.check_open()
+        check_open(push.state)
         if len(data) > self._pushes.limits.max_chunk_bytes:
             raise refused(
                 f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
@@ -194,7 +195,7 @@ class UploadStream:
         return data[upload.received - begin :]
 
     async def _other(self, push: Push, message: pb.PushWeightsRequest) -> None:
-        push.lifecycle.check_open()
+        check_open(push.state)
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
             await failpoints.reach("receive.layout")

@@ -15,6 +15,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.tasks import to_end
 from weightsync_server.push.sources.grpc_stream import UploadStream
+from weightsync_server.push.state import check_open
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -108,7 +109,7 @@ class DistantStream(UploadStream):
         push = self._opened()
         upload, segment = await self._switch(push, shard)
         await failpoints.reach("ingest.claim")
-        push.lifecycle.check_open()
+        check_open(push.state)
         # From here on the push is not taken apart before this process has let go.
         push.lifecycle.writers.add(self._distant)
         self._granted = upload, segment
@@ -119,7 +120,7 @@ class DistantStream(UploadStream):
 
     async def _wrote(self, wrote: Written) -> None:
         push = self._opened()
-        push.lifecycle.check_open()
+        check_open(push.state)
         upload, segment = self._granted or (None, None)
         if upload is None or segment is None or upload.index != wrote.shard:
             raise _nonsense(wrote)

@@ -28,6 +28,7 @@ from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.resume import resume
 from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
+from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class SameHostOffers:
                 "this secret opens no push: it was used, or is too old; call BeginPush again",
             )
         push = self._pushes.find(offer.push_id)
-        push.lifecycle.check_open()
+        check_open(push.state)
         self._note(push, offer.who, peer)
         return push
 
@@ -287,7 +288,7 @@ class SameHostSession:
                 "writing; close every descriptor and mapping first, and push the version again",
                 metadata={"shard": str(shard)},
             )
-        push.lifecycle.check_open()
+        check_open(push.state)
         upload.give(0, digests)
         upload.received_to(upload.entry.size)
         self._lender.meters.add_received(upload.received)
@@ -305,7 +306,7 @@ class SameHostSession:
         push = self._push
         if push is None:
             raise refused("the first request must redeem a secret")
-        push.lifecycle.check_open()
+        check_open(push.state)
         upload = push.state.shards.get(shard)
         if upload is None or upload.tensors is None:
             raise refused(f"memory of shard {shard} before the last part of its layout; send it")
