@@ -16,7 +16,6 @@ from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
-from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
 from weightsync_server.engine.reconcile import reject
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.apply_limits import ApplyLimits
+    from weightsync_server.engine.cutover import Cutover
     from weightsync_server.engine.idempotency import Reply, Request
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.model_parts import ModelParts
@@ -179,7 +179,7 @@ class Applier:
             if request.clear_rejected:
                 await self._accept(session, live, target)
             plan = CutoverPlan(target, live, spec, idempotency.cause(request))
-            cutover = self._cutover(session)
+            cutover = self._supervisor.cutover(session)
             reply = pb.ApplyVersionResponse(report=await self._make_live(session, cutover, plan))
             await self._journal.done(plan, idempotency.pack(reply))
             return reply
@@ -199,7 +199,10 @@ class Applier:
             target = await self._ready(session, live, self._model.table.get(version), None)
             reason = request.reason or f"rolled back to version {version}"
             cause = idempotency.cause(request, rejects=left, reason=reason)
-            plan, cutover = CutoverPlan(target, live, spec, cause), self._cutover(session)
+            plan, cutover = (
+                CutoverPlan(target, live, spec, cause),
+                self._supervisor.cutover(session),
+            )
             report = await self._make_live(session, cutover, plan)
             rejected = await reject(self._model.serving, left, reason)
             reply = pb.RollbackResponse(report=report, rejected_version=left * rejected)
@@ -291,9 +294,6 @@ class Applier:
     ) -> None:
         target.lease.release()
         await session.hold(live)
-
-    def _cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
 
     async def _make_live(
         self, session: EngineSession, cutover: Cutover, plan: CutoverPlan

@@ -105,10 +105,7 @@ class Ranks:
         Raises:
             WeightSyncError: ENGINE_REFUSED with the rank's reason.
         """
-        args = {"document": document}
-        replies = await self._call("weightsync_capture", args, timeout_s, _STUCK)
-        for rank, reply in zip(self.names, replies, strict=True):
-            _check(rank, reply)
+        await self._done("weightsync_capture", {"document": document}, timeout_s, _STUCK)
 
     async def check(self, document: str) -> None:
         """Ask whether the model takes the tensors of a document, in whatever state the engine is.
@@ -116,9 +113,7 @@ class Ranks:
         Raises:
             WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
         """
-        replies = await self._call("weightsync_check", {"document": document}, QUICK_S, _STUCK)
-        for rank, reply in zip(self.names, replies, strict=True):
-            _check(rank, reply)
+        await self._done("weightsync_check", {"document": document}, QUICK_S, _STUCK)
 
     async def prepare(
         self,
@@ -209,9 +204,7 @@ class Ranks:
         Raises:
             WeightSyncError: ENGINE_AWAY: a rank did not, with its reason.
         """
-        replies = await self._call("weightsync_release", {"keep": list(keep)}, timeout_s)
-        for rank, reply in zip(self.names, replies, strict=True):
-            _check(rank, reply)
+        await self._done("weightsync_release", {"keep": list(keep)}, timeout_s)
 
     async def unmap(
         self, keep: Iterable[str], existing: Iterable[str], timeout_s: float
@@ -251,9 +244,7 @@ class Ranks:
     async def _start(self, method: str, args: dict[str, Any], timeout_s: float) -> str:
         # A ticket tells this answer from the one that lay on the page before.
         ticket = secrets.token_hex(8)
-        replies = await self._call(method, {**args, "ticket": ticket}, timeout_s, _STUCK)
-        for rank, reply in zip(self.names, replies, strict=True):
-            _check(rank, reply)
+        await self._done(method, {**args, "ticket": ticket}, timeout_s, _STUCK)
         return ticket
 
     async def reports(
@@ -287,6 +278,14 @@ class Ranks:
             if on_read is not None:
                 on_read(min(shards_read(ticket, page) for page in pages))
         return [report for report in reports if report is not None]
+
+    async def _done(
+        self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
+    ) -> None:
+        """Return when every rank has done what it was called for, or raise what one refused."""
+        replies = await self._call(method, args, timeout_s, remedy)
+        for rank, reply in zip(self.names, replies, strict=True):
+            _check(rank, reply)
 
     async def _call(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""

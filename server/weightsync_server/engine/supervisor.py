@@ -124,6 +124,10 @@ class EngineSupervisor:
         else:
             self.checks.owe(current)
 
+    def cutover(self, session: EngineSession) -> Cutover:
+        """Return what makes one version live in a session."""
+        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
+
     async def _takes(self, tensors: Sequence[TensorEntry]) -> bool:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now.
 
@@ -273,9 +277,6 @@ class EngineSupervisor:
             left = self._model.table.find(intent.cause.rejects) if intent is not None else None
             await write_down(self._journal, live, rejected=bool(left and left.rejected_reason))
 
-    def _cutover(self, session: EngineSession) -> Cutover:
-        return Cutover(session, self._journal, self._metrics, self._limits.commit_timeout_s)
-
     async def _connect(self) -> None:
         self._forget()
         info = await self._engine.hello()
@@ -301,7 +302,7 @@ class EngineSupervisor:
             self._session,
             self._model,
             self._journal,
-            self._cutover(self._session),
+            self.cutover(self._session),
             self._limits.prepare_timeout_s,
             self._metrics.violate,
             self.quarantine,

@@ -7,7 +7,6 @@ import secrets
 from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 import grpc
-from google.protobuf import duration_pb2
 
 from weightsync import __version__
 from weightsync.engine import (
@@ -24,6 +23,7 @@ from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
+from weightsync_server.engine.pause_options import duration
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -48,12 +48,6 @@ _STATES = {
     pb.BRIDGE_STATE_FENCED: EngineState.FENCED,
     pb.BRIDGE_STATE_DEAD: EngineState.DEAD,
 }
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 class BridgeEngine:
@@ -110,9 +104,9 @@ class BridgeEngine:
         request = pb.PauseRequest(
             mode=spec.mode,
             clear_cache=spec.clear_cache,
-            wait_timeout=_duration(spec.wait_timeout_s),
+            wait_timeout=duration(spec.wait_timeout_s),
             after_wait=spec.after_wait,
-            lease=_duration(lease_s),
+            lease=duration(lease_s),
             server_id=self._id,
         )
         self._resume_s = max(lease_s + _GRACE_S, _RESUME_S)
@@ -123,7 +117,7 @@ class BridgeEngine:
     async def renew(self, lease_id: str, lease_s: float) -> None:
         """Prolong a lease to `lease_s` seconds from now."""
         request = pb.RenewLeaseRequest(
-            lease_id=lease_id, lease=_duration(lease_s), server_id=self._id
+            lease_id=lease_id, lease=duration(lease_s), server_id=self._id
         )
         await self._call(self._stub.RenewLease(request, timeout=_QUICK_S))
 
@@ -145,7 +139,7 @@ class BridgeEngine:
             version=order.version,
             content_digest=order.content_digest,
             base_content_digest=order.base_digest,
-            limit=_duration(order.limit_s),
+            limit=duration(order.limit_s),
             server_id=self._id,
         )
         answer = await self._call(self._stub.Switch(request))
