@@ -15,7 +15,7 @@ from tests.support.weightsync_server import WeightSyncServer
 from weightsync.debug.v1 import debug_pb2 as pb
 from weightsync.debug.v1 import debug_pb2_grpc
 from weightsync.failpoints import VARIABLE
-from weightsync_server.rpc.debug_servicer import is_near
+from weightsync_server.push import is_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,4 +88,4 @@ def test_plans_are_set_told_and_followed(value: str) -> None:
     ],
 )
 def test_only_this_host_is_near(peer: str, near: bool) -> None:
-    assert is_near(peer) == near
+    assert is_here(peer) == near

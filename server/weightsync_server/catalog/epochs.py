@@ -61,7 +61,7 @@ class Epochs:
         if len(holder.encode()) > _MAX_HOLDER_BYTES:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
-                f"holder is longer than {_MAX_HOLDER_BYTES} bytes; shorten it",
+                f"holder has more than {_MAX_HOLDER_BYTES} bytes; shorten it",
             )
         async with self.lock:
             # To its end even if the caller leaves: what is written must count.

@@ -9,15 +9,14 @@ from weightsync.debug.v1 import debug_pb2 as pb
 from weightsync.debug.v1 import debug_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.os_errors import write_fault
+from weightsync_server.push import is_here
 
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["DebugServicer", "add_debug_service", "is_near"]
+__all__ = ["DebugServicer", "add_debug_service"]
 
 _MAX_PLAN_BYTES = 64 << 10
-#: Peers on this host, as gRPC names them.
-_NEAR = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 
 
 class DebugServicer(debug_pb2_grpc.DebugServiceServicer):
@@ -59,14 +58,9 @@ def add_debug_service(server: grpc.aio.Server) -> bool:
     return True
 
 
-def is_near(peer: str) -> bool:
-    """Return whether a peer, as gRPC names it, is on this host."""
-    return peer.startswith(_NEAR)
-
-
 def _check_near(context: Any) -> None:
     # An interceptor decides who may call at all; failpoints never leave this host, whoever asks.
-    if not is_near(context.peer()):
+    if not is_here(context.peer()):
         raise WeightSyncError(
             Reason.PERMISSION_DENIED, "failpoints are set from this host only: unix or loopback"
         )

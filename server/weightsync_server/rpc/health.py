@@ -40,14 +40,14 @@ class Announcer:
 
     def __init__(self, service: HealthServicer) -> None:
         self._service = service
-        self._told: bool | None = None
+        self._announced: bool | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serving(self, serving: bool) -> None:  # noqa: FBT001 - a callback with one value
         """Tell whether the engine serves one version."""
-        if serving == self._told:
+        if serving == self._announced:
             return
-        self._told = serving
+        self._announced = serving
         status = health_pb2.HealthCheckResponse
         value = status.SERVING if serving else status.NOT_SERVING
         task = asyncio.ensure_future(self._service.set(SERVING, value))

@@ -54,10 +54,6 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
     async def AcquireEpoch(self, request: pb.AcquireEpochRequest, context: Any) -> Any:
         """Make the caller the writer."""
         self._check_model(request.model)
-        if len(request.holder.encode()) > 256:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID, "holder has more than 256 bytes; shorten it"
-            )
         return pb.AcquireEpochResponse(epoch=await self._model.epochs.acquire(request.holder))
 
     async def BeginPush(self, request: pb.BeginPushRequest, context: Any) -> Any:
