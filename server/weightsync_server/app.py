@@ -172,7 +172,7 @@ class App:
         )
         applier = Applier(supervisor, parts, journal, metrics, _apply_limits(settings))
         processes = Processes(fetchers, ingesters)
-        status = StatusSource(model, pushes, supervisor, budget, processes, store, metrics)
+        status = StatusSource(model, pushes, supervisor, processes, metrics)
         servicer = WeightSyncServicer(model, pushes, applier, status, lender, ingesters.endpoints)
         track(metrics, model, processes, pushes)
         census = InvariantMonitor(

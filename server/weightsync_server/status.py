@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
-    from weightsync_server.residency.budget import SegmentBudget
-    from weightsync_server.store.protocol import Store
     from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 __all__ = ["Processes", "StatusSource"]
@@ -33,9 +31,7 @@ class StatusSource:
         model: The one model.
         pushes: Uploads.
         keeper: The engine.
-        budget: Memory of segments.
         processes: Those that the server keeps.
-        store: Where versions are kept.
         metrics: Where violations are counted.
     """
 
@@ -44,32 +40,29 @@ class StatusSource:
         model: Model,
         pushes: PushService,
         keeper: EngineSupervisor,
-        budget: SegmentBudget,
         processes: Processes,
-        store: Store,
         metrics: Metrics,
     ) -> None:
         self._model = model
         self._pushes = pushes
         self._keeper = keeper
-        self._budget = budget
         self._processes = processes
-        self._store = store
         self._metrics = metrics
         self._started_ns = clock.wall_ns()
 
     def __call__(self) -> pb.GetStatusResponse:
         """Return the state of the server."""
+        budget, store = self._model.segments.budget, self._model.store
         answer = pb.GetStatusResponse(
             server_version=__version__,
             models=[self._model_status()],
-            memory_reserved_bytes=self._budget.reserved,
-            memory_limit_bytes=self._budget.limit,
+            memory_reserved_bytes=budget.reserved,
+            memory_limit_bytes=budget.limit,
             invariant_violations=self._metrics.violations(),
             fetchers=self._processes.fetchers.alive,
             ingest_processes=self._processes.ingesters.alive,
-            store=self._store.url,
-            durable=self._store.durable,
+            store=store.url,
+            durable=store.durable,
         )
         answer.start_time.FromNanoseconds(self._started_ns)
         return answer
