@@ -14,6 +14,7 @@ from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import to_status
 from weightsync_server.auth.callers import caller, host_of
+from weightsync_server.ops.method_handlers import behavior_of, with_behavior
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -141,29 +142,14 @@ class _Door:
         self._kind = "calls"
         if handler.request_streaming or handler.response_streaming:
             self._kind = {"PushWeights": "streams", "PullWeights": "pulls"}.get(method, "watches")
-        self._inner: Any = (
-            handler.unary_unary
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.stream_stream
-        )
+        self._inner = behavior_of(handler)
 
     def handler(self) -> grpc.RpcMethodHandler[Any, Any]:
         """Return the handler that goes through."""
-        one = self._handler
-        make: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[bool(one.request_streaming), bool(one.response_streaming)]
         through: Any = self._call
-        if one.response_streaming:
+        if self._handler.response_streaming:
             through = self._stream if inspect.isasyncgenfunction(self._inner) else self._writer
-        made: grpc.RpcMethodHandler[Any, Any] = make(
-            through, one.request_deserializer, one.response_serializer
-        )
-        return made
+        return with_behavior(self._handler, through)
 
     async def _call(self, request: Any, context: Any) -> Any:
         with self._admission.admitted(self._kind, self._service, context):

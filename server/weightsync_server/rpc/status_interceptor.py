@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import to_status
 from weightsync_server.ops.deadlines import DeadlineMonitor
+from weightsync_server.ops.method_handlers import behavior_of, with_behavior
 from weightsync_server.ops.os_errors import system_fault, to_refusal
 
 if TYPE_CHECKING:
@@ -222,13 +223,7 @@ class _Guard:
 def _wrap(
     handler: grpc.RpcMethodHandler[Any, Any], guard: _Guard
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    codec = {
-        "request_deserializer": handler.request_deserializer,
-        "response_serializer": handler.response_serializer,
-    }
-    inner: Any = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    )
+    inner = behavior_of(handler)
 
     async def unary(request: Any, context: Any) -> Any:
         with guard.bounded(context):
@@ -238,16 +233,4 @@ def _wrap(
         with guard.bounded(context):
             await guard.stream(inner, request, context)
 
-    if handler.response_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        return make(stream, **codec)
-    make = (
-        grpc.stream_unary_rpc_method_handler
-        if handler.request_streaming
-        else grpc.unary_unary_rpc_method_handler
-    )
-    return make(unary, **codec)
+    return with_behavior(handler, stream if handler.response_streaming else unary)
