@@ -121,12 +121,9 @@ class Applier:
                 seen = await session.ranks.verify(live.apply_id, self._limits.prepare_timeout_s)
                 found = dataclasses.replace(live, reports=tuple(seen))
             else:
-                record = self._model.table.get(request.version)
                 timeout_s = self._limits.prepare_timeout_s
-                with await self._model.stager.stage(record.version, timeout_s) as lease:
-                    found = await session.prepare(
-                        record, lease, compare_live=True, timeout_s=timeout_s
-                    )
+                with await self._model.stager.stage(request.version, timeout_s) as lease:
+                    found = await session.prepare(lease, compare_live=True, timeout_s=timeout_s)
                 await session.hold(live)
             answer = replies.proof(found)
             if found.record is live.record:
@@ -244,7 +241,7 @@ class Applier:
         seconds = timeout_s or self._limits.prepare_timeout_s
         lease = await self._model.stager.stage(record.version, seconds, durable=durable)
         try:
-            target = await self._proved(session, live, record, lease, seconds)
+            target = await self._proved(session, live, lease, seconds)
         except BaseException:
             lease.release()
             raise
@@ -255,26 +252,24 @@ class Applier:
         self,
         session: EngineSession,
         live: PreparedVersion,
-        record: VersionRecord,
         lease: SlotLease,
         timeout_s: float,
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
             target = await session.prepare(
-                record,
                 lease,
                 compare_live=False,
                 timeout_s=timeout_s,
                 patch=True,
-                prefetched=self._supervisor.prefetcher.name_of(record),
+                prefetched=self._supervisor.prefetcher.name_of(lease.record),
                 apply_id=self._supervisor.apply_id,
                 digests=digests,
             )
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
-                await self._model.accepted.learn(record)
+                await self._model.accepted.learn(lease.record)
             except BaseException:
                 await session.hold(live)
                 raise

@@ -153,7 +153,6 @@ class Reconciler:
     ) -> PreparedVersion:
         try:
             return await self._session.prepare(
-                lease.record,
                 lease,
                 compare_live=compare_live,
                 proof_only=proof_only,

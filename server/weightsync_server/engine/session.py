@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine, EngineInfo
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
-    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.residency.segments import SegmentAllocator
@@ -80,7 +79,6 @@ class EngineSession:
 
     async def prepare(
         self,
-        record: VersionRecord,
         lease: SlotLease,
         *,
         compare_live: bool,
@@ -94,8 +92,7 @@ class EngineSession:
         """Have every rank prepare a version; captures its load plan first where it is new.
 
         Args:
-            record: The version.
-            lease: Keeps its segments.
+            lease: On the version.
             compare_live: Whether the live parameters are compared with it.
             timeout_s: Longest wait, seconds.
             proof_only: Whether that comparison is all, and no rank claims to hold it.
@@ -110,7 +107,6 @@ class EngineSession:
         try:
             return await self._prepare(
                 apply_id or secrets.token_hex(8),
-                record,
                 lease,
                 compare_live=compare_live,
                 timeout_s=timeout_s,
@@ -121,7 +117,7 @@ class EngineSession:
             )
         except BaseException as error:
             if isinstance(error, WeightSyncError) and error.reason is Reason.ENGINE_REFUSED:
-                logger.warning("version %d is not taken: %s", record.version, error.message)
+                logger.warning("version %d is not taken: %s", lease.record.version, error.message)
             # A rank may still be at work on it, and would refuse the next prepare.
             await self.release_prepared()
             raise
@@ -129,7 +125,6 @@ class EngineSession:
     async def _prepare(
         self,
         apply_id: str,
-        record: VersionRecord,
         lease: SlotLease,
         *,
         compare_live: bool,
@@ -168,7 +163,8 @@ class EngineSession:
                 )
         if digests is not None and not any(report.unlike for report in reports):
             digests.trust(frozenset.intersection(*(report.shards for report in reports)))
-        return PreparedVersion(apply_id, record, lease, tuple(reports), time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return PreparedVersion(apply_id, lease.record, lease, tuple(reports), seconds)
 
     async def _capture(self, document: str, timeout_s: float) -> None:
         health = await self.engine.health()

@@ -41,7 +41,7 @@ class GpuCopier(Protocol):
     """Copies from GPUs; `weightsync_server.workers.fetch.gpu_pool.GpuFetchPool` does."""
 
     async def collect(self, segment: Segment, source: GpuSource) -> None:
-        """See `weightsync_server.workers.fetch.fetch_api.Asking.collect`."""
+        """See `weightsync_server.workers.fetch.fetch_api.FetchApi.collect`."""
 
 
 class GpuCopySession:
