@@ -344,7 +344,7 @@ class Settings(BaseSettings):
         Raises:
             ValueError: An address leaves no room for it.
         """
-        return [one.beside(place + 1) for one in self.endpoints if one.takes_pushes]
+        return [one.ingest_endpoint(place + 1) for one in self.endpoints if one.takes_pushes]
 
     @property
     def listener_options(self) -> ListenerOptions:

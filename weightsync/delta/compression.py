@@ -77,9 +77,9 @@ def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     # A copy: its sender may share the memory, and what is checked must be what is unpacked.
     own = bytes(frame)
     try:
-        told = zstandard.get_frame_parameters(own)
-        if told.content_size != size or told.window_size > 1 << _WINDOW_LOG or told.dict_id:
-            raise Broken(f"a frame tells {told.content_size} bytes in place of {size}")
+        header = zstandard.get_frame_parameters(own)
+        if header.content_size != size or header.window_size > 1 << _WINDOW_LOG or header.dict_id:
+            raise Broken(f"a frame tells {header.content_size} bytes in place of {size}")
         plane = _decompressor().decompress(own, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Broken(f"a plane is no zstd frame: {str(error)!a}") from None

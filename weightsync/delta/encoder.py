@@ -348,12 +348,12 @@ def _assemble(
     zstd: bool,
 ) -> NDArray[np.uint8]:
     records = tuple(tensor.record for tensor in tensors if tensor.record)
-    told = DeltaManifest(index, base_content_digest, layout_digest, records)
-    manifest = write_manifest(told, zstd=zstd)
+    manifest = DeltaManifest(index, base_content_digest, layout_digest, records)
+    body = write_manifest(manifest, zstd=zstd)
     positions = [plane for tensor in tensors for plane in tensor.positions]
     values = [plane for tensor in tensors for plane in tensor.values]
-    sizes = [len(manifest), sum(map(len, positions)), sum(map(len, values))]
-    parts = [header_of(index, *sizes), manifest, *positions, *values]
+    sizes = [len(body), sum(map(len, positions)), sum(map(len, values))]
+    parts = [header_of(index, *sizes), body, *positions, *values]
     blob = np.empty(sum(map(len, parts)), np.uint8)
     at = 0
     for part in parts:

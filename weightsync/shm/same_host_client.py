@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["IpcPlacement", "SameHostClient", "map_lent"]
+__all__ = ["IpcPlacement", "SameHostClient", "map_lease"]
 
 #: Seconds of a trainer's patience; making a shard durable is not waited for.
 _ANSWER_S = 60.0
@@ -89,11 +89,11 @@ class SameHostClient:
                 raise _ended() from None
             return WriteLease(fd, huge)
 
-    def give_back(self, lent: WriteLease) -> None:
+    def give_back(self, lease: WriteLease) -> None:
         """Close what `borrow` returned."""
         with _no_fork:
-            self._borrowed.discard(lent.fd)
-            os.close(lent.fd)
+            self._borrowed.discard(lease.fd)
+            os.close(lease.fd)
 
     def written(self, shard: int, digests: Sequence[bytes]) -> None:
         """Tell that a whole shard lies in its memory, which this process let go of.
@@ -105,7 +105,7 @@ class SameHostClient:
         with self._lock:
             self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
 
-    def lying(self, shards: dict[int, IpcPlacement]) -> None:
+    def announce_ipc(self, shards: dict[int, IpcPlacement]) -> None:
         """Tell where shards lie that `collect` will be called for, where the server wants to know.
 
         Args:
@@ -185,14 +185,14 @@ def _told(where: IpcPlacement) -> dict[str, Any]:
     }
 
 
-def map_lent(lent: WriteLease, size: int) -> Mapping:
+def map_lease(lease: WriteLease, size: int) -> Mapping:
     """Return the first `size` bytes of lent memory, mapped; no child that is forked has them.
 
     Raises:
         OSError: They cannot be mapped.
     """
     with _no_fork:
-        mapping = Mapping(lent.fd, size)
+        mapping = Mapping(lease.fd, size)
         try:
             mapping.keep_from_children()
         except BaseException:

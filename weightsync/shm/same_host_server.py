@@ -92,7 +92,7 @@ class SameHostHandler(Protocol):
     def collect(self, shard: int, where: dict[str, Any]) -> str:
         """Begin to copy a shard from a GPU; return why that cannot be, else ""."""
 
-    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    def announce_ipc(self, shards: dict[int, dict[str, Any]]) -> None:
         """Take note of where shards lie that `collect` will be asked for."""
 
     def collected(self, shard: int) -> bytes:
@@ -219,7 +219,7 @@ def _asked(desk: SameHostHandler, request: dict[str, Any]) -> WriteLease | dict[
     if op == "alive":
         return None
     if op == "lying":
-        desk.lying(_by_index(request.get("shards")))
+        desk.announce_ipc(_by_index(request.get("shards")))
         return None
     if type(shard) is not int:
         raise _refused("the index of a shard is an integer")

@@ -104,9 +104,9 @@ class CudaIpcTransport:
             batch[index] = where
             places += len(where.places)
             if places >= MOST_PLACES:
-                client.lying(batch)
+                client.announce_ipc(batch)
                 batch, places = {}, 0
-        client.lying(batch)
+        client.announce_ipc(batch)
 
     def _placed(self, shard: Shard) -> IpcPlacement | None:
         return self._known[shard.index] if shard.index in self._known else self._found(shard)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
-from weightsync.shm.same_host_client import SameHostClient, map_lent
+from weightsync.shm.same_host_client import SameHostClient, map_lease
 from weightsync.shm.same_host_server import WriteLease
 from weightsync.shm.segments import reserved_size
 from weightsync_client.push_reasons import Streamed, Way
@@ -250,7 +250,7 @@ def _mapped(lease: WriteLease, size: int) -> Iterator[memoryview | None]:
     if not lease.huge or os.fstat(lease.fd).st_size < reserved:
         yield None
         return
-    mapping = map_lent(lease, reserved)
+    mapping = map_lease(lease, reserved)
     try:
         yield mapping.view
     finally:

@@ -68,7 +68,7 @@ class Endpoint:
         """Whether a caller of PushWeights can have authority here."""
         return self.role is None or RULES[PUSH_WEIGHTS].allows(frozenset({self.role}))
 
-    def beside(self, number: int) -> Self:
+    def ingest_endpoint(self, number: int) -> Self:
         """Return the endpoint of an ingest process: PORT + number, or unix:PATH.number.
 
         Raises:

@@ -110,10 +110,10 @@ class _Arena(threading.local):
 
     def room(self, plane: int, used: int, more: int) -> None:
         """Let `more` bytes follow the `used` ones of a plane."""
-        held = self.planes[plane]
-        if len(held) < used + more:
-            grown = np.empty(max(used + more, 2 * len(held)), np.uint8)
-            grown[:used] = held[:used]
+        memory = self.planes[plane]
+        if len(memory) < used + more:
+            grown = np.empty(max(used + more, 2 * len(memory)), np.uint8)
+            grown[:used] = memory[:used]
             self.planes[plane] = grown
             self.addresses[plane] = address(grown)
 

@@ -80,7 +80,7 @@ def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[Co
             != (record.base_content_digest, record.layout_digest)
         ):
             why = f"its base, version {record.base_version}, is not there or another one"
-            lost.append(str(_put_aside(model / f"v{record.version}", why)))
+            lost.append(str(_quarantine(model / f"v{record.version}", why)))
         else:
             good[record.version] = record
     return list(good.values())
@@ -148,12 +148,12 @@ def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
             shutil.rmtree(directory)
         return []
     except ValueError as error:
-        raise _put_aside(directory, f"the commit record: {error}") from error
+        raise _quarantine(directory, f"the commit record: {error}") from error
     try:
         named = lengths(commit)
         record = _whole(directory, commit, int(match[1]), named)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise _put_aside(directory, str(error)) from error
+        raise _quarantine(directory, str(error)) from error
     remove_unnamed(directory, named, partial=True)
     return [record]
 
@@ -176,7 +176,7 @@ def _whole(
     return record
 
 
-def _put_aside(directory: Path, why: str) -> _LostError:
+def _quarantine(directory: Path, why: str) -> _LostError:
     damaged = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
         durable_files.rename(directory, damaged)

@@ -73,7 +73,7 @@ def restore(view: memoryview, shard: ShardEntry, source: str, stop: threading.Ev
     """
     failpoints.hit("fetcher.restore")
     try:
-        told = checkpoint_index.read(source)
+        index = checkpoint_index.read(source)
         fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise read_fault(error, "reading what was kept of a shard") from error
@@ -81,7 +81,7 @@ def restore(view: memoryview, shard: ShardEntry, source: str, stop: threading.Ev
         raise WeightSyncError(Reason.DATA_CORRUPT, f"{error}; send the shard again") from error
     try:
         good = 0
-        for part in told.ranges if told.entry == shard else ():
+        for part in index.ranges if index.entry == shard else ():
             look(stop)
             _read(fd, view[part.begin : part.end], part.begin)
             if tensor_digest(view[part.begin : part.end]).hex() != part.digest:

@@ -134,8 +134,8 @@ def inspect(known: Canonical, source: memoryview, stop: threading.Event) -> byte
     failpoints.hit("fetcher.inspect")
     delta = parse_shard(source, known.kinds)
     look(stop)
-    told = DeltaHeader(delta.index, delta.base_content_digest, delta.layout_digest)
-    return pack_changes(told, (_change(known, change) for change in delta.changes.values()))
+    header = DeltaHeader(delta.index, delta.base_content_digest, delta.layout_digest)
+    return pack_changes(header, (_change(known, change) for change in delta.changes.values()))
 
 
 def patch(

@@ -96,13 +96,13 @@ class _Child:
             if len(fds) != request["fds"]:
                 # The kernel drops descriptors over the limit, and says so to nobody.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            with contextlib.ExitStack() as lent:
+            with contextlib.ExitStack() as stack:
                 views = []
                 for at, (name, capacity) in enumerate(request["segments"]):
                     writable = request["fills"] and at == 0
                     use = self._maps.use(name, fds.pop(0), capacity, writable=writable)
-                    views.append(lent.enter_context(use))
-                views[0] = lent.enter_context(views[0][: request["size"]])
+                    views.append(stack.enter_context(use))
+                views[0] = stack.enter_context(views[0][: request["size"]])
                 return self._act(request, views, fds, stop)
         except OSError as error:
             raise write_fault(error, "handing a segment to a fetcher") from error

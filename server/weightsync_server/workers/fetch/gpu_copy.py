@@ -48,9 +48,11 @@ class Order(NamedTuple):
 
 def read_order(fd: int) -> Order:
     """Return what `Asking.collect` has noted in a file."""
-    told = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-    handles = [bytes.fromhex(handle) for handle in told["handles"]]
-    return Order(told["trainer"], bytes.fromhex(told["device"]), handles, told["pieces"])
+    document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    handles = [bytes.fromhex(handle) for handle in document["handles"]]
+    return Order(
+        document["trainer"], bytes.fromhex(document["device"]), handles, document["pieces"]
+    )
 
 
 class Registered:
