@@ -141,13 +141,11 @@ class ArrivalReader:
         table = _table(count, tensors)
         end = table.ids + ids_size
         if magic != _MAGIC or end + body_size > len(view):
-            msg = "not a version that comes in"
-            raise ValueError(msg)
+            raise ValueError("not a version that comes in")
         self.layout = Manifest.from_json(bytes(view[end : end + body_size])).layout
         self.segments = tuple(bytes(view[table.ids : end]).decode().split(","))
         if not len(self.segments) == len(self.layout.shards) == count:
-            msg = f"{len(self.segments)} segments for {len(self.layout.shards)} shards"
-            raise ValueError(msg)
+            raise ValueError(f"{len(self.segments)} segments for {len(self.layout.shards)} shards")
         self._view = view
         self._table = table
         self._rows = _rows(self.layout)

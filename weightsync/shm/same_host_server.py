@@ -208,8 +208,7 @@ class _RefusedError(Exception):
 
 def _redeemed(desk: SameHostHandler, request: dict[str, Any]) -> dict[str, Any]:
     if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
-        msg = "the first request must redeem a secret"
-        raise ValueError(msg)
+        raise ValueError("the first request must redeem a secret")
     desk.redeem(request["secret"])
     return {"knows": ["lying"]}
 

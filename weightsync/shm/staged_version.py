@@ -54,12 +54,10 @@ class StagedVersion:
         magic, ids_size, body_size = _HEAD.unpack_from(view)
         end = _HEAD.size + ids_size
         if magic != _MAGIC or end + body_size > len(view):
-            msg = "not a staged version"
-            raise ValueError(msg)
+            raise ValueError("not a staged version")
         ids = bytes(view[_HEAD.size : end]).decode()
         manifest = Manifest.from_json(view[end : end + body_size])
         segments = tuple(ids.split(","))
         if len(segments) != len(manifest.layout.shards):
-            msg = f"{len(segments)} segments for {len(manifest.layout.shards)} shards"
-            raise ValueError(msg)
+            raise ValueError(f"{len(segments)} segments for {len(manifest.layout.shards)} shards")
         return cls(manifest, segments)

@@ -67,12 +67,10 @@ def receive(sock: socket.socket) -> dict[str, Any]:
     """
     (size,) = struct.unpack("<I", _receive_exactly(sock, 4))
     if size > _MAX_MESSAGE:
-        msg = f"a message of {size} bytes; at most {_MAX_MESSAGE}"
-        raise ValueError(msg)
+        raise ValueError(f"a message of {size} bytes; at most {_MAX_MESSAGE}")
     document = json.loads(_receive_exactly(sock, size))
     if not isinstance(document, dict):
-        msg = "not a JSON object"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+        raise ValueError("not a JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
     return document
 
 

@@ -24,5 +24,4 @@ def __getattr__(name: str) -> object:
         from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
         return FetcherPool
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -132,8 +132,7 @@ class _Child:
         if op == "load":
             shard_tasks.load(fds[0] if fds else self._open(request["source"], fds), view, stop)
             return b""
-        msg = f"unknown op {op!r}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown op {op!r}")
 
     def _on_delta(
         self,

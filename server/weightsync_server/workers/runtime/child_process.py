@@ -244,8 +244,7 @@ class ChildProcess:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)
         hello, _ = await frames.read(reader)
         if hello["protocol"] != frames.PROTOCOL:
-            msg = f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}"
-            raise ValueError(msg)
+            raise ValueError(f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}")
         self._send({"op": "start", "parent": os.getpid(), **facts})
         self.ready, _ = await frames.read(reader)
         if "error" in self.ready:

@@ -37,16 +37,14 @@ def encode(document: dict[str, Any], blob: bytes = b"") -> bytes:
 def _sizes(head: bytes) -> tuple[int, int]:
     document, blob = _HEAD.unpack(head)
     if document > _MAX_DOCUMENT or blob > _MAX_BLOB:
-        msg = f"a message of {document} + {blob} bytes"
-        raise ValueError(msg)
+        raise ValueError(f"a message of {document} + {blob} bytes")
     return document, blob
 
 
 def _document(body: bytes) -> dict[str, Any]:
     document = json.loads(body)
     if not isinstance(document, dict):
-        msg = "a message that is no JSON object"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+        raise ValueError("a message that is no JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
     return document
 
 

@@ -71,8 +71,7 @@ class ProcessPool:
         Raises:
             ValueError: Nobody expects that; the child is killed.
         """
-        msg = f"a notice that nobody expects: {notice}"
-        raise ValueError(msg)
+        raise ValueError(f"a notice that nobody expects: {notice}")
 
     async def _left(self, process: ChildProcess) -> None:
         """A child is gone for certain: the kernel has forgotten it."""
