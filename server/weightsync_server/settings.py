@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -13,11 +12,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightsync.wire.addresses import is_loopback, is_private
 from weightsync_server.auth import Endpoint, ListenerOptions
+from weightsync_server.store.protocol import MODEL_NAME
 
-__all__ = ["MODEL_NAME", "Settings"]
-
-#: Names of models (DESIGN section 4).
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+__all__ = ["Settings"]
 
 _MAX_PORT = 65535
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

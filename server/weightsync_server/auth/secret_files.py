@@ -30,12 +30,9 @@ class Stamp(NamedTuple):
 def stamp(path: Path) -> Stamp | None:
     """Return the stamp of what a path names now, links followed; None: nothing that is there."""
     try:
-        return _stamp(path.stat())
+        status = path.stat()
     except OSError:
         return None
-
-
-def _stamp(status: os.stat_result) -> Stamp:
     return Stamp(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )

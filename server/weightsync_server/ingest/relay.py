@@ -153,10 +153,10 @@ class Relay:
             except WeightSyncError as refusal:
                 await self._fail(refusal)
             except (OSError, MemoryError) as error:
-                refusal = system_fault(error, "receiving a shard")
-                if refusal is None or isinstance(error, ConnectionError):
+                fault = system_fault(error, "receiving a shard")
+                if fault is None or isinstance(error, ConnectionError):
                     raise
-                await self._fail(refusal)
+                await self._fail(fault)
 
     async def _fail(self, error: WeightSyncError) -> None:
         await self._tell({"op": "failed", "reason": error.reason, "message": error.message})

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
     from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
-__all__ = ["Store", "check_epoch", "check_model", "check_version"]
+__all__ = ["MODEL_NAME", "Store", "check_epoch", "check_model", "check_version"]
 
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Names of models, fit for a path.
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Store(Protocol):
@@ -152,10 +153,10 @@ def check_model(model: str) -> str:
     Raises:
         WeightSyncError: REQUEST_INVALID.
     """
-    if not _MODEL.fullmatch(model):
+    if not MODEL_NAME.fullmatch(model):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"model name {model[:140]!r} does not match {_MODEL.pattern}; choose another name",
+            f"model name {model[:140]!r} does not match {MODEL_NAME.pattern}; choose another name",
         )
     return model
 

@@ -14,6 +14,8 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
+from weightsync.wire.fd_passing import receive_exactly
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -86,17 +88,6 @@ async def hang_up(writer: asyncio.StreamWriter | None, sock: socket.socket) -> N
     sock.close()
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = sock.recv(size)
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and its descriptors, which the caller closes; blocks.
 
@@ -108,9 +99,9 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     try:
         if not head:
             raise EOFError
-        document, blob = _sizes(head + _exactly(sock, _HEAD.size - len(head)))
-        body = _exactly(sock, document)
-        _exactly(sock, blob)
+        document, blob = _sizes(head + receive_exactly(sock, _HEAD.size - len(head)))
+        body = receive_exactly(sock, document)
+        receive_exactly(sock, blob)
         return _document(body), fds
     except BaseException:
         for fd in fds:
