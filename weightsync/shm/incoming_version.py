@@ -102,7 +102,7 @@ class ArrivalWriter:
         view = self.segment.view
         view[: self._table.ids] = bytes(self._table.ids)
         _HEAD.pack_into(view, 0, _MAGIC, count, tensors, len(ids), len(body))
-        view[self._table.ids : self._table.ids + len(ids) + len(body)] = ids + body
+        self.segment.fill(self._table.ids, ids + body)
 
     def mark_ipc(self, shard: int, where: IpcAddresses) -> None:
         """Tell where a shard lies on a GPU, unless that was told or it has come."""

@@ -109,7 +109,6 @@ class LendingServer:
         path: Socket file; replaced when a dead server left it.
         desk: Makes the desk of a connection.
         silence_s: Seconds without a request after which a connection is ended.
-        mode: Permissions of the socket file: who may connect at all.
 
     Raises:
         WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
@@ -121,14 +120,13 @@ class LendingServer:
         path: Path,
         desk: Callable[[PeerCredentials], SameHostHandler],
         silence_s: float,
-        mode: int = 0o660,
     ) -> None:
         self.path = path
         self._desk = desk
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self._peers: set[socket.socket] = set()
-        self._socket = listen(path, mode, "choose another --same-host-socket")
+        self._socket = listen(path, 0o660, "choose another --same-host-socket")
         self._thread = threading.Thread(
             target=accept_each,
             args=(self._socket, self._admit, "lending-peer"),

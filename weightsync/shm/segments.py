@@ -26,6 +26,8 @@ _PAGE = mmap.PAGESIZE
 #: Bytes that are touched at once. Meanwhile nobody else can map or unmap anything in this process,
 #: and who waits for that in Python holds the GIL.
 _PIECE = GRANULE
+#: Bytes that are copied at once.
+_COPIED = 1 << 20
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -107,6 +109,15 @@ class Segment:
                 ) from error
             undo.pop_all()
         return segment
+
+    def fill(self, begin: int, data: bytes) -> None:
+        """Copy all of `data` to byte `begin` and after, in pieces.
+
+        New pages are slow to fill, and copying holds the GIL.
+        """
+        for at in range(0, len(data), _COPIED):
+            piece = data[at : at + _COPIED]
+            self.view[begin + at : begin + at + len(piece)] = piece
 
     def read_only_fd(self) -> int:
         """Return a new descriptor that cannot be mapped writable. The caller closes it."""

@@ -70,14 +70,14 @@ class Metrics:
 
     Args:
         model: The configured model, the only value of the label `model`.
-        registry: Where the metrics live; a fresh one by default.
 
     Attributes:
+        registry: Where the metrics live.
         bounds: What is under way and must end.
     """
 
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
         self.bounds = DeadlineMonitor()
         self._model = model
         self._phases = {

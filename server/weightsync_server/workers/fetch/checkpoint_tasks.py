@@ -12,7 +12,7 @@ from weightsync.model.digest import tensor_digest
 from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.store import checkpoint_index
-from weightsync_server.workers.fetch.shard_tasks import PIECE, look
+from weightsync_server.workers.fetch.shard_tasks import PIECE, look, write_pieces
 
 if TYPE_CHECKING:
     import threading
@@ -55,11 +55,7 @@ def _write(
     try:
         if begin == 0:
             durable_files.allocate(fd, shard.size)
-        done = begin
-        while done < len(view):
-            look(stop)
-            done += durable_files.pwrite(fd, view[done : done + PIECE], done)
-        durable_files.fsync(fd)
+        write_pieces(fd, view, begin, stop)
     finally:
         os.close(fd)
 

@@ -120,19 +120,17 @@ class _Child:
         op, view = request["op"], views[0]
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
+        if "shard" in request:
+            return _on_shard(request, view, stop)
         if op == "collect":
             self._collect(view, fds[0], stop)
-            return b""
-        shard = ShardEntry(*request["shard"]) if "shard" in request else None
-        if shard is not None:
-            return _on_shard(request, shard, view, stop)
-        if op == "persist":
+        elif op == "persist":
             shard_tasks.persist(view, request["target"], request["temporary"], stop)
-            return b""
-        if op == "load":
+        elif op == "load":
             shard_tasks.load(fds[0] if fds else self._open(request["source"], fds), view, stop)
-            return b""
-        raise ValueError(f"unknown op {op!r}")
+        else:
+            raise ValueError(f"unknown op {op!r}")
+        return b""
 
     def _on_delta(
         self,
@@ -187,9 +185,8 @@ def _warm() -> None:
     delta_tasks.warm()
 
 
-def _on_shard(
-    request: dict[str, Any], shard: ShardEntry, view: memoryview, stop: threading.Event
-) -> bytes:
+def _on_shard(request: dict[str, Any], view: memoryview, stop: threading.Event) -> bytes:
+    shard = ShardEntry(*request["shard"])
     if request["op"] == "digest":
         return shard_tasks.digest(view, shard, request["part"], stop)
     if request["op"] == "keep":

@@ -20,8 +20,9 @@ from weightsync.gpu import ipc
 from weightsync.gpu.ipc import Device, DeviceError, device_of, place_of
 from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
-from weightsync_server.workers.fetch import GpuFetchPool, gpu_copy
+from weightsync_server.workers.fetch import gpu_copy
 from weightsync_server.workers.fetch.fetch_api import GpuSource, Piece
+from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, Cancelled
 from weightsync_server.workers.runtime.mappings import Maps
 
