@@ -131,6 +131,12 @@ class Later(NamedTuple):
         return total_bytes(self.dtype, self.shape)
 
 
+if TYPE_CHECKING:
+    _Bare = tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+    #: What an encoder takes for a tensor.
+    _Given = Item | Later | Changes | _Bare
+
+
 @dataclass(frozen=True, slots=True)
 class TensorStats:
     """What became of one tensor.
@@ -261,12 +267,7 @@ class Encoder:
 
     def encode_shard(
         self,
-        items: Sequence[
-            Item
-            | Later
-            | Changes
-            | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
-        ],
+        items: Sequence[_Given],
         *,
         base_content_digest: str,
         layout_digest: str,
@@ -358,12 +359,7 @@ def _assemble(
 
 
 def encode_shard(
-    items: Sequence[
-        Item
-        | Later
-        | Changes
-        | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
-    ],
+    items: Sequence[_Given],
     *,
     zstd: bool,
     base_content_digest: str,

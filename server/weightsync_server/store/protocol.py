@@ -52,15 +52,10 @@ class Store(Protocol):
             OSError: It cannot be asked.
         """
 
-    def shard_target(
+    def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
-        """Return the path to persist a shard to; None: this store keeps none."""
-
-    def shard_source(
-        self, model: str, version: int, shard: int, *, delta: bool = False
-    ) -> str | None:
-        """Return the path to load a shard from; None: this store keeps none."""
+        """Return the path to persist a shard to and load it from; None: this store keeps none."""
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
