@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ class Audit:
 
     def __init__(self, model: str, metrics: Metrics) -> None:
         self._model = model
-        self._violate = functools.partial(metrics.violate, "authority")
+        self._metrics = metrics
         self._calls = metrics.counter(
             "weightsync_state_calls_total", "Calls that reached a method which changes state."
         )
@@ -119,7 +118,7 @@ class Audit:
                 or caller.method != path
                 or not RULES[path].allows(caller.principal.roles)
             ):
-                self._violate()
+                self._metrics.violate("authority")
                 raise WeightSyncError(
                     Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
                 )

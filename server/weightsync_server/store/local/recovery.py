@@ -15,7 +15,7 @@ from weightsync_server.ops import durable_files
 from weightsync_server.store.documents import TEMPORARY, read_document, write_document
 from weightsync_server.store.local.open_pushes import is_foreign, read_push
 from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
-from weightsync_server.store.protocol import check_model
+from weightsync_server.store.protocol import MODEL_NAME
 from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]
     records: list[CommitRecord] = []
     lost: list[str] = []
     for model in sorted(root.iterdir()):
-        if not _is_plain_directory(model) or not _is_model(model.name):
+        if not _is_plain_directory(model) or not MODEL_NAME.fullmatch(model.name):
             continue
         found = []
         for entry in model.iterdir():
@@ -120,14 +120,6 @@ def _refuse_foreign(root: Path) -> None:
 
 def _is_plain_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _is_model(name: str) -> bool:
-    try:
-        check_model(name)
-    except WeightSyncError:
-        return False
-    return True
 
 
 class _LostError(Exception):
