@@ -298,7 +298,7 @@ class PushPolicy:
         result = self._sent(push, reason)
         whole = taking.whole(result, self._template.run_id, push.digests)
         snapshot.current = whole or snapshot.current
-        self._history.codec.start(devices)
+        self._history.kernels.start(devices)
         if taking.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result

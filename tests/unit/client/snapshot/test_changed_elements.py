@@ -18,7 +18,7 @@ from weightsync.gpu.spans import fits
 from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, InvalidError, PushKind
-from weightsync_client.push.warmup import Warmup, compile_codec
+from weightsync_client.push.warmup import Warmup
 from weightsync_client.snapshot import changed_elements, device_tensor, snapshot_store
 from weightsync_client.snapshot.changed_elements import find_changed
 
@@ -245,9 +245,9 @@ def test_kernels_are_compiled_beforehand_and_nothing_else(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(device_kernels, "compile_source", compile_it)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    warmth = Warmup(compile_codec)
+    warmth = Warmup()
     for _ in range(2):
-        warmth.start([torch.device("cuda:5"), torch.device("xpu:0")])
+        warmth.start({torch.device("cuda:5"), torch.device("xpu:0")})
     assert warmth._thread is not None
     warmth._thread.join()
     assert asked == [(9, 5)]
