@@ -40,11 +40,6 @@ class PushHistory:
         #: It was tried whether the server does that.
         self.tried = False
 
-    @property
-    def link_is_slow(self) -> bool:
-        """Whether bytes cost more than the time to pack them."""
-        return self.link_speed.slow
-
     def observe(self, sent: Sent, seconds: float, result: PushResult) -> None:
         """Take a push in full into account.
 

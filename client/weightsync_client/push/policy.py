@@ -241,7 +241,7 @@ class PushPolicy:
         from weightsync_client.snapshot.grouping import as_they_come, by_size
         from weightsync_client.snapshot.sampling import sampled
 
-        source, slow = self._source, self._history.link_is_slow
+        source, slow = self._source, self._history.link_speed.slow
         zstd = self._compress == "always" or (self._compress == "auto" and slow)
         hurried = not (zstd or slow or self._wanted == "require")
         most_changed = MOST_CHANGED if hurried else 1.0

@@ -5,6 +5,7 @@ Nothing goes through this process: it tells where its tensors are and holds them
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from weightsync.gpu.ipc import place_of
@@ -148,8 +149,5 @@ class CudaIpcTransport:
 
 
 def _header(shard: Shard) -> bytes:
-    reader = shard.open(Scratch())
-    try:
+    with contextlib.closing(shard.open(Scratch())) as reader:
         return b"".join(reader.read(0, shard.entry.data_start))
-    finally:
-        reader.close()
