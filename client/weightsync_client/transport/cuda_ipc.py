@@ -31,7 +31,7 @@ _FIRST = 3
 
 
 class CudaIpcTransport:
-    """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
+    """The shards of one push that the server copies: `begin`, `finish` and, always, `release`.
 
     Args:
         tensors: What is pushed, by name.
@@ -91,7 +91,7 @@ class CudaIpcTransport:
             starts = range(0, len(joined), DIGEST_BYTES)
             then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold no memory any more: all was copied, or the connection has ended."""
         self._in_use.clear()
 

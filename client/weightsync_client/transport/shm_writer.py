@@ -115,7 +115,7 @@ class ShmWriter:
                 collection.finish(self._client, self._note_collected)
         finally:
             self._client.close()
-            collection.let_go()
+            collection.release()
         if self._error is not None:
             raise self._error
 
