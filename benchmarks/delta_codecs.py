@@ -15,7 +15,6 @@ from weightsync.delta import Encoder, Item, apply_change, parse_shard
 from weightsync.delta.coding import Coding, Values
 from weightsync.delta.compression import pack
 from weightsync.delta.encoder import choose_coding
-from weightsync.delta.find import differing, put
 from weightsync.delta.kernels import chosen
 from weightsync.delta.thread_map import spread
 from weightsync.model.digest import tensor_digest
@@ -180,9 +179,9 @@ class Pairs:
             for begin in range(0, len(new), _PIECE):
                 piece = slice(begin, begin + _PIECE)
                 begun = time.perf_counter()
-                index, value = differing(base[piece], new[piece])
+                index, value = chosen().find(base[piece], new[piece])
                 packed = time.perf_counter()
-                put(target[piece], index, value)
+                chosen().put(target[piece], index, value)
                 seconds[0] += packed - begun
                 seconds[1] += time.perf_counter() - packed
                 size += 6 * len(index)

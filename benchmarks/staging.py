@@ -34,7 +34,7 @@ from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import build_header
 from weightsync.model.manifest import ShardEntry
 from weightsync.shm.segments import Segment
-from weightsync_server.workers.fetch import FetcherPool
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

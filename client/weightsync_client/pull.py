@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason
 from weightsync.model.digest import TensorDigester, content_digest
+from weightsync.model.dtypes import torch_dtype
 from weightsync.model.layout import MAX_HEADER_BYTES, check_header, check_shard
 from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
@@ -66,16 +67,15 @@ class PulledTensor:
         """Return a PyTorch tensor over the bytes."""
         import torch
 
-        name = _TORCH.get(self.dtype, "")
-        if not hasattr(torch, name):
+        shape, dtype = self.shape, torch_dtype(self.dtype)
+        if self.dtype == "F4":
+            # PyTorch counts pairs, safetensors elements.
+            shape, dtype = (*shape[:-1], shape[-1] // 2), getattr(torch, "float4_e2m1fn_x2", None)
+        if dtype is None:
             raise refuse(
                 Reason.NOT_SUPPORTED,
                 f"tensor {self.name!r} is {self.dtype}, which this PyTorch lacks; use data",
             )
-        dtype = getattr(torch, name)
-        shape = self.shape
-        if self.dtype == "F4":
-            shape = (*shape[:-1], shape[-1] // 2)
         if not self.data:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self.data, dtype=torch.uint8).view(dtype).reshape(shape)
@@ -84,13 +84,6 @@ class PulledTensor:
 _NUMPY = {
     "BOOL": "bool", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
     "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
-}  # fmt: skip
-_TORCH = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
-    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16",
-    "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
 
 

@@ -82,10 +82,8 @@ class Unfit(Exception):  # noqa: N818 - no error: the push goes on in full
 
     Attributes:
         reason: What the result and the server's counter tell.
-        text: The same for people.
     """
 
     def __init__(self, reason: Fallback, text: str) -> None:
         super().__init__(text)
         self.reason = reason
-        self.text = text

@@ -49,7 +49,8 @@ from weightsync_server.rpc.status_interceptor import GuardInterceptor, RpcMetric
 from weightsync_server.status import Processes, StatusSource
 from weightsync_server.store import open_store
 from weightsync_server.store.server_identity import server_identity
-from weightsync_server.workers.fetch import FetcherPool, GpuFetchPool
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
+from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

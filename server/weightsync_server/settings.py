@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -13,11 +12,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightsync.wire.addresses import is_loopback, is_private
 from weightsync_server.auth import Endpoint, ListenerOptions
+from weightsync_server.store.protocol import MODEL_NAME
 
-__all__ = ["MODEL_NAME", "Settings"]
-
-#: Names of models (DESIGN section 4).
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+__all__ = ["Settings"]
 
 _MAX_PORT = 65535
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -223,8 +220,7 @@ class Settings(BaseSettings):
     @classmethod
     def _check_name(cls, value: str) -> str:
         if not MODEL_NAME.fullmatch(value):
-            msg = f"name must match {MODEL_NAME.pattern}"
-            raise ValueError(msg)
+            raise ValueError(f"name must match {MODEL_NAME.pattern}")
         return value
 
     @field_validator("listen")
@@ -234,82 +230,74 @@ class Settings(BaseSettings):
         for address in value:
             socket = Endpoint.parse(address).address
             if socket in sockets and socket.startswith("unix:"):
-                msg = f"{socket} is named twice; give each role a path of its own"
-                raise ValueError(msg)
+                raise ValueError(f"{socket} is named twice; give each role a path of its own")
             sockets.add(socket)
         if not value:
-            msg = "name at least one address to listen on"
-            raise ValueError(msg)
+            raise ValueError("name at least one address to listen on")
         return value
 
     @field_validator("engine")
     @classmethod
     def _check_engine(cls, value: str) -> str:
         if value not in ("embedded", "memory") and not value.startswith("unix:"):
-            msg = f"engine must be unix:PATH, 'embedded' or 'memory', not {value!r}"
-            raise ValueError(msg)
+            raise ValueError(f"engine must be unix:PATH, 'embedded' or 'memory', not {value!r}")
         return value
 
     @field_validator("log_level")
     @classmethod
     def _check_log_level(cls, value: str) -> str:
         if value.upper() not in _LEVELS:
-            msg = f"must be {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}, not {value!r}"
-            raise ValueError(msg)
+            raise ValueError(f"must be {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}, not {value!r}")
         return value.upper()
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
         if self.engine.startswith("unix:") == bool(self.model):
-            msg = "model names what --engine embedded or memory loads: give both or neither"
-            raise ValueError(msg)
+            raise ValueError(
+                "model names what --engine embedded or memory loads: give both or neither"
+            )
         if self.ranks > 1 and self.engine != "memory":
-            msg = "ranks are those of --engine memory; vLLM's come from its own flags"
-            raise ValueError(msg)
+            raise ValueError("ranks are those of --engine memory; vLLM's come from its own flags")
         return self
 
     @model_validator(mode="after")
     def _check_authority(self) -> Self:
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
-            msg = "tls_cert and tls_key go together, and tls_client_ca needs both"
-            raise ValueError(msg)
+            raise ValueError("tls_cert and tls_key go together, and tls_client_ca needs both")
         for endpoint in self.endpoints:
             if is_private(endpoint.address):
                 continue
             if not self.tls_cert:
-                msg = (
+                raise ValueError(
                     f"{endpoint.address} can be reached from other hosts; give --tls-cert and "
                     "--tls-key, or listen on 127.0.0.1:PORT or unix:PATH"
                 )
-                raise ValueError(msg)
             if not self.authority:
-                msg = (
+                raise ValueError(
                     f"{endpoint.address} can be reached from other hosts and nobody is asked who "
                     "calls; give --authority FILE with tokens or certificate names"
                 )
-                raise ValueError(msg)
         return self
 
     @model_validator(mode="after")
     def _check_ingest(self) -> Self:
         if self.ingest * self.max_pushes > self.max_streams:
-            msg = (
+            raise ValueError(
                 f"{self.max_pushes} pushes with a stream to each of {self.ingest} ingest processes "
                 f"are more than max_streams ({self.max_streams}); raise that, or lower max_pushes"
             )
-            raise ValueError(msg)
         if self.ingest and not any(endpoint.takes_pushes for endpoint in self.endpoints):
-            msg = "no address takes pushes, so ingest processes have nothing to do; give --ingest 0"
-            raise ValueError(msg)
+            raise ValueError(
+                "no address takes pushes, so ingest processes have nothing to do; give --ingest 0"
+            )
         taken = {endpoint.address for endpoint in self.endpoints}
         for place in range(self.ingest):
             for endpoint in self.data_endpoints(place):
                 if endpoint.address in taken and not endpoint.address.endswith(":0"):
-                    msg = (
+                    raise ValueError(
                         f"an ingest process would listen on {endpoint.address}, which is named "
                         "already; leave room after each port that --listen names"
                     )
-                    raise ValueError(msg)
                 taken.add(endpoint.address)
         return self
 
@@ -319,15 +307,15 @@ class Settings(BaseSettings):
             return self
         host, colon, port = self.metrics.rpartition(":")
         if not colon or not port.isdecimal() or int(port) > _MAX_PORT:
-            msg = f"metrics must be HOST:PORT, such as 127.0.0.1:9551, not {self.metrics!r}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"metrics must be HOST:PORT, such as 127.0.0.1:9551, not {self.metrics!r}"
+            )
         if not self.metrics_open and not is_loopback(host):
-            msg = (
+            raise ValueError(
                 f"{self.metrics} can be reached from other hosts and /metrics asks nobody who "
                 "reads; give --metrics-open where a firewall or network policy keeps strangers "
                 "out, or --metrics 127.0.0.1:PORT"
             )
-            raise ValueError(msg)
         return self
 
     @property
@@ -344,7 +332,7 @@ class Settings(BaseSettings):
         Raises:
             ValueError: An address leaves no room for it.
         """
-        return [one.beside(place + 1) for one in self.endpoints if one.takes_pushes]
+        return [one.ingest_endpoint(place + 1) for one in self.endpoints if one.takes_pushes]
 
     @property
     def listener_options(self) -> ListenerOptions:

@@ -58,7 +58,7 @@ async def _fill(url: str) -> None:
     for version in range(1, VERSIONS + 1):
         data = _bytes(version)
         manifest = Manifest(layout, (tensor_digest(data[:TENSOR]), *same))
-        target = store.shard_target("default", version, 0)
+        target = store.shard_path("default", version, 0)
         assert target is not None
         _put(Path(target), _HEAD + data)
         record = CommitRecord(

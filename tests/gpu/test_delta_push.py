@@ -13,13 +13,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.unit.client.servicer import Running, Servicer, start  # noqa: E402 - after the skip
+from weightsync.gpu.device_digest import DeviceDigests  # noqa: E402
+from weightsync.gpu.device_kernels import kernels_of  # noqa: E402
 from weightsync.model.digest import content_digest, tensor_digest  # noqa: E402
 from weightsync_client import Client, Fallback, PushKind  # noqa: E402
 from weightsync_client.snapshot import copy_budget  # noqa: E402
+from weightsync_client.snapshot.changed_elements import find_changed  # noqa: E402
 from weightsync_client.snapshot.device_tensor import DeviceTensor  # noqa: E402
-from weightsync_client.snapshot.differing import differing  # noqa: E402
 from weightsync_client.snapshot.host_tensor import HostTensor  # noqa: E402
-from weightsync_client.snapshot.searching import DeviceDigests, kernels_of, search  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -80,9 +81,9 @@ def test_our_kernels_find_what_pytorch_finds(dtype: Any, share: float) -> None:
     sizes = (1, 7, 1000, 65536, 65537, (1 << 24) + 3)
     old = [torch.randint(0, 100, (n,), device="cuda").to(dtype) for n in sizes]
     pairs = [(t, t + (torch.rand(t.shape, device="cuda") < share).to(dtype)) for t in old]
-    searched = search(kernels, pairs)
-    assert not searched.changed.any()
-    for found, wanted in zip(searched.differences, differing(pairs), strict=True):
+    differences, flags = find_changed(kernels, pairs)
+    assert not any(changed.any() for changed in flags)
+    for found, wanted in zip(differences, find_changed(None, pairs)[0], strict=True):
         assert found.index.dtype == wanted.index.dtype
         for name in ("index", "before", "after"):
             assert torch.equal(getattr(found, name), getattr(wanted, name))

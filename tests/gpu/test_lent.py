@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from weightsync.shm.incoming_version import HANDLE_BYTES, Lying  # noqa: E402 - after the skip
+from weightsync.shm.incoming_version import HANDLE_BYTES, IpcAddresses  # noqa: E402 - after the skip
 from weightsync.vllm.cuda.ipc_copy import IpcMappings  # noqa: E402
 from weightsync.vllm.cuda.uploader import StreamThrottle  # noqa: E402
 
@@ -41,7 +41,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def trainer() -> Iterator[tuple[subprocess.Popen[bytes], Lying]]:
+def trainer() -> Iterator[tuple[subprocess.Popen[bytes], IpcAddresses]]:
     """A process with a tensor of numbers on the last GPU, and where that lies."""
     process = subprocess.Popen(
         [sys.executable, "-c", _TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -60,7 +60,7 @@ def copied(lent: IpcMappings, target: Any) -> bool:
 
 
 def test_what_another_process_has_is_copied_also_when_it_dies_meanwhile(
-    trainer: tuple[subprocess.Popen[bytes], Lying],
+    trainer: tuple[subprocess.Popen[bytes], IpcAddresses],
 ) -> None:
     process, where = trainer
     target = torch.zeros(_SIZE // 8, dtype=torch.int64, device="cuda")
@@ -83,7 +83,7 @@ def test_what_another_process_has_is_copied_also_when_it_dies_meanwhile(
 
 
 def test_what_was_not_told_of_is_not_copied(
-    trainer: tuple[subprocess.Popen[bytes], Lying],
+    trainer: tuple[subprocess.Popen[bytes], IpcAddresses],
 ) -> None:
     _, where = trainer
     ((handle, offset),) = where
@@ -98,7 +98,7 @@ def test_what_was_not_told_of_is_not_copied(
 
 
 def test_memory_that_the_trainer_gives_back_meanwhile_harms_nobody(
-    trainer: tuple[subprocess.Popen[bytes], Lying],
+    trainer: tuple[subprocess.Popen[bytes], IpcAddresses],
 ) -> None:
     process, where = trainer
     assert process.stdin is not None

@@ -92,7 +92,7 @@ class _SlowRank(MemoryRank):
             reader = ArrivalReader(_mapped(client, str(args["document"])))
             found = self._early[str(args["apply_id"])] = {}
             for arrival in reader.arrivals(self._enough.wait, _PATIENCE_S):
-                if arrival.lies:
+                if arrival.on_gpu:
                     continue
                 view = _mapped(client, reader.segments[arrival.shard])
                 start = 8 + int.from_bytes(view[:8], "little")

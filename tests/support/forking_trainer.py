@@ -36,7 +36,7 @@ MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "connecting": (socket, "socket", True),
     "received": (same_host_client, "receive_fds", True),
     "mapped": (Mapping, "keep_from_children", False),
-    "writing": (same_host_client, "map_lent", True),
+    "writing": (same_host_client, "map_lease", True),
     "giving back": (os, "close", False),
 }
 #: Seconds that a thread stands still for a fork, which may have to wait for it.
@@ -86,7 +86,7 @@ def _standing(moment: str, stand: Callable[[], None]) -> None:
 def _hand_off(path: str, secret: str) -> None:
     borrower = SameHostClient(path, secret)
     lent = borrower.borrow(0)
-    mapping = same_host_client.map_lent(lent, SIZE)
+    mapping = same_host_client.map_lease(lent, SIZE)
     mapping.view[:4] = b"mine"
     mapping.close()
     borrower.give_back(lent)

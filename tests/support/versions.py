@@ -28,7 +28,7 @@ class Version:
     def write(self, store: Store) -> None:
         """Put the shards where a fetcher would."""
         for index, data in enumerate(self.shards):
-            target = store.shard_target(self.record.model, self.record.version, index)
+            target = store.shard_path(self.record.model, self.record.version, index)
             if target is not None:
                 Path(target).parent.mkdir(parents=True, exist_ok=True)
                 Path(target).write_bytes(data)

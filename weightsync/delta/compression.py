@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,29 +33,28 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 _TEXT = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG)
 #: A frame around fewer bytes is larger than they are.
 _LEAST = 32
-# A context is not for two threads at once.
-_local = threading.local()
 
 
-def _compressor() -> zstandard.ZstdCompressor:
-    found: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
-    if found is None:
-        found = _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
-    return found
+class _Contexts(threading.local):
+    """Those of one thread: none is for two at once."""
+
+    @cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        return zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+
+    @cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        return zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-    found: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
-    if found is None:
-        found = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
-    return found
+_contexts = _Contexts()
 
 
 def pack(plane: NDArray[np.uint8]) -> bytes | None:
     """Return the plane as one zstd frame, or None where that is no smaller. Releases the GIL."""
     if len(plane) < _LEAST:
         return None
-    frame = _compressor().compress(plane.data)
+    frame = _contexts.compressor.compress(plane.data)
     return frame if len(frame) < len(plane) else None
 
 
@@ -77,10 +77,10 @@ def unpack(frame: memoryview, size: int) -> NDArray[np.uint8]:
     # A copy: its sender may share the memory, and what is checked must be what is unpacked.
     own = bytes(frame)
     try:
-        told = zstandard.get_frame_parameters(own)
-        if told.content_size != size or told.window_size > 1 << _WINDOW_LOG or told.dict_id:
-            raise Broken(f"a frame tells {told.content_size} bytes in place of {size}")
-        plane = _decompressor().decompress(own, max_output_size=size, allow_extra_data=False)
+        header = zstandard.get_frame_parameters(own)
+        if header.content_size != size or header.window_size > 1 << _WINDOW_LOG or header.dict_id:
+            raise Broken(f"a frame tells {header.content_size} bytes in place of {size}")
+        plane = _contexts.decompressor.decompress(own, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Broken(f"a plane is no zstd frame: {str(error)!a}") from None
     if len(plane) != size:

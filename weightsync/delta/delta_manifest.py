@@ -215,9 +215,9 @@ def _read_sizes(reader: _Reader, sizes: tuple[int, ...]) -> tuple[list[int], tup
         raise invalid(f"the delta's manifest packs planes {mask:#x} of {len(sizes)}")
     packed = tuple(bool(mask >> at & 1) for at in range(len(sizes)))
     stored = [reader.varint() if p else size for p, size in zip(packed, sizes, strict=True)]
-    for held, size, is_packed in zip(stored, sizes, packed, strict=True):
-        if is_packed and not 0 < held < size:
-            raise invalid(f"a plane of {size} bytes is packed into {held}")
+    for packed_size, size, is_packed in zip(stored, sizes, packed, strict=True):
+        if is_packed and not 0 < packed_size < size:
+            raise invalid(f"a plane of {size} bytes is packed into {packed_size}")
     return stored, packed
 
 

@@ -33,7 +33,6 @@ from weightsync.model.manifest import ShardEntry, TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -130,6 +129,12 @@ class Later(NamedTuple):
     def size(self) -> int:
         """Bytes of the tensor."""
         return total_bytes(self.dtype, self.shape)
+
+
+if TYPE_CHECKING:
+    _Bare = tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
+    #: What an encoder takes for a tensor.
+    _Given = Item | Later | Changes | _Bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,12 +257,7 @@ class Encoder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -267,12 +267,7 @@ class Encoder:
 
     def encode_shard(
         self,
-        items: Sequence[
-            Item
-            | Later
-            | Changes
-            | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
-        ],
+        items: Sequence[_Given],
         *,
         base_content_digest: str,
         layout_digest: str,
@@ -348,12 +343,12 @@ def _assemble(
     zstd: bool,
 ) -> NDArray[np.uint8]:
     records = tuple(tensor.record for tensor in tensors if tensor.record)
-    told = DeltaManifest(index, base_content_digest, layout_digest, records)
-    manifest = write_manifest(told, zstd=zstd)
+    manifest = DeltaManifest(index, base_content_digest, layout_digest, records)
+    body = write_manifest(manifest, zstd=zstd)
     positions = [plane for tensor in tensors for plane in tensor.positions]
     values = [plane for tensor in tensors for plane in tensor.values]
-    sizes = [len(manifest), sum(map(len, positions)), sum(map(len, values))]
-    parts = [header_of(index, *sizes), manifest, *positions, *values]
+    sizes = [len(body), sum(map(len, positions)), sum(map(len, values))]
+    parts = [header_of(index, *sizes), body, *positions, *values]
     blob = np.empty(sum(map(len, parts)), np.uint8)
     at = 0
     for part in parts:
@@ -364,12 +359,7 @@ def _assemble(
 
 
 def encode_shard(
-    items: Sequence[
-        Item
-        | Later
-        | Changes
-        | tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
-    ],
+    items: Sequence[_Given],
     *,
     zstd: bool,
     base_content_digest: str,

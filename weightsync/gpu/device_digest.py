@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync.gpu.device_kernels import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from weightsync.gpu.device_kernels import Kernels
 
-__all__ = ["Digests", "digestible"]
+__all__ = ["DeviceDigests", "Digests", "digestible"]
 
 #: Shorter texts are digested in another way, which the kernel does not know.
 _LONGEST_SHORT = 240
@@ -58,3 +59,44 @@ class Digests:
             b"".join(half.to_bytes(8, "big", signed=True) for half in halves)
             for halves in self._found.tolist()
         ]
+
+
+class DeviceDigests:
+    """Digests that a device computes while others work; any thread may ask for them.
+
+    Args:
+        kernels: Of the device.
+        tensors: All bytes of each, in a row. They must stay as they are until a digest was given.
+
+    Attributes:
+        names: Those that it can digest.
+    """
+
+    def __init__(self, kernels: Kernels, tensors: Mapping[str, torch.Tensor]) -> None:
+        known = [name for name, tensor in tensors.items() if digestible(tensor)]
+        # The longest first: each is the work of one block of threads.
+        known.sort(key=lambda name: -tensors[name].nbytes)
+        self.names = frozenset(known)
+        self._order = known
+        self._lock = threading.Lock()
+        self._found: dict[str, bytes] | None = None if known else {}
+        if not known:
+            return
+        self._digests = Digests(kernels, [tensors[name] for name in known])
+        self._digests.queue(0, len(known))
+        device = tensors[known[0]].device
+        self._done: Any = None
+        if device.type == "cuda":
+            # Of that device, whichever is the thread's own.
+            stream = torch.cuda.current_stream(device)
+            self._done = stream.record_event()
+
+    def of(self, name: str) -> bytes:
+        """Wait for the digest of a tensor of `names`, and return it."""
+        with self._lock:
+            if self._found is None:
+                if self._done is not None:
+                    # Whoever asks may have another stream.
+                    self._done.synchronize()
+                self._found = dict(zip(self._order, self._digests.results(), strict=True))
+            return self._found[name]

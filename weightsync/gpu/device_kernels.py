@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from weightsync.gpu.nvrtc import NvrtcError, compile_source
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["KernelError", "Kernels", "Launch"]
+__all__ = ["KernelError", "Kernels", "Launch", "kernels_of"]
 
 logger = logging.getLogger(__name__)
+
+_making = threading.Lock()
 
 _SOURCE = Path(__file__).with_name("kernels.cu")
 _Pointer = ctypes.c_void_p
@@ -159,3 +162,14 @@ class Kernels:
         if code:
             msg = f"{name} answered {code}"
             raise KernelError(msg)
+
+
+def kernels_of(device: torch.device) -> Kernels | None:
+    """Return the kernels for a device, compiled once, in half a second; None: it has none."""
+    with _making:
+        return _kernels(device)
+
+
+@cache
+def _kernels(device: torch.device) -> Kernels | None:
+    return Kernels.find(device)

@@ -76,15 +76,15 @@ class KernelFinder:
 
     def __init__(self, kernels: Kernels, pairs: Sequence[Pair]) -> None:
         device = pairs[0][0].device
-        rows = [cut(0, *pair) for pair in pairs]
-        owners = np.repeat(np.arange(len(rows)), [len(part) for part in rows])
+        # The flag of a row tells of which pair it is a part.
+        rows = [cut(number, *pair) for number, pair in enumerate(pairs)]
         self._kernels = kernels
         self._pairs = pairs
         self._bits = 8 * pairs[0][0].element_size()
         self._table = torch.from_numpy(np.concatenate(rows)).to(device)
         #: Of each row of the table, the pair that it is a part of, and how many elements differ.
-        self._owners = torch.from_numpy(owners).to(device)
-        self._counts = torch.empty(len(owners), dtype=torch.int32, device=device)
+        self._owners = self._table[:, 2] >> 32
+        self._counts = torch.empty(len(self._table), dtype=torch.int32, device=device)
 
     def count(self, step: Step) -> list[int]:
         """See `Finder`."""
@@ -105,6 +105,8 @@ class KernelFinder:
         """See `Finder`."""
         device = self._table.device
         wanted = torch.tensor(chosen, device=device)[self._owners] & (self._counts > 0)
+        # Waits for the device, which knows how many there are.
+        wanted = wanted.nonzero().reshape(-1)
         table, counts = self._table[wanted], self._counts[wanted]
         borders = torch.zeros(len(table) + 1, dtype=torch.int64, device=device)
         torch.cumsum(counts, 0, dtype=torch.int64, out=borders[1:])

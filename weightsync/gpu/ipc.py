@@ -193,8 +193,10 @@ class Device:
     def register(self, view: memoryview) -> None:
         """Let the device write to mapped memory at full speed, until `unregister`."""
         self._enter()
-        with contextlib.suppress(_AlreadyError):
-            _register(_address(view), view.nbytes)
+        code = _driver().cuMemHostRegister_v2(_address(view), view.nbytes, _PORTABLE)
+        if code not in (_OK, _REGISTERED):
+            msg = f"cuMemHostRegister answered {code}"
+            raise DeviceError(msg)
 
     def unregister(self, view: memoryview) -> None:
         """Let go of it, before it is unmapped."""
@@ -260,19 +262,6 @@ class Stream:
     def wait(self) -> None:
         """Return when all copies are done; other threads run meanwhile."""
         _call("cuStreamSynchronize", self._stream)
-
-
-class _AlreadyError(DeviceError):
-    """The memory is registered."""
-
-
-def _register(address: int, size: int) -> None:
-    code = _driver().cuMemHostRegister_v2(address, size, _PORTABLE)
-    if code == _REGISTERED:
-        raise _AlreadyError
-    if code != _OK:
-        msg = f"cuMemHostRegister answered {code}"
-        raise DeviceError(msg)
 
 
 def _address(view: memoryview) -> int:

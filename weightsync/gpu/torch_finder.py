@@ -50,10 +50,9 @@ class TorchFinder:
         for pair, count, wanted in zip(self._pairs, self._counts, chosen, strict=True):
             if not wanted:
                 continue
-            # Waits for the device, which knows how many there are.
-            places = self._unequal(pair).nonzero().reshape(-1)
-            if places.numel() != count:
-                return changed.fill_(1)
+            marks = self._unequal(pair)
+            changed |= marks.sum() != count
+            places = _places(marks, count)
             end = begin + count
             torch.index_select(pair[1], 0, places, out=after[begin:end])
             first = (pair[0].data_ptr() - row) // pair[0].element_size()
@@ -67,3 +66,15 @@ class TorchFinder:
         if left.dim() == 1 and left.numel() <= self._mask.numel():
             return torch.ne(left, right, out=self._mask[: left.numel()])
         return left.ne(right)
+
+
+def _places(marks: torch.Tensor, count: int) -> torch.Tensor:
+    """Return where so many marks lie, without asking the device where PyTorch can do that.
+
+    The first element takes the place of those that are missing by now.
+    """
+    try:
+        return torch.nonzero_static(marks, size=count, fill_value=0).reshape(-1)
+    except NotImplementedError:
+        found = marks.nonzero().reshape(-1)[:count]
+        return torch.cat([found, found.new_zeros(count - len(found))])

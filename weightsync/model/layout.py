@@ -39,8 +39,12 @@ MAX_SHARD_BYTES = 1 << 46
 _MAX_BITS = MAX_SHARD_BYTES * 8
 
 
-def _refuse(reason: Reason, text: str) -> WeightSyncError:
-    return WeightSyncError(reason, text)
+def _bad_layout(text: str) -> WeightSyncError:
+    return WeightSyncError(Reason.LAYOUT_INVALID, text)
+
+
+def _bad_header(text: str) -> WeightSyncError:
+    return WeightSyncError(Reason.SHARD_INVALID, text)
 
 
 def _shown(name: str) -> str:
@@ -51,20 +55,15 @@ def _check_name(name: str) -> None:
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"tensor name {_shown(name)} is not valid UTF-8; rename the tensor",
+        raise _bad_layout(
+            f"tensor name {_shown(name)} is not valid UTF-8; rename the tensor"
         ) from None
     if not 1 <= size <= MAX_NAME_BYTES:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"tensor name {_shown(name)} has {size} bytes; use 1 to {MAX_NAME_BYTES}",
-        )
+        raise _bad_layout(f"tensor name {_shown(name)} has {size} bytes; use 1 to {MAX_NAME_BYTES}")
     # What is not printable, such as U+202E, makes two names look alike in a log, or breaks it.
     if name == "__metadata__" or not name.isprintable():
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"tensor name {_shown(name)} is reserved or not printable; rename the tensor",
+        raise _bad_layout(
+            f"tensor name {_shown(name)} is reserved or not printable; rename the tensor"
         )
 
 
@@ -72,28 +71,24 @@ def _check_tensor(tensor: TensorEntry) -> None:
     _check_name(tensor.name)
     bits = DTYPE_BITS.get(tensor.dtype)
     if bits is None:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise _bad_layout(
             f"tensor {_shown(tensor.name)} has unknown dtype {_shown(tensor.dtype)}; "
-            f"use one of {' '.join(DTYPE_BITS)}",
+            f"use one of {' '.join(DTYPE_BITS)}"
         )
     if len(tensor.shape) > MAX_DIMS:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"tensor {_shown(tensor.name)} has {len(tensor.shape)} dimensions; at most {MAX_DIMS}",
+        raise _bad_layout(
+            f"tensor {_shown(tensor.name)} has {len(tensor.shape)} dimensions; at most {MAX_DIMS}"
         )
     # Empty tensors too: other readers of the format overflow on their way to the zero.
     if min(tensor.shape, default=0) < 0 or math.prod(d or 1 for d in tensor.shape) >= _MAX_BITS:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"tensor {_shown(tensor.name)} has the impossible shape {list(tensor.shape)}",
+        raise _bad_layout(
+            f"tensor {_shown(tensor.name)} has the impossible shape {list(tensor.shape)}"
         )
     total_bits = math.prod(tensor.shape) * bits
     if total_bits % 8 or tensor.begin < 0 or tensor.end - tensor.begin != total_bits // 8:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise _bad_layout(
             f"tensor {_shown(tensor.name)} of dtype {tensor.dtype} and shape {list(tensor.shape)} "
-            f"needs {total_bits / 8:g} bytes but its range is {tensor.begin} to {tensor.end}",
+            f"needs {total_bits / 8:g} bytes but its range is {tensor.begin} to {tensor.end}"
         )
 
 
@@ -108,15 +103,13 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
         WeightSyncError: LAYOUT_INVALID, naming the tensor and the reason.
     """
     if not 2 <= shard.header_size <= MAX_HEADER_BYTES:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise _bad_layout(
             f"shard {_shown(shard.name)} has a header of {shard.header_size} bytes; "
-            f"at most {MAX_HEADER_BYTES}",
+            f"at most {MAX_HEADER_BYTES}"
         )
     if not shard.data_start <= shard.size <= MAX_SHARD_BYTES:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"shard {_shown(shard.name)} has an impossible size of {shard.size} bytes",
+        raise _bad_layout(
+            f"shard {_shown(shard.name)} has an impossible size of {shard.size} bytes"
         )
     ordered = sorted(tensors, key=lambda t: (t.begin, t.end, t.name))
     position = 0
@@ -126,17 +119,15 @@ def check_shard(shard: ShardEntry, tensors: Iterable[TensorEntry]) -> tuple[Tens
             what = (
                 "overlaps the one before" if tensor.begin < position else "leaves a hole before it"
             )
-            raise _refuse(
-                Reason.LAYOUT_INVALID,
+            raise _bad_layout(
                 f"tensor {_shown(tensor.name)} begins at byte {tensor.begin} and {what}, "
-                f"which ends at {position}",
+                f"which ends at {position}"
             )
         position = tensor.end
     if shard.data_start + position != shard.size:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
+        raise _bad_layout(
             f"the tensors of shard {_shown(shard.name)} fill {position} bytes of data, "
-            f"its size leaves {shard.size - shard.data_start}",
+            f"its size leaves {shard.size - shard.data_start}"
         )
     return tuple(ordered)
 
@@ -149,18 +140,13 @@ def check_version(shards: Sequence[ShardEntry], groups: Sequence[Sequence[Tensor
     """
     tensors = tuple(tensor for group in groups for tensor in group)
     if not tensors:
-        raise _refuse(Reason.LAYOUT_INVALID, "the version holds no tensor; push at least one")
+        raise _bad_layout("the version holds no tensor; push at least one")
     if len(tensors) > MAX_TENSORS:
-        raise _refuse(
-            Reason.LAYOUT_INVALID,
-            f"the version holds {len(tensors)} tensors; at most {MAX_TENSORS}",
-        )
+        raise _bad_layout(f"the version holds {len(tensors)} tensors; at most {MAX_TENSORS}")
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.name in seen:
-            raise _refuse(
-                Reason.LAYOUT_INVALID, f"tensor {_shown(tensor.name)} is in the version twice"
-            )
+            raise _bad_layout(f"tensor {_shown(tensor.name)} is in the version twice")
         seen.add(tensor.name)
     return Layout(tuple(shards), tensors)
 
@@ -169,7 +155,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise _refuse(Reason.SHARD_INVALID, f"the shard header holds the key {_shown(twice)} twice")
+        raise _bad_header(f"the shard header holds the key {_shown(twice)} twice")
     return result
 
 
@@ -194,10 +180,8 @@ def _is_text(value: object) -> bool:
 
 def _header_tensor(name: str, value: object, shard: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _refuse(
-            Reason.SHARD_INVALID,
-            f"tensor {_shown(name)} in the shard header needs exactly dtype, shape and "
-            "data_offsets",
+        raise _bad_header(
+            f"tensor {_shown(name)} in the shard header needs exactly dtype, shape and data_offsets"
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     good = (
@@ -210,10 +194,9 @@ def _header_tensor(name: str, value: object, shard: int) -> TensorEntry:
         and all(map(_is_int, offsets))
     )
     if not good:
-        raise _refuse(
-            Reason.SHARD_INVALID,
+        raise _bad_header(
             f"tensor {_shown(name)} in the shard header has a dtype, shape or data_offsets "
-            "that is no such thing",
+            "that is no such thing"
         )
     return TensorEntry(name, dtype, tuple(shape), shard, offsets[0], offsets[1])
 
@@ -231,24 +214,19 @@ def parse_header(header: bytes | memoryview, shard: int = 0) -> list[TensorEntry
         WeightSyncError: SHARD_INVALID, naming what is wrong.
     """
     if len(header) > MAX_HEADER_BYTES:
-        raise _refuse(
-            Reason.SHARD_INVALID,
-            f"the shard header has {len(header)} bytes; at most {MAX_HEADER_BYTES}",
-        )
+        raise _bad_header(f"the shard header has {len(header)} bytes; at most {MAX_HEADER_BYTES}")
     raw = bytes(header)
     if not raw.startswith(b"{"):
-        raise _refuse(Reason.SHARD_INVALID, "the shard header does not begin with '{'")
+        raise _bad_header("the shard header does not begin with '{'")
     # json would take UTF-16 and surrogates too, and -0 for a size.
     hook = _not_minus_zero if b"-0" in raw else None
     try:
         document = json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_int=hook)
     except (ValueError, RecursionError):
-        raise _refuse(Reason.SHARD_INVALID, "the shard header is not valid JSON") from None
+        raise _bad_header("the shard header is not valid JSON") from None
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(map(_is_text, [*metadata, *metadata.values()])):
-        raise _refuse(
-            Reason.SHARD_INVALID, "__metadata__ in the shard header must map text to text"
-        )
+        raise _bad_header("__metadata__ in the shard header must map text to text")
     return [_header_tensor(name, value, shard) for name, value in document.items()]
 
 
@@ -268,14 +246,12 @@ def check_header(header: bytes | memoryview, expected: Sequence[TensorEntry]) ->
     found = sorted(parse_header(header, index), key=lambda t: (t.begin, t.end, t.name))
     for theirs, ours in zip(found, expected, strict=False):
         if theirs != ours:
-            raise _refuse(
-                Reason.SHARD_INVALID,
-                f"the shard header tells {_described(theirs)}, the layout {_described(ours)}",
+            raise _bad_header(
+                f"the shard header tells {_described(theirs)}, the layout {_described(ours)}"
             )
     if len(found) != len(expected):
-        raise _refuse(
-            Reason.SHARD_INVALID,
-            f"the shard header tells {len(found)} tensors, the layout {len(expected)}",
+        raise _bad_header(
+            f"the shard header tells {len(found)} tensors, the layout {len(expected)}"
         )
 
 

@@ -137,8 +137,7 @@ class Manifest:
     def content_digest(self) -> str:
         """Identity of the version, whatever its encoding; 32 hexadecimal digits."""
         if len(self.digests) != len(self.layout.tensors):
-            msg = f"{len(self.digests)} digests of {len(self.layout.tensors)} tensors"
-            raise ValueError(msg)
+            raise ValueError(f"{len(self.digests)} digests of {len(self.layout.tensors)} tensors")
         ordered = map(self.digests.__getitem__, self.layout.by_name)
         pairs = zip(self.layout.content_heads, ordered, strict=True)
         return lines_digest(f"{head} {digest.hex()}" for head, digest in pairs)
@@ -178,19 +177,16 @@ class Manifest:
         try:
             facts = json.loads(lines[0])
             if facts["format"] != _FORMAT:
-                msg = f"unknown manifest format {facts['format']!r}"
-                raise ValueError(msg)
+                raise ValueError(f"unknown manifest format {facts['format']!r}")
             shards = tuple(ShardEntry(*entry) for entry in facts["shards"])
             for line in islice(lines, 1, None):
                 for name, dtype, shape, shard, begin, end, digest in json.loads(line):
                     tensors.append(TensorEntry(name, dtype, tuple(shape), shard, begin, end))
                     digests.append(bytes.fromhex(digest))
             if len(tensors) != facts["tensors"]:
-                msg = f"{len(tensors)} of {facts['tensors']!r} tensors in a manifest"
-                raise ValueError(msg)
+                raise ValueError(f"{len(tensors)} of {facts['tensors']!r} tensors in a manifest")
         except (KeyError, TypeError, IndexError) as error:
-            msg = f"not a manifest: {error!r}"
-            raise ValueError(msg) from error
+            raise ValueError(f"not a manifest: {error!r}") from error
         return cls(Layout(shards, tuple(tensors)), tuple(digests))
 
 

@@ -9,15 +9,15 @@ __all__ = ["available_bytes"]
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def _meminfo(path: Path = Path("/proc/meminfo")) -> int:
-    for line in path.read_text().splitlines():
+def _meminfo() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 1 << 62
 
 
-def _own_cgroup(path: Path = Path("/proc/self/cgroup")) -> str:
-    for line in path.read_text().splitlines():
+def _own_cgroup() -> str:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             return line[3:].strip("/")
     return ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Layout
 
-__all__ = ["HANDLE_BYTES", "Arrival", "ArrivalReader", "ArrivalWriter", "Lying"]
+__all__ = ["HANDLE_BYTES", "Arrival", "ArrivalReader", "ArrivalWriter", "IpcAddresses"]
 
 #: Bytes of a handle by which another process opens memory of a GPU: CU_IPC_HANDLE_SIZE.
 HANDLE_BYTES = 64
@@ -31,14 +31,14 @@ _HEAD = struct.Struct("<8sIIII")
 _MAGIC = b"WSCOMES2"
 #: Handle of an allocation, and an offset within it, bytes.
 _PLACE = struct.Struct(f"<{HANDLE_BYTES}sQ")
-_CAME, _LIES = 1, 2
+_CAME, _ON_GPU = 1, 2
 #: From one look at the marks to the next, seconds.
 _LOOK_S = 0.005
 
 
 #: Where a shard lies on a GPU for as long as its push lasts: of each tensor that is not empty, in
 #: the order of their bytes, the handle that opens its allocation, and its offset in that, in bytes.
-Lying = Sequence[tuple[bytes, int]]
+IpcAddresses = Sequence[tuple[bytes, int]]
 
 
 class Arrival(NamedTuple):
@@ -46,11 +46,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         shard: Its index.
-        lies: It is where the trainer has it, on a GPU; else all its bytes are in its segment.
+        on_gpu: It is where the trainer has it, on a GPU; else all its bytes are in its segment.
     """
 
     shard: int
-    lies: bool
+    on_gpu: bool
 
 
 class _Table(NamedTuple):
@@ -102,16 +102,16 @@ class ArrivalWriter:
         view = self.segment.view
         view[: self._table.ids] = bytes(self._table.ids)
         _HEAD.pack_into(view, 0, _MAGIC, count, tensors, len(ids), len(body))
-        view[self._table.ids : self._table.ids + len(ids) + len(body)] = ids + body
+        self.segment.fill(self._table.ids, ids + body)
 
-    def lies(self, shard: int, where: Lying) -> None:
+    def mark_ipc(self, shard: int, where: IpcAddresses) -> None:
         """Tell where a shard lies on a GPU, unless that was told or it has come."""
         view, table = self.segment.view, self._table
         if view[table.marks + shard]:
             return
         for row, place in zip(self._rows[shard], where, strict=True):
             _PLACE.pack_into(view, table.places + _PLACE.size * row, *place)
-        view[table.marks + shard] = _LIES
+        view[table.marks + shard] = _ON_GPU
 
     def mark(self, shard: int) -> None:
         """Tell that all bytes of a shard lie in its segment, and stay as they are."""
@@ -141,18 +141,16 @@ class ArrivalReader:
         table = _table(count, tensors)
         end = table.ids + ids_size
         if magic != _MAGIC or end + body_size > len(view):
-            msg = "not a version that comes in"
-            raise ValueError(msg)
+            raise ValueError("not a version that comes in")
         self.layout = Manifest.from_json(bytes(view[end : end + body_size])).layout
         self.segments = tuple(bytes(view[table.ids : end]).decode().split(","))
         if not len(self.segments) == len(self.layout.shards) == count:
-            msg = f"{len(self.segments)} segments for {len(self.layout.shards)} shards"
-            raise ValueError(msg)
+            raise ValueError(f"{len(self.segments)} segments for {len(self.layout.shards)} shards")
         self._view = view
         self._table = table
         self._rows = _rows(self.layout)
 
-    def lying(self, shard: int) -> Lying:
+    def ipc_addresses(self, shard: int) -> IpcAddresses:
         """Return where a shard lies that was marked so."""
         return [
             _PLACE.unpack_from(self._view, self._table.places + _PLACE.size * row)
@@ -181,11 +179,11 @@ class ArrivalReader:
             # Before the marks: what is marked before the end shall be seen.
             over = self._view[self._table.over]
             now = bytes(self._view[marks])
-            for kind in (_LIES, _CAME):
+            for kind in (_ON_GPU, _CAME):
                 for shard in _new(now, seen, kind):
                     # Whoever takes what is told takes his time: all may have come since.
                     if kind == _CAME or self._more(marks):
-                        yield Arrival(shard, kind == _LIES)
+                        yield Arrival(shard, kind == _ON_GPU)
             if now != seen:
                 seen, until = now, clock.monotonic() + patience_s
             elif over or clock.monotonic() > until or wait(_LOOK_S):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["IpcPlacement", "SameHostClient", "map_lent"]
+__all__ = ["IpcPlacement", "SameHostClient", "map_lease"]
 
 #: Seconds of a trainer's patience; making a shard durable is not waited for.
 _ANSWER_S = 60.0
@@ -57,7 +57,7 @@ class SameHostClient:
     """
 
     def __init__(self, path: str | Path, secret: str) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._borrowed: set[int] = set()
         with _no_fork:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -77,6 +77,7 @@ class SameHostClient:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
+        # Held on until the descriptor is here: it comes after the answer.
         with self._lock:
             huge = bool(self._ask({"op": "lend", "shard": shard}).get("huge"))
             try:
@@ -89,11 +90,11 @@ class SameHostClient:
                 raise _ended() from None
             return WriteLease(fd, huge)
 
-    def give_back(self, lent: WriteLease) -> None:
+    def give_back(self, lease: WriteLease) -> None:
         """Close what `borrow` returned."""
         with _no_fork:
-            self._borrowed.discard(lent.fd)
-            os.close(lent.fd)
+            self._borrowed.discard(lease.fd)
+            os.close(lease.fd)
 
     def written(self, shard: int, digests: Sequence[bytes]) -> None:
         """Tell that a whole shard lies in its memory, which this process let go of.
@@ -102,10 +103,9 @@ class SameHostClient:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
-        with self._lock:
-            self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
+        self._ask({"op": "written", "shard": shard, "digests": b"".join(digests).hex()})
 
-    def lying(self, shards: dict[int, IpcPlacement]) -> None:
+    def announce_ipc(self, shards: dict[int, IpcPlacement]) -> None:
         """Tell where shards lie that `collect` will be called for, where the server wants to know.
 
         Args:
@@ -116,9 +116,8 @@ class SameHostClient:
             WeightSyncError: The server refused; the connection has ended.
         """
         if shards and "lying" in self._knows:
-            with self._lock:
-                told = {index: _told(where) for index, where in shards.items()}
-                self._ask({"op": "lying", "shards": told})
+            told = {index: _told(where) for index, where in shards.items()}
+            self._ask({"op": "lying", "shards": told})
 
     def collect(self, shard: int, where: IpcPlacement) -> str:
         """Have the server copy a shard from a GPU; return why it declines, else "".
@@ -131,8 +130,7 @@ class SameHostClient:
             WeightSyncError: The server refused; the connection has ended.
         """
         told = {"header": where.header.hex(), **_told(where)}
-        with self._lock:
-            return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
+        return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
 
     def collected(self, shard: int) -> bytes:
         """Return the joined digests that the server computed of a shard, once it was copied.
@@ -141,8 +139,7 @@ class SameHostClient:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
-        with self._lock:
-            return bytes.fromhex(str(self._ask({"op": "collected", "shard": shard})["digests"]))
+        return bytes.fromhex(str(self._ask({"op": "collected", "shard": shard})["digests"]))
 
     def alive(self) -> None:
         """Give a sign of life.
@@ -150,8 +147,7 @@ class SameHostClient:
         Raises:
             OSError: The connection has ended.
         """
-        with self._lock:
-            self._ask({"op": "alive"})
+        self._ask({"op": "alive"})
 
     def close(self) -> None:
         """End the connection, also under a thread that waits for an answer."""
@@ -168,8 +164,9 @@ class SameHostClient:
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            send(self._socket, request)
-            answer = receive(self._socket)
+            with self._lock:
+                send(self._socket, request)
+                answer = receive(self._socket)
         except EOFError:
             raise _ended() from None
         if "error" in answer:
@@ -185,14 +182,14 @@ def _told(where: IpcPlacement) -> dict[str, Any]:
     }
 
 
-def map_lent(lent: WriteLease, size: int) -> Mapping:
+def map_lease(lease: WriteLease, size: int) -> Mapping:
     """Return the first `size` bytes of lent memory, mapped; no child that is forked has them.
 
     Raises:
         OSError: They cannot be mapped.
     """
     with _no_fork:
-        mapping = Mapping(lent.fd, size)
+        mapping = Mapping(lease.fd, size)
         try:
             mapping.keep_from_children()
         except BaseException:

@@ -92,7 +92,7 @@ class SameHostHandler(Protocol):
     def collect(self, shard: int, where: dict[str, Any]) -> str:
         """Begin to copy a shard from a GPU; return why that cannot be, else ""."""
 
-    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    def announce_ipc(self, shards: dict[int, dict[str, Any]]) -> None:
         """Take note of where shards lie that `collect` will be asked for."""
 
     def collected(self, shard: int) -> bytes:
@@ -109,7 +109,6 @@ class LendingServer:
         path: Socket file; replaced when a dead server left it.
         desk: Makes the desk of a connection.
         silence_s: Seconds without a request after which a connection is ended.
-        mode: Permissions of the socket file: who may connect at all.
 
     Raises:
         WeightSyncError: REQUEST_INVALID; the path is somebody else's or holds no socket.
@@ -121,14 +120,13 @@ class LendingServer:
         path: Path,
         desk: Callable[[PeerCredentials], SameHostHandler],
         silence_s: float,
-        mode: int = 0o660,
     ) -> None:
         self.path = path
         self._desk = desk
         self._silence_s = silence_s
         self._lock = threading.Lock()
         self._peers: set[socket.socket] = set()
-        self._socket = listen(path, mode, "choose another --same-host-socket")
+        self._socket = listen(path, 0o660, "choose another --same-host-socket")
         self._thread = threading.Thread(
             target=accept_each,
             args=(self._socket, self._admit, "lending-peer"),
@@ -208,8 +206,7 @@ class _RefusedError(Exception):
 
 def _redeemed(desk: SameHostHandler, request: dict[str, Any]) -> dict[str, Any]:
     if request.get("op") != "redeem" or not isinstance(request.get("secret"), str):
-        msg = "the first request must redeem a secret"
-        raise ValueError(msg)
+        raise ValueError("the first request must redeem a secret")
     desk.redeem(request["secret"])
     return {"knows": ["lying"]}
 
@@ -219,7 +216,7 @@ def _asked(desk: SameHostHandler, request: dict[str, Any]) -> WriteLease | dict[
     if op == "alive":
         return None
     if op == "lying":
-        desk.lying(_by_index(request.get("shards")))
+        desk.announce_ipc(_by_index(request.get("shards")))
         return None
     if type(shard) is not int:
         raise _refused("the index of a shard is an integer")

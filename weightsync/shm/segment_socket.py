@@ -205,11 +205,9 @@ class SegmentClient:
         self._socket.close()
 
     def __enter__(self) -> Self:
-        """Return self."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
         self.close()
 
     def _call(self, request: dict[str, Any]) -> dict[str, Any]:

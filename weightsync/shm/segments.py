@@ -26,6 +26,8 @@ _PAGE = mmap.PAGESIZE
 #: Bytes that are touched at once. Meanwhile nobody else can map or unmap anything in this process,
 #: and who waits for that in Python holds the GIL.
 _PIECE = GRANULE
+#: Bytes that are copied at once.
+_COPIED = 1 << 20
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -67,7 +69,7 @@ class Segment:
         fd: Writable descriptor.
         view: All bytes, writable.
         huge: It lies in huge pages: mapping it takes no time.
-        lent: Another process was given a writable descriptor and was not proved to have let go.
+        granted: Another process was given a writable descriptor and was not proved to have let go.
     """
 
     def __init__(self, fd: int, capacity: int) -> None:
@@ -75,7 +77,7 @@ class Segment:
         self.capacity = capacity
         self.fd = fd
         self.huge = False
-        self.lent = False
+        self.granted = False
         self._mapping = Mapping(fd, capacity)
         self.view = self._mapping.view
 
@@ -108,6 +110,15 @@ class Segment:
             undo.pop_all()
         return segment
 
+    def fill(self, begin: int, data: bytes) -> None:
+        """Copy all of `data` to byte `begin` and after, in pieces.
+
+        New pages are slow to fill, and copying holds the GIL.
+        """
+        for at in range(0, len(data), _COPIED):
+            piece = data[at : at + _COPIED]
+            self.view[begin + at : begin + at + len(piece)] = piece
+
     def read_only_fd(self) -> int:
         """Return a new descriptor that cannot be mapped writable. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -117,7 +128,7 @@ class Segment:
         # Opened, not duplicated: who opened a file counts as a writer for the kernel; who made it
         # (this process, and whoever got a duplicate of its descriptor) does not.
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        self.lent = True
+        self.granted = True
         return fd
 
     def taken_back(self) -> bool:
@@ -125,9 +136,9 @@ class Segment:
 
         False as long as such a descriptor, a duplicate of it, or a mapping made through it lives.
         """
-        if self.lent and unwritten(self.fd):
-            self.lent = False
-        return not self.lent
+        if self.granted and unwritten(self.fd):
+            self.granted = False
+        return not self.granted
 
     def close(self) -> None:
         """Give the memory back as soon as nobody maps it; further calls do nothing."""
@@ -164,13 +175,13 @@ def writers_are_seen() -> bool:
     try:
         fd = segment.lend()
         try:
-            held = unwritten(segment.fd)
+            open_unseen = unwritten(segment.fd)
             mapping = mmap.mmap(fd, _PAGE)
         finally:
             os.close(fd)
-        mapped = unwritten(segment.fd)
+        mapping_unseen = unwritten(segment.fd)
         mapping.close()
-        return not held and not mapped and segment.taken_back()
+        return not open_unseen and not mapping_unseen and segment.taken_back()
     finally:
         segment.close()
 

@@ -15,7 +15,6 @@ __all__ = ["StagedVersion"]
 
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"WSSTAGE2"
-_COPIED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,10 @@ class StagedVersion:
         """Write the document into a new segment, which the caller owns."""
         ids = ",".join(self.segments).encode()
         body = self.manifest.to_json()
-        segment = Segment.create(_HEAD.size + len(ids) + len(body))
-        end = _HEAD.size + len(ids)
-        segment.view[: _HEAD.size] = _HEAD.pack(_MAGIC, len(ids), len(body))
-        segment.view[_HEAD.size : end] = ids
-        for at in range(0, len(body), _COPIED):
-            # New pages are slow to fill, and copying holds the GIL.
-            piece = body[at : at + _COPIED]
-            segment.view[end + at : end + at + len(piece)] = piece
+        head = _HEAD.pack(_MAGIC, len(ids), len(body)) + ids
+        segment = Segment.create(len(head) + len(body))
+        segment.fill(0, head)
+        segment.fill(len(head), body)
         return segment
 
     @classmethod
@@ -54,12 +49,10 @@ class StagedVersion:
         magic, ids_size, body_size = _HEAD.unpack_from(view)
         end = _HEAD.size + ids_size
         if magic != _MAGIC or end + body_size > len(view):
-            msg = "not a staged version"
-            raise ValueError(msg)
+            raise ValueError("not a staged version")
         ids = bytes(view[_HEAD.size : end]).decode()
         manifest = Manifest.from_json(view[end : end + body_size])
         segments = tuple(ids.split(","))
         if len(segments) != len(manifest.layout.shards):
-            msg = f"{len(segments)} segments for {len(manifest.layout.shards)} shards"
-            raise ValueError(msg)
+            raise ValueError(f"{len(segments)} segments for {len(manifest.layout.shards)} shards")
         return cls(manifest, segments)

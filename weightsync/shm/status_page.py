@@ -78,8 +78,7 @@ class PageWriter:
         """
         body = json.dumps(report).encode()
         if len(body) > PAGE_BYTES - _HEAD.size:
-            msg = f"a report of {len(body)} bytes; at most {PAGE_BYTES - _HEAD.size}"
-            raise ValueError(msg)
+            raise ValueError(f"a report of {len(body)} bytes; at most {PAGE_BYTES - _HEAD.size}")
         self._sequence += 1
         struct.pack_into("<Q", self._mapping, 0, self._sequence)
         self._mapping[_HEAD.size : _HEAD.size + len(body)] = body

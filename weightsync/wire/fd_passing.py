@@ -26,6 +26,7 @@ __all__ = [
     "accept_each",
     "listen",
     "receive",
+    "receive_exactly",
     "receive_fds",
     "send",
     "send_fds",
@@ -41,7 +42,12 @@ TIMEOUT_S = 30.0
 _AGAIN_S = 0.1
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes; blocks.
+
+    Raises:
+        EOFError: There are fewer.
+    """
     parts = []
     while size:
         part = sock.recv(min(size, 1 << 20))
@@ -65,14 +71,12 @@ def receive(sock: socket.socket) -> dict[str, Any]:
         EOFError: There will be none.
         ValueError: It is none, or too large.
     """
-    (size,) = struct.unpack("<I", _receive_exactly(sock, 4))
+    (size,) = struct.unpack("<I", receive_exactly(sock, 4))
     if size > _MAX_MESSAGE:
-        msg = f"a message of {size} bytes; at most {_MAX_MESSAGE}"
-        raise ValueError(msg)
-    document = json.loads(_receive_exactly(sock, size))
+        raise ValueError(f"a message of {size} bytes; at most {_MAX_MESSAGE}")
+    document = json.loads(receive_exactly(sock, size))
     if not isinstance(document, dict):
-        msg = "not a JSON object"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+        raise ValueError("not a JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
     return document
 
 

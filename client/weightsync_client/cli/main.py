@@ -27,6 +27,7 @@ _ACCESS = "\n".join(f"  {variable:<22} {what}" for variable, (_, what) in VARIAB
 _COMMANDS = {
     "unpin it first": "unpin it first with `weightsync pin --undo`",
     "set clear_rejected to": "give --clear-rejected to",
+    "delete it with force": "delete it with --force",
 }
 _CALLS = {
     "AcquireEpoch": "epoch",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason
 from weightsync_client.errors import refuse
-from weightsync_client.push.warmup import Warmup, compile_codec
+from weightsync_client.push.warmup import Warmup
 from weightsync_client.push_reasons import Way
 from weightsync_client.snapshot.link_speed import LinkSpeed
 from weightsync_client.snapshot.snapshot_store import SnapshotStore, read_snapshot
@@ -34,16 +34,11 @@ class PushHistory:
         self.layouts = LayoutCache()
         self.snapshot = SnapshotStore()
         self.link_speed = LinkSpeed(address)
-        self.codec = Warmup(compile_codec)
+        self.kernels = Warmup()
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.
         self.server_copies = False
         #: It was tried whether the server does that.
         self.tried = False
-
-    @property
-    def link_is_slow(self) -> bool:
-        """Whether bytes cost more than the time to pack them."""
-        return self.link_speed.slow
 
     def observe(self, sent: Sent, seconds: float, result: PushResult) -> None:
         """Take a push in full into account.

@@ -56,7 +56,7 @@ def _choice(option: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def _let_go(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException | None) -> None:
     """Empty the frames that an error has left: they hold tensors, and the old copy."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -162,7 +162,7 @@ class PushPolicy:
         except Unfit as unfit:
             self._settle_for(unfit)
             reason = unfit.reason
-            _let_go(unfit)
+            _clear_frames(unfit)
         if reason is Fallback.COPIED:
             # The next one will be, too: a copy for a delta would only take memory.
             self._history.snapshot.current = None
@@ -241,7 +241,7 @@ class PushPolicy:
         from weightsync_client.snapshot.grouping import as_they_come, by_size
         from weightsync_client.snapshot.sampling import sampled
 
-        source, slow = self._source, self._history.link_is_slow
+        source, slow = self._source, self._history.link_speed.slow
         zstd = self._compress == "always" or (self._compress == "auto" and slow)
         hurried = not (zstd or slow or self._wanted == "require")
         most_changed = MOST_CHANGED if hurried else 1.0
@@ -258,7 +258,7 @@ class PushPolicy:
     def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
         """Return why all is sent after a delta has failed; None: nothing is."""
         if isinstance(error, Unfit):
-            return Unfit(error.reason, error.text)
+            return Unfit(error.reason, str(error))
         reason, flow = _FALLBACKS.get(error.reason), self._source.flow
         if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
             return None
@@ -284,22 +284,22 @@ class PushPolicy:
     def _kept(self, reason: Fallback) -> PushResult:
         """Send all, and keep it for the next delta once it is committed."""
         snapshot, source = self._history.snapshot, self._source
-        taking: SnapshotCapture | None
+        capture: SnapshotCapture | None
         if source.flow is None:
-            taking = snapshot.take(source.tensors)
+            capture = snapshot.take(source.tensors)
         else:
-            taking = snapshot.take_flow(self._read)
+            capture = snapshot.take_flow(self._read)
             self._read = {}
-            source = replace(source, shards=source.flow.shards(_drained(self._before), taking.add))
-        if taking is None:
+            source = replace(source, shards=source.flow.shards(_drained(self._before), capture.add))
+        if capture is None:
             return self._full(Fallback.NO_ROOM if reason is Fallback.FIRST else reason)
-        devices = taking.devices
-        push = self._begin(source, reason, taking)
+        devices = capture.devices
+        push = self._begin(source, reason, capture)
         result = self._sent(push, reason)
-        whole = taking.whole(result, self._template.run_id, push.digests)
+        whole = capture.whole(result, self._template.run_id, push.digests)
         snapshot.current = whole or snapshot.current
-        self._history.codec.start(devices)
-        if taking.gave_up and reason is Fallback.FIRST:
+        self._history.kernels.start(devices)
+        if capture.gave_up and reason is Fallback.FIRST:
             return replace(result, fallback_reason=Fallback.NO_ROOM)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -204,15 +205,12 @@ class PushSession:
 
     def _digested(self, shard: Shard) -> list[bytes]:
         digester, size = ShardDigester(shard), shard.entry.size
-        reader = shard.open(Scratch())
-        try:
+        with contextlib.closing(shard.open(Scratch())) as reader:
             # All of it counts as held by the server, so there is nothing to be sent.
             for _ in messages.shard_bytes(
                 shard, reader, digester, size, self._chunk_bytes, self._counter.add
             ):
                 pass
-        finally:
-            reader.close()
         return digester.digests
 
     def _content_digest(self, done: Collection[ShardDigests]) -> str:

@@ -1,4 +1,4 @@
-"""Has loops compiled while nobody waits for them; what is imported for that, only then."""
+"""Has the kernels that compare tensors on GPUs compiled while nobody waits for them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,43 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
     import torch
 
-__all__ = ["Warmup", "compile_codec"]
+__all__ = ["Warmup"]
 
 
 class Warmup:
-    """Compiles in a thread of its own, once; until then what is compiled is slower.
+    """Compiles kernels in a thread of its own, once: half a second of the first delta.
 
-    Args:
-        work: Compiles.
+    Tensors of the host need none, and what is imported for them is too little to be worth a thread.
     """
 
-    def __init__(self, work: Callable[..., object]) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def start(self, *facts: object) -> None:
-        """Begin, unless it was begun; returns at once.
+    def start(self, devices: AbstractSet[torch.device]) -> None:
+        """Begin, unless it was begun or there is no device; returns at once.
 
         Args:
-            facts: For the work.
+            devices: Those where tensors will be compared.
         """
         with self._lock:
-            if self._thread is None:
+            if devices and self._thread is None:
                 # No daemon: a compiler that is torn down with the interpreter may crash it.
                 self._thread = threading.Thread(
-                    target=self._work, args=facts, name="weightsync-warm-up"
+                    target=_compile_kernels, args=[devices], name="weightsync-warm-up"
                 )
                 self._thread.start()
 
 
-def compile_codec(devices: Iterable[torch.device]) -> None:
-    """Have all loaded and compiled that makes deltas.
-
-    Args:
-        devices: Those where tensors will be compared.
-    """
-    from weightsync.delta import warm_up
-
-    warm_up()
-    if not devices:
-        return
+def _compile_kernels(devices: AbstractSet[torch.device]) -> None:
     from weightsync.gpu.device_kernels import Kernels
     from weightsync.gpu.nvrtc import NvrtcError
 
-    for device in frozenset(devices):
+    for device in devices:
         # Who compares says why there are none. Nothing is loaded here: the trainer may be capturing
         # a graph, which no other thread must disturb.
         with contextlib.suppress(NvrtcError):

@@ -26,10 +26,10 @@ __all__ = [
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
-def _enum(kind: type[_E], value: int, names: dict[int, str]) -> _E:
+def _enum(kind: type[_E], value: int) -> _E:
     # A value of a newer server has no name here.
     try:
-        return kind(names[value])
+        return kind(_NAMES[kind][value])
     except (KeyError, ValueError):
         return kind("unspecified")
 
@@ -40,17 +40,23 @@ def _names(descriptor: object) -> dict[int, str]:
     return {number: name.removeprefix(prefix).lower() for number, name in values.items()}
 
 
-_DURABILITY = _names(pb.Durability.DESCRIPTOR)
-_RESIDENCY = _names(pb.Residency.DESCRIPTOR)
-_SERVING = _names(pb.Serving.DESCRIPTOR)
-_PAUSE = _names(pb.PauseMode.DESCRIPTOR)
-_CACHE = _names(pb.CacheMode.DESCRIPTOR)
-_OUTCOME = _names(pb.ApplyOutcome.DESCRIPTOR)
-_ENGINE = _names(pb.EngineState.DESCRIPTOR)
-_STRATEGY = _names(pb.ApplyStrategy.DESCRIPTOR)
-_LAYOUT_CHECK = _names(pb.LayoutCheck.DESCRIPTOR)
-_LIVE_CHECK = _names(pb.LiveCheck.DESCRIPTOR)
-_KIND = _names(pb.PushKind.DESCRIPTOR)
+#: Those of the protocol have the same names.
+_NAMES: dict[type[enum.StrEnum], dict[int, str]] = {
+    kind: _names(getattr(pb, kind.__name__).DESCRIPTOR)
+    for kind in (
+        types.ApplyOutcome,
+        types.ApplyStrategy,
+        types.CacheMode,
+        types.Durability,
+        types.EngineState,
+        types.LayoutCheck,
+        types.LiveCheck,
+        types.PauseMode,
+        types.PushKind,
+        types.Residency,
+        types.Serving,
+    )
+}
 
 
 def _seconds(duration: Duration) -> float:
@@ -66,9 +72,9 @@ def to_version(m: pb.VersionInfo) -> types.Version:
     return types.Version(
         model=m.model,
         version=m.version,
-        durability=_enum(types.Durability, m.durability, _DURABILITY),
-        residency=_enum(types.Residency, m.residency, _RESIDENCY),
-        serving=_enum(types.Serving, m.serving, _SERVING),
+        durability=_enum(types.Durability, m.durability),
+        residency=_enum(types.Residency, m.residency),
+        serving=_enum(types.Serving, m.serving),
         rejected_reason=m.rejected_reason,
         content_digest=m.content_digest,
         manifest_digest=m.manifest_digest,
@@ -81,13 +87,13 @@ def to_version(m: pb.VersionInfo) -> types.Version:
         metadata=dict(m.metadata),
         pinned=m.pinned,
         trainer_verified=m.trainer_verified,
-        kind=_enum(types.PushKind, m.kind, _KIND),
+        kind=_enum(types.PushKind, m.kind),
         base_version=m.base_version,
         stored_bytes=m.stored_bytes,
         chain_length=m.chain_length,
         changed_fraction=m.changed_fraction,
-        layout_check=_enum(types.LayoutCheck, m.layout_check, _LAYOUT_CHECK),
-        live_check=_enum(types.LiveCheck, m.live_check, _LIVE_CHECK),
+        layout_check=_enum(types.LayoutCheck, m.layout_check),
+        live_check=_enum(types.LiveCheck, m.live_check),
         live_check_time=_time(m.live_check_time) if m.HasField("live_check_time") else None,
     )
 
@@ -133,10 +139,10 @@ def _phases(m: pb.PhaseDurations) -> types.Phases:
 
 def _pause(m: pb.PauseOptions) -> types.PauseUsed:
     return types.PauseUsed(
-        mode=_enum(types.PauseMode, m.mode, _PAUSE),
-        cache=_enum(types.CacheMode, m.cache, _CACHE),
+        mode=_enum(types.PauseMode, m.mode),
+        cache=_enum(types.CacheMode, m.cache),
         wait_timeout_s=_seconds(m.wait_timeout),
-        after_wait=_enum(types.PauseMode, m.after_wait, _PAUSE),
+        after_wait=_enum(types.PauseMode, m.after_wait),
     )
 
 
@@ -147,11 +153,11 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         _seconds(m.plan.predicted_pause),
         m.plan.memory_bytes,
         m.plan.read_from_store,
-        _enum(types.ApplyStrategy, m.plan.strategy, _STRATEGY),
+        _enum(types.ApplyStrategy, m.plan.strategy),
     )
     return types.ApplyReport(
         apply_id=m.apply_id,
-        outcome=_enum(types.ApplyOutcome, m.outcome, _OUTCOME),
+        outcome=_enum(types.ApplyOutcome, m.outcome),
         version=m.version,
         content_digest=m.content_digest,
         previous_version=m.previous_version,
@@ -160,8 +166,8 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         ranks=tuple(map(_rank, m.ranks)),
         pause=_pause(m.pause),
         plan=plan if m.HasField("plan") else None,
-        durability=_enum(types.Durability, m.durability, _DURABILITY),
-        strategy=_enum(types.ApplyStrategy, m.strategy, _STRATEGY),
+        durability=_enum(types.Durability, m.durability),
+        strategy=_enum(types.ApplyStrategy, m.strategy),
     )
 
 
@@ -177,7 +183,7 @@ def to_verification(m: pb.VerifyVersionResponse) -> types.Verification:
 
 def _engine(m: pb.EngineStatus) -> types.EngineStatus:
     return types.EngineStatus(
-        state=_enum(types.EngineState, m.state, _ENGINE),
+        state=_enum(types.EngineState, m.state),
         reason=m.reason,
         engine_id=m.engine_id,
         vllm_version=m.vllm_version,
@@ -198,7 +204,7 @@ def _push(m: pb.PushStatus) -> types.PushStatus:
         m.received_bytes,
         m.declared_bytes,
         m.streams,
-        _enum(types.LayoutCheck, m.layout_check, _LAYOUT_CHECK),
+        _enum(types.LayoutCheck, m.layout_check),
     )
 
 

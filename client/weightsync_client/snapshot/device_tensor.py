@@ -15,14 +15,13 @@ import torch
 from weightsync.delta import Changes
 from weightsync.delta.coding import element_width
 from weightsync.errors import Reason
-from weightsync.gpu.device_kernels import KernelError
-from weightsync.gpu.spans import fits
+from weightsync.gpu.device_digest import DeviceDigests
+from weightsync.gpu.device_kernels import KernelError, kernels_of
 from weightsync.model.digest import TensorDigester
 from weightsync_client.errors import refuse
 from weightsync_client.push_reasons import Fallback, Unfit
-from weightsync_client.snapshot.differing import differing, on_host
+from weightsync_client.snapshot.changed_elements import find_changed, on_host
 from weightsync_client.snapshot.host_tensor import all_bytes, own_scratch
-from weightsync_client.snapshot.searching import DeviceDigests, kernels_of, search
 from weightsync_client.source.tensors import settle
 
 if TYPE_CHECKING:
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
     from weightsync.delta import TensorChange
     from weightsync.gpu.device_kernels import Kernels
-    from weightsync_client.snapshot.differing import ChangedElements
-    from weightsync_client.snapshot.searching import Pair
+    from weightsync.gpu.finder import Pair
+    from weightsync_client.snapshot.changed_elements import ChangedElements
     from weightsync_client.source.tensors import Scratch, SourceTensor
 
 __all__ = ["DeviceTensor", "changes_of"]
@@ -167,7 +166,7 @@ def _changes_of(
     kernels: Kernels | None, pairs: Sequence[tuple[DeviceTensor, SourceTensor]]
 ) -> list[Changes]:
     words = [base.words(tensor) for base, tensor in pairs]
-    found, meanwhile = _found(kernels, words)
+    found, meanwhile = find_changed(kernels, words)
     for (base, _), difference, (_, new) in zip(pairs, found, words, strict=True):
         base.found(difference, new)
     parts = [part for d in found for part in (d.index, d.before, d.after)]
@@ -184,20 +183,6 @@ def _changes_of(
         _changes(base, tensor, parts, digests)
         for (base, tensor), parts in zip(pairs, taken, strict=True)
     ]
-
-
-def _found(
-    kernels: Kernels | None, pairs: Sequence[Pair]
-) -> tuple[list[ChangedElements], list[torch.Tensor]]:
-    """Return what differs in each pair, and flags that tell whether one was written meanwhile."""
-    ours = [kernels is not None and fits(*pair) for pair in pairs]
-    known = [pair for pair, own in zip(pairs, ours, strict=True) if own]
-    others = iter(differing([pair for pair, own in zip(pairs, ours, strict=True) if not own]))
-    if kernels is None or not known:
-        return list(others), []
-    searched = search(kernels, known)
-    mine = iter(searched.differences)
-    return [next(mine) if own else next(others) for own in ours], [searched.changed]
 
 
 def _digests(

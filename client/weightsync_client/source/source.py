@@ -132,7 +132,7 @@ class Source:
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
-def make_source(source: object, shard_bytes: int, outlines: LayoutCache | None = None) -> Source:
+def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = None) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
     Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
@@ -141,7 +141,7 @@ def make_source(source: object, shard_bytes: int, outlines: LayoutCache | None =
     Args:
         source: See `Client.push`.
         shard_bytes: Most bytes of tensors in a shard that holds more than one.
-        outlines: Knows how the tensors of the last push lay.
+        layouts: Knows how the tensors of the last push lay.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
@@ -153,7 +153,7 @@ def make_source(source: object, shard_bytes: int, outlines: LayoutCache | None =
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
         # These hold all of their tensors; what else can be iterated may make them one by one.
-        return _of_pairs(source, shard_bytes, outlines or LayoutCache())
+        return _of_pairs(source, shard_bytes, layouts or LayoutCache())
     if isinstance(source, Iterable):
         flow = Flow(iter(source), shard_bytes)
         return Source(flow.shards(), None, flow=flow)
@@ -166,12 +166,12 @@ def make_source(source: object, shard_bytes: int, outlines: LayoutCache | None =
     )
 
 
-def _of_pairs(pairs: Iterable[object], shard_bytes: int, outlines: LayoutCache) -> Source:
+def _of_pairs(pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache) -> Source:
     tensors = [_wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:
         _note_name(tensor.name, seen)
-    shards, layout = outlines.shards_of(tensors, shard_bytes)
+    shards, layout = layouts.shards_of(tensors, shard_bytes)
     return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
 
 

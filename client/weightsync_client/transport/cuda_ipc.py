@@ -5,6 +5,7 @@ Nothing goes through this process: it tells where its tensors are and holds them
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from weightsync.gpu.ipc import place_of
@@ -30,7 +31,7 @@ _FIRST = 3
 
 
 class CudaIpcTransport:
-    """The shards of one push that the server copies: `begin`, `finish` and, always, `let_go`.
+    """The shards of one push that the server copies: `begin`, `finish` and, always, `release`.
 
     Args:
         tensors: What is pushed, by name.
@@ -90,7 +91,7 @@ class CudaIpcTransport:
             starts = range(0, len(joined), DIGEST_BYTES)
             then(shard, [joined[at : at + DIGEST_BYTES] for at in starts])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold no memory any more: all was copied, or the connection has ended."""
         self._in_use.clear()
 
@@ -104,9 +105,9 @@ class CudaIpcTransport:
             batch[index] = where
             places += len(where.places)
             if places >= MOST_PLACES:
-                client.lying(batch)
+                client.announce_ipc(batch)
                 batch, places = {}, 0
-        client.lying(batch)
+        client.announce_ipc(batch)
 
     def _placed(self, shard: Shard) -> IpcPlacement | None:
         return self._known[shard.index] if shard.index in self._known else self._found(shard)
@@ -148,8 +149,5 @@ class CudaIpcTransport:
 
 
 def _header(shard: Shard) -> bytes:
-    reader = shard.open(Scratch())
-    try:
+    with contextlib.closing(shard.open(Scratch())) as reader:
         return b"".join(reader.read(0, shard.entry.data_start))
-    finally:
-        reader.close()

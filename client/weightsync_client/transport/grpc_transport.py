@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import zlib
@@ -204,8 +205,7 @@ class GrpcTransport:
     def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
         if not job.layout_known:
             yield from messages.layout_messages(job.shard)
-        reader = job.shard.open(lane.scratch)
-        try:
+        with contextlib.closing(job.shard.open(lane.scratch)) as reader:
             yield from messages.shard_bytes(
                 job.shard,
                 reader,
@@ -214,8 +214,6 @@ class GrpcTransport:
                 self._opened.chunk_bytes,
                 self._on_bytes,
             )
-        finally:
-            reader.close()
         yield from messages.digest_messages(job.shard, job.digester.digests)
 
     def _finish(self, pending: list[ShardJob]) -> None:

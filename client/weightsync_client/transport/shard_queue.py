@@ -40,15 +40,8 @@ class ShardJob:
         self.offset = progress.received_bytes if progress else 0
 
 
-class Jobs:
+class Jobs(queue.SimpleQueue[ShardJob | None]):
     """The queue from the source to the lanes; None in it tells one lane that it is done."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[ShardJob | None] = queue.SimpleQueue()
-
-    def put(self, job: ShardJob | None) -> None:
-        """Add a shard, or the end for one lane."""
-        self._queue.put(job)
 
     def soon(self) -> ShardJob | None:
         """Return the next shard, or None at the end.
@@ -56,15 +49,15 @@ class Jobs:
         Raises:
             queue.Empty: There was none for so long that the server wants a sign of life.
         """
-        return self._queue.get(timeout=_HEARTBEAT_S)
+        return self.get(timeout=_HEARTBEAT_S)
 
     def now(self) -> ShardJob | None:
         """Return a shard that lies ready, if there is one."""
         with contextlib.suppress(queue.Empty):
-            job = self._queue.get_nowait()
+            job = self.get_nowait()
             if job is not None:
                 return job
-            self._queue.put(None)
+            self.put(None)
         return None
 
     def heartbeats(

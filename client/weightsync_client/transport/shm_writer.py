@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync.errors import WeightSyncError
-from weightsync.shm.same_host_client import SameHostClient, map_lent
+from weightsync.shm.same_host_client import SameHostClient, map_lease
 from weightsync.shm.same_host_server import WriteLease
 from weightsync.shm.segments import reserved_size
 from weightsync_client.push_reasons import Streamed, Way
@@ -77,13 +77,14 @@ class ShmWriter:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._piece = _LEAST_PIECE
-        self._cancelled = False
         self._client: SameHostClient | None = None
         self._error: BaseException | None = None
         #: Tensors and digests of every shard that the server took, by index.
         self.done: dict[int, ShardDigests] = {}
         #: Those of them that it copied from a GPU itself.
         self.copied: set[int] = set()
+        #: `cancel` was called.
+        self.cancelled = False
         #: Some of them went through this process because their tensors lie on several GPUs.
         self.several_gpus = False
 
@@ -114,7 +115,7 @@ class ShmWriter:
                 collection.finish(self._client, self._note_collected)
         finally:
             self._client.close()
-            collection.let_go()
+            collection.release()
         if self._error is not None:
             raise self._error
 
@@ -178,14 +179,9 @@ class ShmWriter:
                 with contextlib.suppress(OSError, WeightSyncError):
                     self._client.alive()
 
-    @property
-    def cancelled(self) -> bool:
-        """`cancel` was called."""
-        return self._cancelled
-
     def cancel(self) -> None:
         """End it from another thread."""
-        self._cancelled = True
+        self.cancelled = True
         self._stop.set()
         if self._client is not None:
             self._client.close()
@@ -222,8 +218,7 @@ class ShmWriter:
     def _fill(
         self, shard: Shard, digester: ShardDigester, write: _Write | None, scratch: Scratch
     ) -> None:
-        reader = shard.open(scratch)
-        try:
+        with contextlib.closing(shard.open(scratch)) as reader:
             for begin, end in pieces(shard, self._piece, apart=bool(self._devices)):
                 if self._stop.is_set():
                     return
@@ -235,8 +230,6 @@ class ShmWriter:
                 if write is not None:
                     write(parts, begin)
                 self._on_bytes(end - begin)
-        finally:
-            reader.close()
         # Empty tensors at the very end have no byte to go by.
         digester.update(shard.entry.size, b"")
 
@@ -250,7 +243,7 @@ def _mapped(lease: WriteLease, size: int) -> Iterator[memoryview | None]:
     if not lease.huge or os.fstat(lease.fd).st_size < reserved:
         yield None
         return
-    mapping = map_lent(lease, reserved)
+    mapping = map_lease(lease, reserved)
     try:
         yield mapping.view
     finally:

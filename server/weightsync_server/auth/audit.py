@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-import functools
 import json
 import logging
 from typing import TYPE_CHECKING, Any
-
-from prometheus_client import Counter
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
@@ -39,29 +36,17 @@ class Audit:
 
     def __init__(self, model: str, metrics: Metrics) -> None:
         self._model = model
-        self._violate = functools.partial(metrics.violate, "authority")
-        self._calls = Counter(
-            "weightsync_state_calls_total",
-            "Calls that reached a method which changes state.",
-            ["model"],
-            registry=metrics.registry,
-        ).labels(model)
-        self._lines = Counter(
-            "weightsync_audit_lines_total",
-            "Audit lines of such calls.",
-            ["model"],
-            registry=metrics.registry,
-        ).labels(model)
-        refused = Counter(
+        self._metrics = metrics
+        self._calls = metrics.counter(
+            "weightsync_state_calls_total", "Calls that reached a method which changes state."
+        )
+        self._lines = metrics.counter("weightsync_audit_lines_total", "Audit lines of such calls.")
+        self._refused = metrics.counters(
             "weightsync_refused_calls_total",
             "Calls without authority.",
-            ["model", "reason"],
-            registry=metrics.registry,
+            "reason",
+            [reason.lower() for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)],
         )
-        self._refused = {
-            reason: refused.labels(model, reason.value.lower())
-            for reason in (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED)
-        }
 
     def refuse(self, error: WeightSyncError, attempt: RejectedCall, times: int = 1) -> None:
         """Count calls that were refused at the door; those of a principal get a line.
@@ -71,8 +56,9 @@ class Audit:
             attempt: Who called what.
             times: How many calls were alike.
         """
-        if error.reason in self._refused:
-            self._refused[error.reason].inc(times)
+        counter = self._refused.get(error.reason.lower())
+        if counter is not None:
+            counter.inc(times)
         if error.reason is Reason.PERMISSION_DENIED:
             # It has a name to answer for; strangers could fill the disk with lines.
             line = {
@@ -132,7 +118,7 @@ class Audit:
                 or caller.method != path
                 or not RULES[path].allows(caller.principal.roles)
             ):
-                self._violate()
+                self._metrics.violate("authority")
                 raise WeightSyncError(
                     Reason.PERMISSION_DENIED, "nobody answers for this call; report this fault"
                 )

@@ -128,7 +128,7 @@ class _Entry:
         self._door = door
         self._method = method
         self._handler = handler
-        self._told = CallRecord()
+        self._record = CallRecord()
         self._who = ""
 
     async def answer(self, requests: AsyncIterator[Any], context: Any) -> Any:
@@ -137,9 +137,9 @@ class _Entry:
             async with self._refusing(context):
                 caller, request = await self._enter(messages, context)
             inner: Any = self._inner()
-            with noting(self._door.audit, caller, context, self._told):
-                self._told.response = await inner(request, context)
-                return self._told.response
+            with noting(self._door.audit, caller, context, self._record):
+                self._record.response = await inner(request, context)
+                return self._record.response
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         """Serve a method with a stream of responses."""
@@ -147,7 +147,7 @@ class _Entry:
             async with self._refusing(context):
                 caller, request = await self._enter(messages, context)
             inner: Any = self._inner()
-            with noting(self._door.audit, caller, context, self._told):
+            with noting(self._door.audit, caller, context, self._record):
                 responses = inner(request, context)
                 if not hasattr(responses, "__aiter__"):
                     # Writes to the context itself, as the health service does.
@@ -211,7 +211,7 @@ class _Entry:
     def _look(self, message: Any) -> None:
         """Refuse what a request asks beyond the caller's authority."""
         # The first message of a push names the model in `begin`.
-        request = self._told.request = getattr(message, "begin", message)
+        request = self._record.request = getattr(message, "begin", message)
         principal, rule = self._caller.principal, self._caller.rule
         model = getattr(request, "model", "")
         if model and not principal.covers(model):
@@ -262,14 +262,14 @@ class _Opening:
 
 
 @contextlib.contextmanager
-def noting(audit: Auditor, caller: Caller, context: Any, told: CallRecord) -> Iterator[None]:
+def noting(audit: Auditor, caller: Caller, context: Any, record: CallRecord) -> Iterator[None]:
     """Have the end of a call written down, if its work has begun.
 
     Args:
         audit: Who writes.
         caller: Who called what.
         context: Of the call; knows its status.
-        told: What was said in it.
+        record: What was said in it.
     """
     outcome = "UNAVAILABLE"
     try:
@@ -283,7 +283,7 @@ def noting(audit: Auditor, caller: Caller, context: Any, told: CallRecord) -> It
         raise
     finally:
         if caller.worked:
-            audit.write(caller, told.request, told.response, outcome)
+            audit.write(caller, record.request, record.response, outcome)
 
 
 def _denied(sentence: str) -> WeightSyncError:

@@ -41,8 +41,7 @@ class _TokenEntry(_Strict):
     @model_validator(mode="after")
     def _check_zone(self) -> Self:
         if self.expires is not None and self.expires.tzinfo is None:
-            msg = "expires needs a time zone, such as 2027-01-31T00:00:00Z"
-            raise ValueError(msg)
+            raise ValueError("expires needs a time zone, such as 2027-01-31T00:00:00Z")
         return self
 
     def token(self) -> Token:
@@ -77,8 +76,7 @@ class _Document(_Strict):
             ("token hash", [entry.hash for one in self.principal for entry in one.tokens]),
         ):
             if len(keys) != len(set(keys)):
-                msg = f"a {kind} stands there twice: each names one principal"
-                raise ValueError(msg)
+                raise ValueError(f"a {kind} stands there twice: each names one principal")
         return self
 
 
@@ -98,11 +96,9 @@ def parse_authority(data: bytes, *, as_json: bool = False) -> Principals:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the file"
-        msg = f"{where}: {problem['msg']}"
-        raise ValueError(msg) from None
+        raise ValueError(f"{where}: {problem['msg']}") from None
     except RecursionError:
-        msg = "it is nested too deeply"
-        raise ValueError(msg) from None
+        raise ValueError("it is nested too deeply") from None
     return Principals(entry.principal() for entry in document.principal)
 
 

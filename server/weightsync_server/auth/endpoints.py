@@ -42,16 +42,16 @@ class Endpoint:
         address, mark, query = text.partition("?")
         if not mark:
             if not address.startswith("unix:") and not _has_port(address):
-                msg = (
+                raise ValueError(
                     f"{text!r} names no port; write HOST:PORT, such as 127.0.0.1:50551 (a host of "
                     "IPv6 in brackets), or unix:PATH"
                 )
-                raise ValueError(msg)
             return cls(address)
         key, _, value = query.partition("=")
         if not address.startswith("unix:") or key != "role" or value not in list(Role):
-            msg = f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{text!r} is no address; only unix:PATH?role=... takes one of {', '.join(Role)}"
+            )
         return cls(address, Role(value))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Endpoint:
         """Whether a caller of PushWeights can have authority here."""
         return self.role is None or RULES[PUSH_WEIGHTS].allows(frozenset({self.role}))
 
-    def beside(self, number: int) -> Self:
+    def ingest_endpoint(self, number: int) -> Self:
         """Return the endpoint of an ingest process: PORT + number, or unix:PATH.number.
 
         Raises:
@@ -78,8 +78,9 @@ class Endpoint:
             return replace(self, address=f"{self.address}.{number}")
         host, _, port = self.address.rpartition(":")
         if not port.isdecimal() or int(port) + number > _MAX_PORT:
-            msg = f"{self.address} has no port of which {number} more is one; choose another"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{self.address} has no port of which {number} more is one; choose another"
+            )
         # With port 0 each takes any that is free.
         return replace(self, address=f"{host}:{int(port) and int(port) + number}")
 

@@ -11,7 +11,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Stamp", "read_private", "stamp"]
+__all__ = ["Stamp", "read_private", "refused", "stamp"]
 
 _MAX_BYTES = 1 << 20
 _FORBIDDEN = stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH
@@ -30,12 +30,9 @@ class Stamp(NamedTuple):
 def stamp(path: Path) -> Stamp | None:
     """Return the stamp of what a path names now, links followed; None: nothing that is there."""
     try:
-        return _stamp(path.stat())
+        status = path.stat()
     except OSError:
         return None
-
-
-def _stamp(status: os.stat_result) -> Stamp:
     return Stamp(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )
@@ -55,18 +52,18 @@ def read_private(path: Path, what: str) -> bytes:
         # O_NONBLOCK: a pipe in its place must not make the server wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _refused(f"{what} {path} cannot be read: {error.strerror}") from None
+        raise refused(f"{what} {path} cannot be read: {error.strerror}") from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-            raise _refused(f"{what} {path} is no file of at most 1 MiB; name another")
+            raise refused(f"{what} {path} is no file of at most 1 MiB; name another")
         if status.st_mode & _FORBIDDEN:
-            raise _refused(
+            raise refused(
                 f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, so others may read or "
                 "change it; set it to 0600 or 0640"
             )
         if status.st_uid not in (0, os.geteuid()):
-            raise _refused(
+            raise refused(
                 f"{what} {path} belongs to user {status.st_uid}; make root or this server's user "
                 "its owner"
             )
@@ -75,5 +72,6 @@ def read_private(path: Path, what: str) -> bytes:
         os.close(fd)
 
 
-def _refused(sentence: str) -> WeightSyncError:
+def refused(sentence: str) -> WeightSyncError:
+    """Return the error for a file that cannot be used."""
     return WeightSyncError(Reason.REQUEST_INVALID, sentence)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.auth.secret_files import read_private, stamp
+from weightsync.errors import WeightSyncError
+from weightsync_server.auth.secret_files import read_private, refused, stamp
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +76,7 @@ class Certificates:
             # The password keeps OpenSSL from asking for one at the terminal.
             context.load_cert_chain(self._certificate, self._key, password="")
         except (ssl.SSLError, OSError) as error:
-            raise _refused(
+            raise refused(
                 f"{self._certificate} and {self._key} are no PEM certificate and its key "
                 f"without a password ({_why(error)})"
             ) from None
@@ -84,7 +84,7 @@ class Certificates:
             if roots is not None:
                 context.load_verify_locations(cadata=roots.decode("ascii"))
         except (ssl.SSLError, ValueError) as error:
-            raise _refused(f"{self._client_ca} holds no PEM certificates ({_why(error)})") from None
+            raise refused(f"{self._client_ca} holds no PEM certificates ({_why(error)})") from None
 
 
 def _why(error: Exception) -> str:
@@ -95,8 +95,4 @@ def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _refused(f"{what} {path} cannot be read: {error.strerror}") from None
-
-
-def _refused(sentence: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, sentence)
+        raise refused(f"{what} {path} cannot be read: {error.strerror}") from None

@@ -94,7 +94,7 @@ class Scrubber:
             manifest = await store.manifest(record.model, record.version)
         digests = iter(manifest.digests)
         for shard, tensors in enumerate(manifest.layout.by_shard):
-            source = store.shard_source(record.model, record.version, shard, delta=delta)
+            source = store.shard_path(record.model, record.version, shard, delta=delta)
             if source is None:
                 return
             expected = [next(digests) for _ in tensors]

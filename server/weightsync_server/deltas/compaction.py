@@ -198,7 +198,7 @@ class Compactor:
                     raise WeightSyncError(
                         Reason.DATA_CORRUPT, f"shard {index} changed in shared memory"
                     )
-                target = self._store.shard_target(record.model, record.version, index)
+                target = self._store.shard_path(record.model, record.version, index)
                 if target is not None:
                     await self._fetch.persist(segment, entry.size, target)
                     room.wrote(entry.size)

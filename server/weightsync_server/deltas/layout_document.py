@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["write_layout"]
 
 _LENGTH_BYTES = 8
-_COPIED = 1 << 20
 
 
 async def write_layout(scratch: Slot, keeper: SegmentAllocator, manifest: Manifest) -> Segment:
@@ -32,9 +31,6 @@ async def write_layout(scratch: Slot, keeper: SegmentAllocator, manifest: Manife
 def _segment(manifest: Manifest) -> Segment:
     body = manifest.to_json()
     segment = Segment.create(_LENGTH_BYTES + len(body))
-    segment.view[:_LENGTH_BYTES] = len(body).to_bytes(_LENGTH_BYTES, "little")
-    for at in range(0, len(body), _COPIED):
-        # In pieces: new pages are slow to fill, and copying holds the GIL.
-        piece = body[at : at + _COPIED]
-        segment.view[_LENGTH_BYTES + at : _LENGTH_BYTES + at + len(piece)] = piece
+    segment.fill(0, len(body).to_bytes(_LENGTH_BYTES, "little"))
+    segment.fill(_LENGTH_BYTES, body)
     return segment

@@ -177,7 +177,7 @@ class Materializer:
         """Take note of delta shards that were just stored, so that they need no second proof."""
         store, stored = self._store, []
         for index, shard in enumerate(shards):
-            source = store.shard_source(record.model, record.version, index, delta=True)
+            source = store.shard_path(record.model, record.version, index, delta=True)
             if source is not None:
                 stored.append(shard._replace(source=source))
         self._known[record] = tuple(stored)
@@ -241,7 +241,7 @@ class Materializer:
         if start is BuildStart.COPY:
             await self._fetch.copy(source.place.segments[index], size, segment)
         elif start is BuildStart.LOAD:
-            path = self._store.shard_source(source.model, source.version, index)
+            path = self._store.shard_path(source.model, source.version, index)
             if path is None:
                 raise WeightSyncError(Reason.DATA_CORRUPT, f"shard {index} was not kept")
             await self._fetch.load(path, size, segment)
@@ -281,7 +281,7 @@ class Materializer:
         delta = await store.delta(record.model, record.version)
 
         async def one(index: int, entry: ShardEntry) -> DeltaShard:
-            source = store.shard_source(record.model, record.version, index, delta=True) or ""
+            source = store.shard_path(record.model, record.version, index, delta=True) or ""
             try:
                 _, shard, _ = await self.inspect(document, layout, index, entry, source)
             except WeightSyncError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
@@ -97,16 +97,11 @@ class PushedDelta:
     @property
     def facts(self) -> DeltaFacts:
         """What the commit record says of it."""
-        facts = DeltaFacts(self.changed, self.counts.fraction)
-        commit = self.base.commit
-        if not self.kept or commit is None:
-            return facts
-        return replace(
-            facts,
-            base_version=self.base.version,
-            base_content_digest=commit.content_digest,
-            delta_bytes=self.counts.delta_bytes,
-        )
+        base, counts = self.base, self.counts
+        if not self.kept or base.commit is None:
+            return DeltaFacts(self.changed, counts.fraction)
+        digest = base.commit.content_digest
+        return DeltaFacts(self.changed, counts.fraction, base.version, digest, counts.delta_bytes)
 
 
 def touched(layout: Layout, changes: Iterable[TensorDelta]) -> frozenset[int]:

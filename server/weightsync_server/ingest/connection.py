@@ -72,7 +72,6 @@ class Connection(RemoteStream):
         return call
 
     def __aiter__(self) -> Connection:
-        """Return self."""
         return self
 
     async def __anext__(self) -> Message | Claim | Written:

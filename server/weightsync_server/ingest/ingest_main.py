@@ -61,8 +61,8 @@ class _Ingest:
             ready = {"op": "ready", "endpoints": self._listen()}
         except (WeightSyncError, OSError, RuntimeError) as error:
             reason = error.reason if isinstance(error, WeightSyncError) else Reason.REQUEST_INVALID
-            told = f"an ingest process cannot listen: {error}"
-            self._sock.sendall(frames.encode({"op": "failed", "reason": reason, "error": told}))
+            message = f"an ingest process cannot listen: {error}"
+            self._sock.sendall(frames.encode({"op": "failed", "reason": reason, "error": message}))
             raise EOFError from error
         self._sock.sendall(frames.encode(ready))
         self._sock.setblocking(False)
@@ -89,8 +89,8 @@ class _Ingest:
         relay = await Relay.connect(self._path, self._maps)
         done = await relay.run(_call(caller, context.time_remaining()), requests)
         if done.status["code"]:
-            told = done.status["trailers"]
-            trailers = tuple((key, bytes.fromhex(value)) for key, value in told)
+            encoded = done.status["trailers"]
+            trailers = tuple((key, bytes.fromhex(value)) for key, value in encoded)
             await context.abort(_CODES[done.status["code"]], done.status["details"], trailers)
         return done.response
 

@@ -88,9 +88,9 @@ class IngestPool(ProcessPool):
         door = caller.door if caller is not None else None
         found = []
         for process in self._members:
-            endpoints = [Endpoint.parse(text) for text in process.told["endpoints"]]
+            endpoints = [Endpoint.parse(text) for text in process.ready["endpoints"]]
             mine = [one for one in endpoints if _may_have_dialled(one, peer, door)]
-            found += [_as_told(one) for one in mine[:1]]
+            found += [_advertised(one) for one in mine[:1]]
         return found
 
     async def drain(self, grace_s: float) -> None:
@@ -149,7 +149,7 @@ def _may_have_dialled(endpoint: Endpoint, peer: str, door: Role | None) -> bool:
     return not endpoint.is_socket and (is_here(peer) or not is_loopback(host))
 
 
-def _as_told(endpoint: Endpoint) -> str:
+def _advertised(endpoint: Endpoint) -> str:
     if endpoint.is_socket:
         return endpoint.address
     # The name that the caller knows this host by is the one that a certificate must hold.

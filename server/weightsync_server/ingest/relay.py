@@ -73,7 +73,7 @@ class _Claim:
         self.shard = shard
         self.view = view
         self.position: int = grant["received"]
-        self.told = self.position
+        self.reported = self.position
         self.size: int = grant["size"]
         self.mark: int = grant["mark"]
         self.most: int = grant["most"]
@@ -95,7 +95,7 @@ class Relay:
         self._used = contextlib.ExitStack()
         self._inbox = bytearray()
         self._fds: list[int] = []
-        self._let_go = self._telling = False
+        self._let_go = self._sending = False
         self._timer: asyncio.TimerHandle | None = None
         self._unheard = self._loop.call_later(_HEARD_S, self._lose)
         self._answer: asyncio.Future[dict[str, Any]] | None = None
@@ -153,10 +153,10 @@ class Relay:
             except WeightSyncError as refusal:
                 await self._fail(refusal)
             except (OSError, MemoryError) as error:
-                told = system_fault(error, "receiving a shard")
-                if told is None or isinstance(error, ConnectionError):
+                fault = system_fault(error, "receiving a shard")
+                if fault is None or isinstance(error, ConnectionError):
                     raise
-                await self._fail(told)
+                await self._fail(fault)
 
     async def _fail(self, error: WeightSyncError) -> None:
         await self._tell({"op": "failed", "reason": error.reason, "message": error.message})
@@ -197,7 +197,7 @@ class Relay:
         if end < claim.mark:
             self._timer = self._timer or self._loop.call_later(_TELL_S, self._tell_now)
             return
-        claim.told = end
+        claim.reported = end
         wrote = {"op": "wrote", "shard": claim.shard, "end": end, "due": True}
         claim.mark = (await self._ask(wrote))["mark"]
         if end == claim.size:
@@ -222,14 +222,14 @@ class Relay:
     async def _tell(self, document: dict[str, Any], blob: bytes = b"") -> None:
         # In order: what was written before goes before.
         claim, data = self._claim, self._untold() + frames.encode(document, blob)
-        self._telling = True
+        self._sending = True
         try:
             await self._loop.sock_sendall(self._sock, data)
         finally:
-            self._telling = False
+            self._sending = False
         if claim is not None:
             # Nothing is written while something is being told.
-            claim.told = claim.position
+            claim.reported = claim.position
 
     async def _ask(self, document: dict[str, Any]) -> dict[str, Any]:
         self._answer = self._loop.create_future()
@@ -238,7 +238,7 @@ class Relay:
 
     def _untold(self) -> bytes:
         claim = self._claim
-        if claim is None or claim.told == claim.position:
+        if claim is None or claim.reported == claim.position:
             return b""
         return frames.encode(
             {"op": "wrote", "shard": claim.shard, "end": claim.position, "due": False}
@@ -248,12 +248,12 @@ class Relay:
         """Tell what was written, unless more is about to be told; once more if there is no room."""
         self._timer = None
         claim = self._claim
-        if self._telling or claim is None:
+        if self._sending or claim is None:
             return
         try:
             # A message as small as this is taken whole or not at all.
             self._sock.send(self._untold())
-            claim.told = claim.position
+            claim.reported = claim.position
         except BlockingIOError:
             self._timer = self._loop.call_later(_TELL_S, self._tell_now)
         except OSError:

@@ -138,15 +138,15 @@ class StreamListener:
     async def _call(self, connection: Connection, call: dict[str, Any]) -> None:
         caller = Caller(_principal(call), PUSH_WEIGHTS, RULES[PUSH_WEIGHTS], call["peer"])
         CALLER.set(caller)
-        context, told = _Context(caller.peer, call["left_s"]), CallRecord()
+        context, record = _Context(caller.peer, call["left_s"]), CallRecord()
         response = b""
         try:
-            with noting(self._audit, caller, context, told):
+            with noting(self._audit, caller, context, record):
                 try:
-                    told.response = await self._serve(connection, context)
+                    record.response = await self._serve(connection, context)
                 finally:
-                    told.request = getattr(connection.first, "begin", connection.first)
-            response = told.response.SerializeToString()
+                    record.request = getattr(connection.first, "begin", connection.first)
+            response = record.response.SerializeToString()
         except grpc.aio.AbortError:
             pass
         connection.done(context.status, response)

@@ -114,10 +114,8 @@ def rename(source: Path | str, target: Path | str) -> None:
 
 def unlink(path: Path | str) -> None:
     """Remove a file; that it is missing is fine."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108 - paths come as text too
-    except FileNotFoundError:
-        return
 
 
 def flush_directory(path: Path | str) -> None:

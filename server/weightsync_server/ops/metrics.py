@@ -15,7 +15,7 @@ from weightsync import __version__, clock
 from weightsync_server.ops.deadlines import DeadlineMonitor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from weightsync_server.ops.meters import DeltaCounts
 
@@ -70,45 +70,44 @@ class Metrics:
 
     Args:
         model: The configured model, the only value of the label `model`.
-        registry: Where the metrics live; a fresh one by default.
 
     Attributes:
+        registry: Where the metrics live.
         bounds: What is under way and must end.
     """
 
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
         self.bounds = DeadlineMonitor()
         self._model = model
         self._phases = {
             phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
             for phase, buckets, text in _PHASES
         }
-        self._pushes = self._counter("weightsync_pushes_total", "Pushes ended.", "outcome")
-        self._applies = self._counter("weightsync_applies_total", "Applies ended.", "outcome")
-        for outcome in PUSH_OUTCOMES:
-            self._pushes.labels(model, outcome)
-        for outcome in APPLY_OUTCOMES:
-            self._applies.labels(model, outcome)
-        self._live_checks = self._counter(
+        self._pushes = self.counters(
+            "weightsync_pushes_total", "Pushes ended.", "outcome", PUSH_OUTCOMES
+        )
+        self._applies = self.counters(
+            "weightsync_applies_total", "Applies ended.", "outcome", APPLY_OUTCOMES
+        )
+        self._live_checks = self.counters(
             "weightsync_live_checks_total",
             "Comparisons of all live parameters after an apply that wrote only what changes.",
             "outcome",
+            LIVE_CHECK_OUTCOMES,
         )
-        for outcome in LIVE_CHECK_OUTCOMES:
-            self._live_checks.labels(model, outcome)
-        self._received = self._counter(
+        self._received = self.counter(
             "weightsync_received_bytes_total", "Bytes of shards received."
-        ).labels(model)
-        self._written = self._counter(
+        )
+        self._written = self.counter(
             "weightsync_applied_bytes_total", "Bytes written into live parameters, over all ranks."
-        ).labels(model)
-        self._restarts = self._counter(
+        )
+        self._restarts = self.counter(
             "weightsync_fetcher_restarts_total", "Fetcher processes started again."
-        ).labels(model)
-        self._ingest_restarts = self._counter(
+        )
+        self._ingest_restarts = self.counter(
             "weightsync_ingest_restarts_total", "Ingest processes started again."
-        ).labels(model)
+        )
         self._violations = Counter(
             "weightsync_invariant_violations_total",
             "Violations of an invariant; page on any.",
@@ -117,44 +116,54 @@ class Metrics:
         )
         for invariant in INVARIANTS:
             self._violations.labels(invariant)
-        self.deltas = DeltaMetrics(model, self.registry)
+        self.deltas = DeltaMetrics(self)
         self._state()
         info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
         info.labels(__version__).set(1)
 
     def _state(self) -> None:
-        self._served = self._gauge(
-            "weightsync_served_version", "Version that a rank serves; 0: none.", "rank"
+        self._served = Gauge(
+            "weightsync_served_version",
+            "Version that a rank serves; 0: none.",
+            ["model", "rank"],
+            registry=self.registry,
         )
-        self._skew = self._gauge(
+        self._skew = self.gauge(
             "weightsync_rank_version_skew", "Highest minus lowest version over the ranks."
-        ).labels(self._model)
-        self._fenced = self._gauge(
-            "weightsync_fenced", "1 from a fence until the engine serves again."
-        ).labels(self._model)
-        self._serving = self._gauge(
-            "weightsync_serving", "1 while the engine serves one verified version."
-        ).labels(self._model)
-        self._engine_up = self._gauge("weightsync_engine_up", "1 while the engine answers.").labels(
-            self._model
         )
-        self._last_apply = self._gauge(
+        self._fenced = self.gauge(
+            "weightsync_fenced", "1 from a fence until the engine serves again."
+        )
+        self._serving = self.gauge(
+            "weightsync_serving", "1 while the engine serves one verified version."
+        )
+        self._engine_up = self.gauge("weightsync_engine_up", "1 while the engine answers.")
+        self._last_apply = self.gauge(
             "weightsync_last_apply_timestamp_seconds", "When the last apply succeeded, Unix time."
-        ).labels(self._model)
-        self._live_checked = self._gauge(
+        )
+        self._live_checked = self.gauge(
             "weightsync_live_check_timestamp_seconds",
             "When all live parameters were last compared and held the version, Unix time.",
-        ).labels(self._model)
+        )
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(name, text, ["model"], buckets=tuple(buckets), registry=self.registry)
         return histogram.labels(self._model)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ["model", *labels], registry=self.registry)
+    def counter(self, name: str, text: str) -> Counter:
+        """Return a new counter of this model."""
+        return Counter(name, text, ["model"], registry=self.registry).labels(self._model)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ["model", *labels], registry=self.registry)
+    def counters(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> Mapping[str, Counter]:
+        """Return the new counters of this model by the value of one more label."""
+        family = Counter(name, text, ["model", label], registry=self.registry)
+        return {value: family.labels(self._model, value) for value in values}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """Return a new gauge of this model."""
+        return Gauge(name, text, ["model"], registry=self.registry).labels(self._model)
 
     def observe_phase(self, phase: str, seconds: float) -> None:
         """Add one duration to the histogram of a phase in `PHASES`."""
@@ -162,11 +171,11 @@ class Metrics:
 
     def count_push(self, outcome: str) -> None:
         """Count the end of a push: one of `PUSH_OUTCOMES`."""
-        self._pushes.labels(self._model, outcome).inc()
+        self._pushes[outcome].inc()
 
     def count_apply(self, outcome: str) -> None:
         """Count the end of an apply: one of `APPLY_OUTCOMES`."""
-        self._applies.labels(self._model, outcome).inc()
+        self._applies[outcome].inc()
         if outcome == "applied":
             self._last_apply.set(clock.wall())
 
@@ -180,7 +189,7 @@ class Metrics:
 
     def count_live_check(self, outcome: str) -> None:
         """Count a comparison of all live parameters: one of `LIVE_CHECK_OUTCOMES`."""
-        self._live_checks.labels(self._model, outcome).inc()
+        self._live_checks[outcome].inc()
 
     def set_live_checked(self) -> None:
         """Take note that all live parameters were compared and hold the version."""
@@ -227,7 +236,7 @@ class Metrics:
 
     def track(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge that is read when it is scraped."""
-        self._gauge(name, text).labels(self._model).set_function(read)
+        self.gauge(name, text).set_function(read)
 
     def track_served_age(self, commit_time_ns: Callable[[], int]) -> None:
         """Add the age of the served version, in seconds since its commit; 0 while there is none."""
@@ -245,51 +254,48 @@ class DeltaMetrics:
     """Counts of the deltas of one model.
 
     Args:
-        model: The only value of the label `model`.
-        registry: Where the metrics live.
+        metrics: Those of the model; they hold these.
     """
 
-    def __init__(self, model: str, registry: CollectorRegistry) -> None:
-        self._model = model
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"weightsync_delta_{name}", text, ["model", *labels], registry=registry)
-
-        self._bytes = counter("bytes_total", "Bytes of the shards of committed deltas.")
-        self._dense = counter("dense_bytes_total", "Bytes of the same versions in full.")
-        self._folds = counter("folds_total", "Deltas that are kept in full now.")
-        for alone in (self._bytes, self._dense, self._folds):
-            alone.labels(model)
-        self._tensors = counter(
-            "tensors_total", "Tensors of committed deltas, by how they came.", "coding"
+    def __init__(self, metrics: Metrics) -> None:
+        self._bytes = metrics.counter(
+            "weightsync_delta_bytes_total", "Bytes of the shards of committed deltas."
         )
-        for coding in CODINGS:
-            self._tensors.labels(model, coding)
-        self._fallbacks = counter(
-            "fallbacks_total", "Full pushes in the place of deltas, by reason.", "reason"
+        self._dense = metrics.counter(
+            "weightsync_delta_dense_bytes_total", "Bytes of the same versions in full."
         )
-        for reason in FALLBACKS:
-            self._fallbacks.labels(model, reason)
-        self._fraction = Gauge(
+        self._folds = metrics.counter(
+            "weightsync_delta_folds_total", "Deltas that are kept in full now."
+        )
+        self._tensors = metrics.counters(
+            "weightsync_delta_tensors_total",
+            "Tensors of committed deltas, by how they came.",
+            "coding",
+            CODINGS,
+        )
+        self._fallbacks = metrics.counters(
+            "weightsync_delta_fallbacks_total",
+            "Full pushes in the place of deltas, by reason.",
+            "reason",
+            FALLBACKS,
+        )
+        self._fraction = metrics.gauge(
             "weightsync_delta_changed_fraction",
             "Share of the elements that the newest delta changed.",
-            ["model"],
-            registry=registry,
-        ).labels(model)
+        )
 
     def count(self, counts: DeltaCounts) -> None:
         """Count a delta that was committed."""
-        self._bytes.labels(self._model).inc(counts.delta_bytes)
-        self._dense.labels(self._model).inc(counts.dense_bytes)
+        self._bytes.inc(counts.delta_bytes)
+        self._dense.inc(counts.dense_bytes)
         self._fraction.set(counts.fraction)
         for coding, tensors in counts.codings.items():
-            self._tensors.labels(self._model, coding).inc(tensors)
+            self._tensors[coding].inc(tensors)
 
     def count_fallback(self, reason: str) -> None:
         """Count a full push and why it was no delta."""
-        known = reason if reason in FALLBACKS else FALLBACKS[-1]
-        self._fallbacks.labels(self._model, known).inc()
+        self._fallbacks[reason if reason in FALLBACKS else FALLBACKS[-1]].inc()
 
     def count_fold(self) -> None:
         """Count a delta that is kept in full now."""
-        self._folds.labels(self._model).inc()
+        self._folds.inc()

@@ -108,7 +108,7 @@ def translate_os_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        told = system_fault(error, what)
-        if told is None:
+        refusal = system_fault(error, what)
+        if refusal is None:
             raise
-        raise told from error
+        raise refusal from error

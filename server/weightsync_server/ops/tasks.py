@@ -32,14 +32,20 @@ async def in_thread(
     return await to_end(loop.run_in_executor(executor, partial(function, *args)))
 
 
-async def to_end(future: asyncio.Future[_T]) -> _T:
-    """Return the result of a future or task; a cancelled caller learns of it only at its end."""
+async def to_end(future: asyncio.Future[_T], on_cancel: Callable[[], object] = lambda: None) -> _T:
+    """Return the result of a future or task; a cancelled caller learns of it only at its end.
+
+    Args:
+        future: What is waited for.
+        on_cancel: Called whenever the caller is cancelled, to bring that end about.
+    """
     interrupted: asyncio.CancelledError | None = None
     while not future.done():
         try:
             await asyncio.wait({future})
         except asyncio.CancelledError as error:
             interrupted = error
+            on_cancel()
     if interrupted is not None:
         if not future.cancelled():
             future.exception()  # retrieved: the cancellation goes before it

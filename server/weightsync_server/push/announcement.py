@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
     from weightsync_server.residency.incoming import IncomingReader, IncomingVersions
@@ -37,7 +37,7 @@ class PushAnnouncement:
         if len(known) == len(segments):
             self._reader = self._arrivals.announce(state.record, layout, known)
 
-    def announce_ipc(self, shard: ShardState, where: Lying) -> None:
+    def announce_ipc(self, shard: ShardState, where: IpcAddresses) -> None:
         """Tell where a trainer has a shard on a GPU."""
         if self._reader is not None:
             self._reader.announce_ipc(shard.index, where)

@@ -79,7 +79,7 @@ class PushReservation:
     def target(self, shard: ShardState) -> str | None:
         """Return the path at which the store keeps a shard; None: it keeps none."""
         record, delta = self._state.record, self._state.delta is not None
-        return self._store.shard_target(record.model, record.version, shard.index, delta=delta)
+        return self._store.shard_path(record.model, record.version, shard.index, delta=delta)
 
     def renew(self) -> None:
         """Give up what the disk was promised; what comes from now on is promised again."""

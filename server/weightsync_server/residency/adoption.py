@@ -166,7 +166,7 @@ class CheckpointAdoption:
         segments = record.place.ordered()
         writes = []
         for index, shard in enumerate(manifest.layout.shards):
-            target = self._store.shard_target(record.model, record.version, index)
+            target = self._store.shard_path(record.model, record.version, index)
             if target is not None:
                 writes.append(self._fetch.persist(segments[index], shard.size, target))
         await all_done(writes)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.residency.segments import SegmentAllocator
@@ -54,7 +54,7 @@ class IncomingReader:
         self._slot = slot_of(record)
         self._life = self._slot.lives
         self._complete: set[int] = set()
-        self._ipc: dict[int, Lying] = {}
+        self._ipc: dict[int, IpcAddresses] = {}
         self.ended_at: float | None = None
         self._writer: ArrivalWriter | None = None
 
@@ -63,11 +63,11 @@ class IncomingReader:
         """Whether its bytes lie where they came, and nobody else's came there since."""
         return self.record.slot is self._slot and self._slot.lives == self._life
 
-    def announce_ipc(self, shard: int, where: Lying) -> None:
+    def announce_ipc(self, shard: int, where: IpcAddresses) -> None:
         """Take note that a trainer has a shard on a GPU, where readers may copy it themselves."""
         self._ipc[shard] = where
         if self._writer is not None:
-            self._writer.lies(shard, where)
+            self._writer.mark_ipc(shard, where)
 
     def mark_complete(self, shard: int) -> None:
         """Take note that all bytes of a shard are here and proved; they do not change any more."""
@@ -103,7 +103,7 @@ class IncomingReader:
             self.end()
             return ""
         for shard, where in self._ipc.items():
-            self._writer.lies(shard, where)
+            self._writer.mark_ipc(shard, where)
         for shard in self._complete:
             self._writer.mark(shard)
         self._keeper.expose([self._writer.segment.id, *self._ids])

@@ -138,7 +138,7 @@ class SegmentAllocator:
     def retire(self, segment: Segment) -> None:
         """Hand it out no more; its memory is free when nobody else maps it."""
         self._server.withdraw(segment.id)
-        if segment.lent:
+        if segment.granted:
             self._granted[segment.id] = segment.capacity
             waiting = asyncio.create_task(self._without_writers(segment))
             self._waiting.add(waiting)

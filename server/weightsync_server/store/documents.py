@@ -68,8 +68,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (TypeError, KeyError):
         good = False
     if not good or not isinstance(document, dict):
-        msg = "its digest does not match"
-        raise ValueError(msg)
+        raise ValueError("its digest does not match")
     return document
 
 

@@ -36,17 +36,10 @@ class MemoryStore:
         """Return a number without meaning: no shard is ever stored here."""
         return 1 << 62
 
-    def shard_target(
+    def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
-        """Return None: shards stay in their slot."""
-        _check(model, version, shard)
-        return None
-
-    def shard_source(
-        self, model: str, version: int, shard: int, *, delta: bool = False
-    ) -> str | None:
-        """Return None: a version that has left its slot is gone."""
+        """Return None: shards stay in their slot, and a version that has left it is gone."""
         _check(model, version, shard)
         return None
 

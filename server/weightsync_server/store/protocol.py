@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Manifest
     from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
 
-__all__ = ["Store", "check_epoch", "check_model", "check_version"]
+__all__ = ["MODEL_NAME", "Store", "check_epoch", "check_model", "check_version"]
 
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Names of models, fit for a path.
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Store(Protocol):
@@ -51,15 +52,10 @@ class Store(Protocol):
             OSError: It cannot be asked.
         """
 
-    def shard_target(
+    def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
-        """Return the path to persist a shard to; None: this store keeps none."""
-
-    def shard_source(
-        self, model: str, version: int, shard: int, *, delta: bool = False
-    ) -> str | None:
-        """Return the path to load a shard from; None: this store keeps none."""
+        """Return the path to persist a shard to and load it from; None: this store keeps none."""
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
@@ -152,10 +148,10 @@ def check_model(model: str) -> str:
     Raises:
         WeightSyncError: REQUEST_INVALID.
     """
-    if not _MODEL.fullmatch(model):
+    if not MODEL_NAME.fullmatch(model):
         raise WeightSyncError(
             Reason.REQUEST_INVALID,
-            f"model name {model[:140]!r} does not match {_MODEL.pattern}; choose another name",
+            f"model name {model[:140]!r} does not match {MODEL_NAME.pattern}; choose another name",
         )
     return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import ShardEntry, TensorEntry
 
 __all__ = ["CommitRecord", "DeltaFacts", "OpenPush", "PushRecord", "ShardCheckpoint"]
+
+_Record = TypeVar("_Record", "CommitRecord", "PushRecord")
+#: What a JSON document holds of a field, by its annotation.
+_KINDS = {"Mapping[str, str]": dict, "bool": bool, "float": float, "int": int, "str": str}
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,7 @@ class CommitRecord:
         Raises:
             ValueError: It is no such document.
         """
-        kinds = {"metadata": dict, "trainer_verified": bool, "adopted": bool}
-        texts = ("model", "content_digest", "manifest_digest", "layout_digest")
-        kinds |= dict.fromkeys(texts, str)
-        # Records of earlier releases lack what has a default.
-        late = {item.name: item.default for item in fields(cls) if item.default is not MISSING}
-        kinds |= {name: type(value) for name, value in late.items()}
-        every = dict.fromkeys(cls.__annotations__, int) | kinds
-        return cls(**_checked({**late, **document}, every))
+        return _from_json(cls, document)
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,7 @@ class PushRecord:
         Raises:
             ValueError: It is no such document.
         """
-        kinds = {"push_id": str, "model": str, "version": int, "epoch": int, "request": str}
-        late: dict[str, Any] = {"delta": False, "server": ""}
-        kinds |= {name: type(value) for name, value in late.items()}
-        return cls(**_checked({**late, **document}, kinds))
+        return _from_json(cls, document)
 
 
 @dataclass(frozen=True)
@@ -177,8 +171,12 @@ class OpenPush:
     shards: tuple[ShardCheckpoint, ...]
 
 
-def _checked(document: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    for name, kind in kinds.items():
-        if type(document.get(name)) is not kind:
-            raise ValueError(f"{name} is {document.get(name)!r}")
-    return {name: document[name] for name in kinds}
+def _from_json(kind: type[_Record], document: Mapping[str, Any]) -> _Record:
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        # Records of earlier releases lack what has a default.
+        default = None if field.default is MISSING else field.default
+        values[field.name] = document.get(field.name, default)
+        if type(values[field.name]) is not _KINDS[str(field.type)]:
+            raise ValueError(f"{field.name} is {values[field.name]!r}")
+    return kind(**values)

@@ -26,9 +26,10 @@ from weightsync_server.push import PushLimits, PushService, read_message
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.store import open_store
-from weightsync_server.workers.fetch import FetcherPool, checkpoint_tasks, delta_tasks, shard_tasks
+from weightsync_server.workers.fetch import checkpoint_tasks, delta_tasks, shard_tasks
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
 from weightsync_server.workers.fetch.fetch_api import FetchApi
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence

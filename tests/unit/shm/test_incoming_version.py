@@ -28,7 +28,7 @@ def writer() -> Iterator[ArrivalWriter]:
 
 def _shards(arrivals: Iterator[Arrival]) -> list[int]:
     found = list(arrivals)
-    assert not any(arrival.lies for arrival in found)
+    assert not any(arrival.on_gpu for arrival in found)
     return [arrival.shard for arrival in found]
 
 
@@ -45,8 +45,9 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
     # An empty tensor has no place.
     here = [(b"\1" * 64, 7), (b"\2" * 64, 1 << 40)]
     there = [(b"\3" * 64, 0)]
-    steps = iter([lambda: writer.lies(1, here), lambda: writer.lies(0, there),
-                  lambda: writer.mark(1), lambda: writer.lies(1, there), writer.end])  # fmt: skip
+    steps = iter([lambda: writer.mark_ipc(1, here), lambda: writer.mark_ipc(0, there),
+                  lambda: writer.mark(1), lambda: writer.mark_ipc(1, there),
+                  writer.end])  # fmt: skip
 
     def wait(_: float) -> bool:
         next(steps)()
@@ -54,7 +55,7 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
 
     reader = ArrivalReader(writer.segment.view)
     told = [
-        (shard, lies, reader.lying(shard) if lies else None)
+        (shard, lies, reader.ipc_addresses(shard) if lies else None)
         for shard, lies in reader.arrivals(wait, 60)
     ]
     assert told == [(1, True, here), (0, True, there), (1, False, None)]
@@ -64,7 +65,7 @@ def test_where_a_shard_lies_is_told_once_and_then_that_it_came() -> None:
 @pytest.mark.parametrize("over", ["", "ended", "all came"])
 def test_when_all_has_come_nothing_lies_anywhere(writer: ArrivalWriter, over: str) -> None:
     for shard in range(3):
-        writer.lies(shard, [])
+        writer.mark_ipc(shard, [])
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
     assert next(arrivals) == (0, True)
     came = range(3) if over == "all came" else [1]
@@ -79,7 +80,7 @@ def test_when_all_has_come_nothing_lies_anywhere(writer: ArrivalWriter, over: st
 def test_what_lies_on_a_gpu_is_told_before_what_came(writer: ArrivalWriter) -> None:
     writer.mark(0)
     for shard in (1, 2):
-        writer.lies(shard, [])
+        writer.mark_ipc(shard, [])
     writer.mark(1)
     arrivals = ArrivalReader(writer.segment.view).arrivals(lambda _: True, 60)
     assert list(arrivals) == [(1, True), (2, True), (0, False), (1, False)]

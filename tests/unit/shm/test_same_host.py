@@ -60,7 +60,7 @@ def test_a_descriptor_its_duplicate_and_a_mapping_are_each_seen(segment: Segment
     assert not segment.taken_back()
     mapping.close()
     assert segment.taken_back()
-    assert not segment.lent
+    assert not segment.granted
 
 
 def test_a_descriptor_on_its_way_is_seen(segment: Segment) -> None:
@@ -118,7 +118,7 @@ class Desk:
         self.places.append(where["places"])
         return "there is no GPU" if shard else ""
 
-    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    def announce_ipc(self, shards: dict[int, dict[str, Any]]) -> None:
         self.lie.append(shards)
 
     def collected(self, shard: int) -> bytes:
@@ -192,10 +192,10 @@ def test_a_shard_on_a_gpu_is_told_of_or_declined(office: Office) -> None:
 def test_where_shards_lie_is_told_at_once_to_who_knows_that(office: Office) -> None:
     borrower = SameHostClient(office.server.path, office.secret)
     where = IpcPlacement(b"u" * 16, b"header", [b"h" * 64], [(0, 512), (0, 0)])
-    borrower.lying({})
-    borrower.lying({3: where, 7: where})
+    borrower.announce_ipc({})
+    borrower.announce_ipc({3: where, 7: where})
     borrower._knows = ()
-    borrower.lying({9: where})
+    borrower.announce_ipc({9: where})
     borrower.close()
     told = {"device": "75" * 16, "handles": ["68" * 64], "places": [[0, 512], [0, 0]]}
     assert office.gone()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values
+from weightsync.delta.coding import SKIP, Coding, Counts, Positions, Values, plane_sizes
 from weightsync.delta.delta_errors import Broken
 from weightsync.delta.kernels.shapes import (
     WRONG_BITMAP,
@@ -110,10 +110,10 @@ class _Arena(threading.local):
 
     def room(self, plane: int, used: int, more: int) -> None:
         """Let `more` bytes follow the `used` ones of a plane."""
-        held = self.planes[plane]
-        if len(held) < used + more:
-            grown = np.empty(max(used + more, 2 * len(held)), np.uint8)
-            grown[:used] = held[:used]
+        memory = self.planes[plane]
+        if len(memory) < used + more:
+            grown = np.empty(max(used + more, 2 * len(memory)), np.uint8)
+            grown[:used] = memory[:used]
             self.planes[plane] = grown
             self.addresses[plane] = address(grown)
 
@@ -138,18 +138,13 @@ def _make_room(arena: _Arena, coding: Coding, width: int, begin: int, elements: 
 
 def _coded(arena: _Arena, coding: Coding, width: int, elements: int) -> Coded:
     _, entries, changed, _, large, wide, _ = arena.state.tolist()
-    first = {
-        Positions.GAP16: (entries, entries),
-        Positions.GAP8: (entries,),
-        Positions.BITMAP: (-(-elements // 8),),
-    }[coding.positions]
-    bits = -(-changed // 8)
-    second = (bits, bits, large, wide, wide) if coding.values is Values.SM else (changed,) * width
     skips = entries - changed if coding.positions is not Positions.BITMAP else 0
+    counts = Counts(changed, skips, large, wide)
+    positions, values = plane_sizes(coding, width, elements, counts)
     return Coded(
-        Counts(changed, skips, large, wide),
-        [arena.planes[at][:size] for at, size in enumerate(first)],
-        [arena.planes[2 + at][:size] for at, size in enumerate(second)],
+        counts,
+        [arena.planes[at][:size] for at, size in enumerate(positions)],
+        [arena.planes[2 + at][:size] for at, size in enumerate(values)],
     )
 
 

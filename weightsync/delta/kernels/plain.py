@@ -263,7 +263,14 @@ def scatter(target: Bytes, index: Indices, value: Words, old: Words) -> None:
 
 
 def find(base: Words, new: Words) -> tuple[Indices, Words]:
-    """Return positions and new values of the elements that differ, of fewer than 2^31."""
+    """Return the ascending int32 positions of the elements that differ, and their new values.
+
+    Takes room for all of them while it looks, so give it a piece of a large tensor at a time.
+
+    Args:
+        base: Fewer than 2^31 elements, as integers as wide as an element, in one row.
+        new: As many, of the same width.
+    """
     index = np.flatnonzero(base != new).astype(np.int32)
     return index, new[index]
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.apply.writes import Writer
     from weightsync.vllm.plan.live_params import Targets
@@ -95,7 +95,7 @@ class PrefetchRequest:
     targets: Targets
     read: Read
     layout: Layout
-    arrivals: Iterable[tuple[int, Lying | None]]
+    arrivals: Iterable[tuple[int, IpcAddresses | None]]
     live: str
     unwanted: Stop
 

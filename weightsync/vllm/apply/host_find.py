@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from weightsync.delta.find import differing
+from weightsync.delta.kernels import chosen
 from weightsync.vllm.plan.int_views import StoppedError, array_of, cast, pieces
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _changed(
 def _compared(old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype) -> _Elements:
     # Columns of a tensor are gathered first.
     before, after = (np.ascontiguousarray(array_of(part)).reshape(-1) for part in (old, new))
-    at, values = differing(before, after)
+    at, values = chosen().find(before, after)
     if new.dtype == dtype or not at.size:
         return at, values
     # Where the copy rounds, many a change is lost.

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync import failpoints
-from weightsync.delta import find
+from weightsync.delta.kernels import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ def put(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> 
         positions: Where, each once.
         values: What.
     """
-    find.put(memory.numpy(), positions.numpy(), values.numpy())
+    chosen().put(memory.numpy(), positions.numpy(), values.numpy())
 
 
 def differ(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> bool:
@@ -82,4 +82,4 @@ def differ(memory: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) 
         positions: Where to look.
         values: What must be there.
     """
-    return not find.holds(memory.numpy(), positions.numpy(), values.numpy())
+    return not chosen().holds(memory.numpy(), positions.numpy(), values.numpy())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weightsync.gpu.ipc import Device
     from weightsync.model.manifest import Layout
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.vllm.cuda.blocks import Block
     from weightsync.vllm.cuda.staging_proof import Proof
     from weightsync.vllm.plan.load_plan import LoadPlan
@@ -65,7 +65,7 @@ class IpcMappings:
                 # Closing 155 allocations took 40 ms beside generation; nobody waits for it.
                 threading.Thread(target=mappings.close, name="weightsync", daemon=True).start()
 
-    def note(self, names: Sequence[str], where: Lying) -> None:
+    def note(self, names: Sequence[str], where: IpcAddresses) -> None:
         """Take note of where tensors lie, in the order of its places."""
         self._tensors |= dict(zip(names, where, strict=True))
 
@@ -132,7 +132,7 @@ class IpcCopier:
         self._plan = plan
         self._proof = proof
 
-    def note(self, turn: int, where: Lying) -> None:
+    def note(self, turn: int, where: IpcAddresses) -> None:
         """Take note of where a shard lies; `turn` is its place in `Layout.largest_first`."""
         tensors = self._layout.by_shard[self._layout.largest_first[turn]]
         self._mappings.note([t.name for t in tensors if t.end > t.begin], where)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.vllm.cuda.blocks import Block, Blocks
     from weightsync.vllm.cuda.device_patch import DevicePatch
     from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
@@ -31,7 +31,7 @@ __all__ = ["BlockCopier", "PrefetchedBlocks"]
 class BlockCopier(Protocol):
     """Copies blocks from trainers' GPUs."""
 
-    def note(self, turn: int, where: Lying) -> None:
+    def note(self, turn: int, where: IpcAddresses) -> None:
         """Take note of where a shard lies; `turn` is its place in `Layout.largest_first`."""
 
     def take(self, block: Block, memory: torch.Tensor, stop: Callable[[], bool]) -> bool:
@@ -94,7 +94,7 @@ class PrefetchedBlocks:
         self,
         blocks: Blocks,
         read: Read,
-        turns: Iterable[tuple[int, Lying | None]],
+        turns: Iterable[tuple[int, IpcAddresses | None]],
         uploader: Uploader,
         pace: StreamThrottle,
         stop: Callable[[], bool],

@@ -12,7 +12,7 @@ from weightsync.shm.segments import MappedSegment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.vllm.worker.rank_job import Job
 
 __all__ = ["open_arrivals", "turns"]
@@ -44,11 +44,11 @@ def open_arrivals(socket: str, document: str) -> Iterator[ArrivalReader | None]:
         mapped.close()
 
 
-def turns(reader: ArrivalReader, job: Job) -> Iterator[tuple[int, Lying | None]]:
+def turns(reader: ArrivalReader, job: Job) -> Iterator[tuple[int, IpcAddresses | None]]:
     """Yield the place in `Layout.largest_first` of each shard that has come; ends with the job.
 
     With one that has not, but lies on a GPU, where that is.
     """
     place = {shard: turn for turn, shard in enumerate(reader.layout.largest_first)}
-    for shard, lies in reader.arrivals(job.cancelled.wait, _PATIENCE_S):
-        yield place[shard], reader.lying(shard) if lies else None
+    for shard, on_gpu in reader.arrivals(job.cancelled.wait, _PATIENCE_S):
+        yield place[shard], reader.ipc_addresses(shard) if on_gpu else None

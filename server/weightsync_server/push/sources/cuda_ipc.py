@@ -12,7 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.incoming_version import HANDLE_BYTES, Lying
+from weightsync.shm.incoming_version import HANDLE_BYTES, IpcAddresses
 from weightsync.shm.same_host_server import MOST_PLACES
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import start_task
@@ -191,7 +191,7 @@ def _header(upload: ShardState, where: dict[str, Any]) -> bytes:
     return header
 
 
-def _extents(source: GpuSource) -> Lying:
+def _extents(source: GpuSource) -> IpcAddresses:
     return [(bytes.fromhex(source.handles[piece[0]]), piece[1]) for piece in source.pieces]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from weightsync.shm.incoming_version import Lying
+    from weightsync.shm.incoming_version import IpcAddresses
 
 __all__ = ["Places"]
 
@@ -34,7 +34,7 @@ class Places:
         #: In the order of their last reading.
         self._read: dict[_Place, None] = {}
 
-    def add(self, where: Lying, sizes: Sequence[int]) -> None:
+    def add(self, where: IpcAddresses, sizes: Sequence[int]) -> None:
         """Take note that all of a shard was read.
 
         Args:
@@ -47,16 +47,16 @@ class Places:
         while len(self._read) > self._most:
             del self._read[next(iter(self._read))]
 
-    def discard(self, where: Lying, sizes: Sequence[int]) -> None:
+    def discard(self, where: IpcAddresses, sizes: Sequence[int]) -> None:
         """Take note that a shard could not be read; see `add`."""
         for place in _each(where, sizes):
             self._read.pop(place, None)
 
-    def have(self, where: Lying, sizes: Sequence[int]) -> bool:
+    def have(self, where: IpcAddresses, sizes: Sequence[int]) -> bool:
         """Return whether all of a shard was read before; see `add`."""
         return all(place in self._read for place in _each(where, sizes))
 
 
-def _each(where: Lying, sizes: Sequence[int]) -> Iterator[_Place]:
+def _each(where: IpcAddresses, sizes: Sequence[int]) -> Iterator[_Place]:
     for (handle, offset), size in zip(where, sizes, strict=True):
         yield handle, offset, size

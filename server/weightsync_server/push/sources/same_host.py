@@ -214,7 +214,7 @@ class SameHostSession:
         """Begin to copy a shard of which nothing is here from a GPU; tells why that cannot be."""
         return self._do(self._collect(shard, where))
 
-    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    def announce_ipc(self, shards: dict[int, dict[str, Any]]) -> None:
         """Take note of where shards lie that `collect` will be asked for."""
         self._do(self._announce(shards))
 
@@ -278,7 +278,7 @@ class SameHostSession:
     async def _written(self, shard: int, digests: bytes) -> None:
         push, upload = self._upload(shard)
         segment = upload.segment
-        if upload.owner is not self or segment is None or not segment.lent:
+        if upload.owner is not self or segment is None or not segment.granted:
             raise refused(f"shard {shard} was not lent on this connection; ask for it first")
         await failpoints.reach("receive.written")
         if not await self._taken_back(segment):

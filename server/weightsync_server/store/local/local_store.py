@@ -98,17 +98,9 @@ class LocalStore:
         status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
-    def shard_target(
-        self, model: str, version: int, shard: int, *, delta: bool = False
-    ) -> str | None:
-        """Return the path to persist a shard to."""
+    def shard_path(self, model: str, version: int, shard: int, *, delta: bool = False) -> str:
+        """Return the path to persist a shard to and load it from."""
         return str(self._directory(model, version) / shard_name(shard, delta=delta))
-
-    def shard_source(
-        self, model: str, version: int, shard: int, *, delta: bool = False
-    ) -> str | None:
-        """Return the path to load a shard from."""
-        return self.shard_target(model, version, shard, delta=delta)
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None

@@ -92,15 +92,15 @@ def _kept_shard(path: Path, *, delta: bool) -> ShardCheckpoint | None:
     if match is None or bool(match[1]) != delta:
         return None
     try:
-        told = checkpoint_index.read(str(path))
-        if told.end < told.entry.data_start:
+        index = checkpoint_index.read(str(path))
+        if index.end < index.entry.data_start:
             return None
         with path.open("rb") as file:
-            header = file.read(told.entry.data_start)[8:]
-        if tensor_digest(header).hex() != told.header_digest:
+            header = file.read(index.entry.data_start)[8:]
+        if tensor_digest(header).hex() != index.header_digest:
             raise ValueError("its header is damaged")
-        tensors = check_shard(told.entry, parse_header(header, int(match[2])))
+        tensors = check_shard(index.entry, parse_header(header, int(match[2])))
     except (OSError, ValueError, WeightSyncError) as error:
         logger.warning("what was kept of %s is of no use: %s", path, error)
         return None
-    return ShardCheckpoint(int(match[2]), told.entry, tensors, tensor_digest(header), told.end)
+    return ShardCheckpoint(int(match[2]), index.entry, tensors, tensor_digest(header), index.end)

@@ -15,7 +15,7 @@ from weightsync_server.ops import durable_files
 from weightsync_server.store.documents import TEMPORARY, read_document, write_document
 from weightsync_server.store.local.open_pushes import is_foreign, read_push
 from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
-from weightsync_server.store.protocol import check_model
+from weightsync_server.store.protocol import MODEL_NAME
 from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]
     records: list[CommitRecord] = []
     lost: list[str] = []
     for model in sorted(root.iterdir()):
-        if not _is_plain_directory(model) or not _is_model(model.name):
+        if not _is_plain_directory(model) or not MODEL_NAME.fullmatch(model.name):
             continue
         found = []
         for entry in model.iterdir():
@@ -80,7 +80,7 @@ def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[Co
             != (record.base_content_digest, record.layout_digest)
         ):
             why = f"its base, version {record.base_version}, is not there or another one"
-            lost.append(str(_put_aside(model / f"v{record.version}", why)))
+            lost.append(str(_quarantine(model / f"v{record.version}", why)))
         else:
             good[record.version] = record
     return list(good.values())
@@ -122,14 +122,6 @@ def _is_plain_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _is_model(name: str) -> bool:
-    try:
-        check_model(name)
-    except WeightSyncError:
-        return False
-    return True
-
-
 class _LostError(Exception):
     """A version that was committed is not whole."""
 
@@ -148,12 +140,12 @@ def _recover_version(directory: Path, server: str) -> list[CommitRecord]:
             shutil.rmtree(directory)
         return []
     except ValueError as error:
-        raise _put_aside(directory, f"the commit record: {error}") from error
+        raise _quarantine(directory, f"the commit record: {error}") from error
     try:
         named = lengths(commit)
         record = _whole(directory, commit, int(match[1]), named)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise _put_aside(directory, str(error)) from error
+        raise _quarantine(directory, str(error)) from error
     remove_unnamed(directory, named, partial=True)
     return [record]
 
@@ -176,7 +168,7 @@ def _whole(
     return record
 
 
-def _put_aside(directory: Path, why: str) -> _LostError:
+def _quarantine(directory: Path, why: str) -> _LostError:
     damaged = directory.with_name(f"damaged-{directory.name}-{secrets.token_hex(4)}")
     try:
         durable_files.rename(directory, damaged)

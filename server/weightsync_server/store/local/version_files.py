@@ -151,8 +151,8 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> Manifest:
     """
     commit = read_document(directory / COMMIT)
     body = (directory / name).read_bytes()
-    told = commit.get("manifest_xxh3_128" if name == MANIFEST else "delta_manifest_xxh3_128")
-    if xxhash.xxh3_128_hexdigest(body) != told:
+    expected = commit.get("manifest_xxh3_128" if name == MANIFEST else "delta_manifest_xxh3_128")
+    if xxhash.xxh3_128_hexdigest(body) != expected:
         raise ValueError("its digest does not match the commit record")
     return Manifest.from_json(body)
 

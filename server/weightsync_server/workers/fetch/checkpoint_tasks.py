@@ -12,7 +12,7 @@ from weightsync.model.digest import tensor_digest
 from weightsync_server.ops import durable_files
 from weightsync_server.ops.os_errors import read_fault, write_fault
 from weightsync_server.store import checkpoint_index
-from weightsync_server.workers.fetch.shard_tasks import PIECE, look
+from weightsync_server.workers.fetch.shard_tasks import PIECE, look, write_pieces
 
 if TYPE_CHECKING:
     import threading
@@ -55,11 +55,7 @@ def _write(
     try:
         if begin == 0:
             durable_files.allocate(fd, shard.size)
-        done = begin
-        while done < len(view):
-            look(stop)
-            done += durable_files.pwrite(fd, view[done : done + PIECE], done)
-        durable_files.fsync(fd)
+        write_pieces(fd, view, begin, stop)
     finally:
         os.close(fd)
 
@@ -73,7 +69,7 @@ def restore(view: memoryview, shard: ShardEntry, source: str, stop: threading.Ev
     """
     failpoints.hit("fetcher.restore")
     try:
-        told = checkpoint_index.read(source)
+        index = checkpoint_index.read(source)
         fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise read_fault(error, "reading what was kept of a shard") from error
@@ -81,7 +77,7 @@ def restore(view: memoryview, shard: ShardEntry, source: str, stop: threading.Ev
         raise WeightSyncError(Reason.DATA_CORRUPT, f"{error}; send the shard again") from error
     try:
         good = 0
-        for part in told.ranges if told.entry == shard else ():
+        for part in index.ranges if index.entry == shard else ():
             look(stop)
             _read(fd, view[part.begin : part.end], part.begin)
             if tensor_digest(view[part.begin : part.end]).hex() != part.digest:

@@ -48,10 +48,10 @@ class TensorDelta(NamedTuple):
     digest: bytes
 
 
-def pack_changes(told: DeltaHeader, changes: Iterable[TensorDelta]) -> bytes:
+def pack_changes(header: DeltaHeader, changes: Iterable[TensorDelta]) -> bytes:
     """Return the bytes that `unpack_changes` reads."""
-    base, layout = bytes.fromhex(told.base_content_digest), bytes.fromhex(told.layout_digest)
-    return _HEAD.pack(told.shard, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
+    base, layout = bytes.fromhex(header.base_content_digest), bytes.fromhex(header.layout_digest)
+    return _HEAD.pack(header.shard, base, layout) + b"".join(_ROW.pack(*row) for row in changes)
 
 
 def unpack_changes(blob: bytes) -> tuple[DeltaHeader, list[TensorDelta]]:

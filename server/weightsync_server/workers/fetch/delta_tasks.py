@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ import numpy as np
 
 from weightsync import failpoints
 from weightsync.delta import apply_change, parse_shard, warm_up
-from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import read_fault
 from weightsync_server.workers.fetch.delta_summary import (
@@ -23,7 +20,7 @@ from weightsync_server.workers.fetch.delta_summary import (
     TensorDelta,
     pack_changes,
 )
-from weightsync_server.workers.fetch.shard_tasks import PIECE, look
+from weightsync_server.workers.fetch.shard_tasks import PIECE, check_length, look, read_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,17 +90,9 @@ def read(fd: int, shard: ShardEntry, stop: threading.Event) -> memoryview:
         Cancelled: The server no longer wants it.
     """
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != shard.size:
-            raise _length(status.st_size, shard.size)
+        check_length(fd, shard.size, "delta")
         view = memoryview(bytearray(shard.size))
-        done = 0
-        while done < len(view):
-            look(stop)
-            count = os.preadv(fd, [view[done : done + PIECE]], done)
-            if not count:
-                raise _length(done, shard.size)
-            done += count
+        read_pieces(fd, view, "delta", stop)
     except OSError as error:
         raise read_fault(error, "reading a stored delta") from error
     return view
@@ -134,8 +123,8 @@ def inspect(known: Canonical, source: memoryview, stop: threading.Event) -> byte
     failpoints.hit("fetcher.inspect")
     delta = parse_shard(source, known.kinds)
     look(stop)
-    told = DeltaHeader(delta.index, delta.base_content_digest, delta.layout_digest)
-    return pack_changes(told, (_change(known, change) for change in delta.changes.values()))
+    header = DeltaHeader(delta.index, delta.base_content_digest, delta.layout_digest)
+    return pack_changes(header, (_change(known, change) for change in delta.changes.values()))
 
 
 def patch(
@@ -166,11 +155,3 @@ def _array(view: memoryview) -> NDArray[np.uint8]:
 def _change(known: Canonical, change: TensorChange) -> TensorDelta:
     coding = str(change.record.coding).partition("+")[0]
     return TensorDelta(known.places[change.name], change.nnz, CODINGS.index(coding), change.digest)
-
-
-def _length(found: int, wanted: int) -> WeightSyncError:
-    return WeightSyncError(
-        Reason.DATA_CORRUPT,
-        f"a stored delta has {found} bytes and should have {wanted}; push the version again or "
-        "restore the file",
-    )

@@ -96,13 +96,13 @@ class _Child:
             if len(fds) != request["fds"]:
                 # The kernel drops descriptors over the limit, and says so to nobody.
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            with contextlib.ExitStack() as lent:
+            with contextlib.ExitStack() as stack:
                 views = []
                 for at, (name, capacity) in enumerate(request["segments"]):
                     writable = request["fills"] and at == 0
                     use = self._maps.use(name, fds.pop(0), capacity, writable=writable)
-                    views.append(lent.enter_context(use))
-                views[0] = lent.enter_context(views[0][: request["size"]])
+                    views.append(stack.enter_context(use))
+                views[0] = stack.enter_context(views[0][: request["size"]])
                 return self._act(request, views, fds, stop)
         except OSError as error:
             raise write_fault(error, "handing a segment to a fetcher") from error
@@ -120,20 +120,17 @@ class _Child:
         op, view = request["op"], views[0]
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
+        if "shard" in request:
+            return _on_shard(request, view, stop)
         if op == "collect":
             self._collect(view, fds[0], stop)
-            return b""
-        shard = ShardEntry(*request["shard"]) if "shard" in request else None
-        if shard is not None:
-            return _on_shard(request, shard, view, stop)
-        if op == "persist":
+        elif op == "persist":
             shard_tasks.persist(view, request["target"], request["temporary"], stop)
-            return b""
-        if op == "load":
+        elif op == "load":
             shard_tasks.load(fds[0] if fds else self._open(request["source"], fds), view, stop)
-            return b""
-        msg = f"unknown op {op!r}"
-        raise ValueError(msg)
+        else:
+            raise ValueError(f"unknown op {op!r}")
+        return b""
 
     def _on_delta(
         self,
@@ -188,9 +185,8 @@ def _warm() -> None:
     delta_tasks.warm()
 
 
-def _on_shard(
-    request: dict[str, Any], shard: ShardEntry, view: memoryview, stop: threading.Event
-) -> bytes:
+def _on_shard(request: dict[str, Any], view: memoryview, stop: threading.Event) -> bytes:
+    shard = ShardEntry(*request["shard"])
     if request["op"] == "digest":
         return shard_tasks.digest(view, shard, request["part"], stop)
     if request["op"] == "keep":

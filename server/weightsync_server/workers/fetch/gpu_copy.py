@@ -20,14 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from weightsync.gpu.ipc import Device, Stream
+    from weightsync_server.workers.fetch.fetch_api import Piece
 
-__all__ = ["Opened", "Order", "Piece", "Registered", "collect", "read_order"]
+__all__ = ["Opened", "Order", "Registered", "collect", "read_order"]
 
 #: Bytes between two looks at whether the server still wants the result.
 _STEP = 64 << 20
-
-#: Number of the handle, offset in what it opens, offset in the segment, size; in bytes.
-Piece = tuple[int, int, int, int]
 
 
 class Order(NamedTuple):
@@ -47,10 +45,12 @@ class Order(NamedTuple):
 
 
 def read_order(fd: int) -> Order:
-    """Return what `Asking.collect` has noted in a file."""
-    told = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-    handles = [bytes.fromhex(handle) for handle in told["handles"]]
-    return Order(told["trainer"], bytes.fromhex(told["device"]), handles, told["pieces"])
+    """Return what `FetchApi.collect` has noted in a file."""
+    document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    handles = [bytes.fromhex(handle) for handle in document["handles"]]
+    return Order(
+        document["trainer"], bytes.fromhex(document["device"]), handles, document["pieces"]
+    )
 
 
 class Registered:

@@ -43,7 +43,7 @@ class GpuFetchPool(FetcherPool):
         self._closed = False
 
     async def collect(self, segment: Segment, source: GpuSource) -> None:
-        """See `Asking.collect`; starts the process where there is none yet."""
+        """See `FetchApi.collect`; starts the process where there is none yet."""
         async with self._starting:
             if not self._running and not self._closed:
                 await self._start()

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import ShardEntry
 
-__all__ = ["PIECE", "BrokenError", "Cancelled", "digest", "load", "look", "persist"]
+__all__ = [
+    "PIECE",
+    "BrokenError",
+    "Cancelled",
+    "check_length",
+    "digest",
+    "load",
+    "look",
+    "persist",
+    "read_pieces",
+    "write_pieces",
+]
 
 #: Bytes between two looks at whether the server still wants the result.
 PIECE = 16 << 20
@@ -87,10 +98,14 @@ def digest(
     return b"".join(parts)
 
 
-def _write(fd: int, view: memoryview, stop: threading.Event) -> None:
-    # Reserved first: a full disk is met before any byte is written.
-    durable_files.allocate(fd, len(view))
-    done = 0
+def write_pieces(fd: int, view: memoryview, begin: int, stop: threading.Event) -> None:
+    """Make the bytes of `view` from `begin` on durable at the same place of a file.
+
+    Raises:
+        OSError: They are not.
+        Cancelled: The server no longer wants it.
+    """
+    done = begin
     while done < len(view):
         look(stop)
         done += durable_files.pwrite(fd, view[done : done + PIECE], done)
@@ -115,7 +130,9 @@ def persist(view: memoryview, target: str, temporary: str, stop: threading.Event
         raise write_fault(error, what) from error
     try:
         try:
-            _write(fd, view, stop)
+            # Reserved first: a full disk is met before any byte is written.
+            durable_files.allocate(fd, len(view))
+            write_pieces(fd, view, 0, stop)
         finally:
             os.close(fd)
         durable_files.rename(temporary, target)
@@ -136,24 +153,44 @@ def load(fd: int, view: memoryview, stop: threading.Event) -> None:
     """
     try:
         failpoints.hit("fetcher.load")
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != len(view):
-            raise _length(status.st_size, len(view))
+        check_length(fd, len(view), "shard")
         os.posix_fadvise(fd, 0, len(view), os.POSIX_FADV_SEQUENTIAL)
-        done = 0
-        while done < len(view):
-            look(stop)
-            count = os.preadv(fd, [view[done : done + PIECE]], done)
-            if not count:
-                raise _length(done, len(view))
-            done += count
+        read_pieces(fd, view, "shard", stop)
     except OSError as error:
         raise read_fault(error, "reading a stored shard") from error
 
 
-def _length(found: int, wanted: int) -> WeightSyncError:
+def check_length(fd: int, size: int, what: str) -> None:
+    """Refuse what is no file of `size` bytes.
+
+    Raises:
+        WeightSyncError: DATA_CORRUPT.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise _length(status.st_size, size, what)
+
+
+def read_pieces(fd: int, view: memoryview, what: str, stop: threading.Event) -> None:
+    """Fill `view` with the begin of a file.
+
+    Raises:
+        WeightSyncError: DATA_CORRUPT; it is shorter.
+        OSError: It cannot be read.
+        Cancelled: The server no longer wants it.
+    """
+    done = 0
+    while done < len(view):
+        look(stop)
+        count = os.preadv(fd, [view[done : done + PIECE]], done)
+        if not count:
+            raise _length(done, len(view), what)
+        done += count
+
+
+def _length(found: int, wanted: int, what: str) -> WeightSyncError:
     return WeightSyncError(
         Reason.DATA_CORRUPT,
-        f"a stored shard has {found} bytes and should have {wanted}; push the version again or "
+        f"a stored {what} has {found} bytes and should have {wanted}; push the version again or "
         "restore the file",
     )

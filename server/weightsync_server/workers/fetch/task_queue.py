@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import to_end
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -104,18 +105,12 @@ class Task:
 
     async def outcome(self) -> bytes:
         """Wait for the end of the task, also when cancelled: afterwards nobody is at it."""
-        interrupted: asyncio.CancelledError | None = None
-        while not self.result.done():
-            try:
-                await asyncio.wait({self.result})
-            except asyncio.CancelledError as error:
-                interrupted = error
-                self.cancelled.set()
-                if not self.running:
-                    self.result.cancel()
-        if interrupted is not None:
-            raise interrupted
-        return self.result.result()
+        return await to_end(self.result, self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled.set()
+        if not self.running:
+            self.result.cancel()
 
 
 class TaskQueue(asyncio.PriorityQueue[Task]):

@@ -104,7 +104,7 @@ class ChildProcess:
 
     Attributes:
         dead: Set once the process answers no more.
-        told: What it said when it was ready.
+        ready: What it said when it was ready.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ChildProcess:
         on_notice: Callable[[dict[str, Any]], None],
     ) -> None:
         self.dead = asyncio.Event()
-        self.told: dict[str, Any] = {}
+        self.ready: dict[str, Any] = {}
         self._on_notice = on_notice
         self._name = program.name
         self._process = process
@@ -244,12 +244,11 @@ class ChildProcess:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock, limit=1 << 20)
         hello, _ = await frames.read(reader)
         if hello["protocol"] != frames.PROTOCOL:
-            msg = f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}"
-            raise ValueError(msg)
+            raise ValueError(f"it speaks protocol {hello['protocol']}, not {frames.PROTOCOL}")
         self._send({"op": "start", "parent": os.getpid(), **facts})
-        self.told, _ = await frames.read(reader)
-        if "error" in self.told:
-            raise WeightSyncError(Reason(self.told["reason"]), self.told["error"])
+        self.ready, _ = await frames.read(reader)
+        if "error" in self.ready:
+            raise WeightSyncError(Reason(self.ready["reason"]), self.ready["error"])
         self._reading = asyncio.create_task(self._read(reader), name=f"{self._name}-{self.pid}")
 
     def _send(self, document: dict[str, Any], fds: Sequence[int] = ()) -> None:

@@ -14,6 +14,8 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
+from weightsync.wire.fd_passing import receive_exactly
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -37,16 +39,14 @@ def encode(document: dict[str, Any], blob: bytes = b"") -> bytes:
 def _sizes(head: bytes) -> tuple[int, int]:
     document, blob = _HEAD.unpack(head)
     if document > _MAX_DOCUMENT or blob > _MAX_BLOB:
-        msg = f"a message of {document} + {blob} bytes"
-        raise ValueError(msg)
+        raise ValueError(f"a message of {document} + {blob} bytes")
     return document, blob
 
 
 def _document(body: bytes) -> dict[str, Any]:
     document = json.loads(body)
     if not isinstance(document, dict):
-        msg = "a message that is no JSON object"
-        raise ValueError(msg)  # noqa: TRY004 - a malformed message, not a wrong argument
+        raise ValueError("a message that is no JSON object")  # noqa: TRY004 - a malformed message, not a wrong argument
     return document
 
 
@@ -88,17 +88,6 @@ async def hang_up(writer: asyncio.StreamWriter | None, sock: socket.socket) -> N
     sock.close()
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    parts = []
-    while size:
-        part = sock.recv(size)
-        if not part:
-            raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and its descriptors, which the caller closes; blocks.
 
@@ -110,9 +99,9 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     try:
         if not head:
             raise EOFError
-        document, blob = _sizes(head + _exactly(sock, _HEAD.size - len(head)))
-        body = _exactly(sock, document)
-        _exactly(sock, blob)
+        document, blob = _sizes(head + receive_exactly(sock, _HEAD.size - len(head)))
+        body = receive_exactly(sock, document)
+        receive_exactly(sock, blob)
         return _document(body), fds
     except BaseException:
         for fd in fds:

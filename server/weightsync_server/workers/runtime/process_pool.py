@@ -71,8 +71,7 @@ class ProcessPool:
         Raises:
             ValueError: Nobody expects that; the child is killed.
         """
-        msg = f"a notice that nobody expects: {notice}"
-        raise ValueError(msg)
+        raise ValueError(f"a notice that nobody expects: {notice}")
 
     async def _left(self, process: ChildProcess) -> None:
         """A child is gone for certain: the kernel has forgotten it."""
@@ -172,20 +171,16 @@ class ProcessPool:
 
     async def _refill(self, place: int) -> ChildProcess:
         failed = 0
-        while (process := await self._begin_again(place, failed)) is None:
-            failed += 1
-        return process
-
-    async def _begin_again(self, place: int, failed: int) -> ChildProcess | None:
-        await _wait(failed)
-        try:
-            return await self._begin(place)
-        except WeightSyncError as error:
-            name = self._program.name
-            logger.error("no %s in place of a lost one: %s", name, error)  # noqa: TRY400
-            if failed + 1 >= _MAX_FAILED_STARTS and not self.alive:
-                self._hopeless(error)
-            return None
+        while True:
+            await _wait(failed)
+            try:
+                return await self._begin(place)
+            except WeightSyncError as error:
+                failed += 1
+                name = self._program.name
+                logger.error("no %s in place of a lost one: %s", name, error)  # noqa: TRY400
+                if failed >= _MAX_FAILED_STARTS and not self.alive:
+                    self._hopeless(error)
 
     async def _serve(self, process: ChildProcess) -> None:
         """Work with a process until it is gone."""

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from weightsync.delta import Encoder, encode_shard, parse_shard
 from weightsync.errors import WeightSyncError
+from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, ExhaustedError, Fallback, PushKind, Reason
 from weightsync_client.snapshot import (
+    changed_elements,
     copy_budget,
     device_tensor,
-    differing,
     snapshot,
     snapshot_store,
 )
@@ -157,7 +158,7 @@ def test_a_device_is_asked_twice_for_all_tensors(
     def not_there(*_: Any, **__: Any) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(differing, "_PIECE", 1000)
+    monkeypatch.setattr(changed_elements, "_PIECE", 1000)
     if missing:
         monkeypatch.setattr(torch, "nonzero_static", not_there)
     waits: list[object] = []
@@ -168,7 +169,7 @@ def test_a_device_is_asked_twice_for_all_tensors(
         return stacked(counts)
 
     monkeypatch.setattr(torch, "stack", stack)
-    monkeypatch.setattr(differing, "settle", waits.append)
+    monkeypatch.setattr(changed_elements, "settle", waits.append)
     dtypes = (torch.int32, torch.uint8, torch.int16, torch.int64, torch.uint8)
     old = [
         torch.randint(0, 9, (n,)).to(t) for n, t in zip((5000, 0, 7, 999, 31), dtypes, strict=True)
@@ -177,9 +178,9 @@ def test_a_device_is_asked_twice_for_all_tensors(
     new[0][1500:4321:7] += 1
     new[3][998] += 1
     new[4][:] += 1
-    found = differing.differing(list(zip(old, new, strict=True)))
+    found, _ = changed_elements.find_changed(None, list(zip(old, new, strict=True)))
     parts = [part for d in found for part in (d.index, d.before, d.after)]
-    told = differing.on_host(parts)
+    told = changed_elements.on_host(parts)
     assert len(waits) == 2
     for number, (before, after) in enumerate(zip(old, new, strict=True)):
         index = torch.nonzero(before != after).reshape(-1)
@@ -191,7 +192,7 @@ def test_a_device_is_asked_twice_for_all_tensors(
 
 
 def test_a_large_tensor_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differing, "_PIECE", 1000)
+    monkeypatch.setattr(changed_elements, "_PIECE", 1000)
     monkeypatch.setattr(device_tensor, "_BLOCK", 333)
     old = torch.randn(7777).bfloat16()
     new = old.clone()
@@ -262,7 +263,7 @@ def test_a_device_that_is_too_full_to_compare(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "count_nonzero", full)
+    monkeypatch.setattr(TorchFinder, "count", full)
     result = client.push(tensors)
     assert (result.kind, result.fallback_reason) == (PushKind.FULL, Fallback.NO_ROOM)
 

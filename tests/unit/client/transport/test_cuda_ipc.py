@@ -71,7 +71,7 @@ class Server:
         self.told[shard] = where
         return "no driver" if shard in self.declines else ""
 
-    def lying(self, shards: dict[int, IpcPlacement]) -> None:
+    def announce_ipc(self, shards: dict[int, IpcPlacement]) -> None:
         assert len(self.told) == 3, "the server has something to do meanwhile"
         self.ahead |= shards
         self.messages.append(shards)
@@ -307,7 +307,7 @@ class StuckDesk:
     def collect(self, _shard: int, _where: dict[str, Any]) -> str:
         return ""
 
-    def lying(self, shards: dict[int, dict[str, Any]]) -> None:
+    def announce_ipc(self, shards: dict[int, dict[str, Any]]) -> None:
         raise AssertionError(shards)
 
     def collected(self, _: int) -> bytes:

@@ -45,7 +45,7 @@ def _scrubber(here: World) -> Scrubber:
 
 
 def shard_file(here: World, version: int, shard: int = 1) -> Path:
-    source = here.model.store.shard_source("m", version, shard)
+    source = here.model.store.shard_path("m", version, shard)
     assert source is not None
     return Path(source)
 

@@ -62,7 +62,7 @@ async def test_a_stream_to_a_process_that_is_not_known_yet_waits(tmp_path: Path)
     try:
         async with asyncio.timeout(60):
             process = await ingesters.ready.get()
-            (endpoint,) = process.told["endpoints"]
+            (endpoint,) = process.ready["endpoints"]
             async with grpc.aio.insecure_channel(Endpoint.parse(endpoint).address) as channel:
                 push = weightsync_pb2_grpc.WeightSyncStub(channel).PushWeights
                 join = pb.PushWeightsRequest(join=pb.JoinPush(push_id="mine"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.server.world import MODEL, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.incoming_version import HANDLE_BYTES, ArrivalReader, Lying
+from weightsync.shm.incoming_version import HANDLE_BYTES, ArrivalReader, IpcAddresses
 from weightsync.shm.same_host_server import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.push.sources.same_host import SameHostOffers, SameHostSession
@@ -216,7 +216,7 @@ def marks(arriving: IncomingReader) -> list[tuple[int, bool]]:
     """Return the shards that engines may read, and whether on a GPU."""
     assert arriving._writer is not None
     reader = ArrivalReader(arriving._writer.segment.view)
-    return [(mark.shard, mark.lies) for mark in reader.arrivals(lambda _: True, 60)]
+    return [(mark.shard, mark.on_gpu) for mark in reader.arrivals(lambda _: True, 60)]
 
 
 async def test_engines_are_told_where_shards_lie_that_were_read_from_there_before(
@@ -240,10 +240,10 @@ async def test_engines_are_told_where_shards_lie_that_were_read_from_there_befor
     desk, arriving = await coming_to(site)
     site.copier.gate.clear()
     other = site.where(1)
-    await asyncio.to_thread(desk.lying, {0: told, 1: other})
+    await asyncio.to_thread(desk.announce_ipc, {0: told, 1: other})
     assert marks(arriving) == [(0, True)]
     assert arriving._writer is not None
-    places = ArrivalReader(arriving._writer.segment.view).lying(0)
+    places = ArrivalReader(arriving._writer.segment.view).ipc_addresses(0)
     assert places == [(bytes.fromhex(told["handles"][n]), at) for n, at in told["places"]]
     for index, where in enumerate((told, other)):
         site.copier.gate.set()
@@ -263,7 +263,7 @@ async def test_memory_of_which_reading_failed_is_not_known_any_more(site: Site) 
     assert marks(arriving) == [(0, True)]
 
 
-def lying_of(told: dict[str, Any], site: Site) -> tuple[Lying, list[int]]:
+def lying_of(told: dict[str, Any], site: Site) -> tuple[IpcAddresses, list[int]]:
     places = [(bytes.fromhex(told["handles"][n]), at) for n, at in told["places"]]
     sizes = [entry.end - entry.begin for entry in site.shards[0].entries]
     return places, sizes
@@ -272,7 +272,7 @@ def lying_of(told: dict[str, Any], site: Site) -> tuple[Lying, list[int]]:
 @pytest.mark.parametrize("wrong", [{"places": []}, {"device": "x"}, {"handles": ["00"]}])
 async def test_where_shards_lie_is_checked_for_its_form(site: Site, wrong: dict[str, Any]) -> None:
     desk, arriving = await coming_to(site)
-    error = await refused(asyncio.to_thread(desk.lying, {0: site.where(0) | wrong}))
+    error = await refused(asyncio.to_thread(desk.announce_ipc, {0: site.where(0) | wrong}))
     assert error.reason is Reason.REQUEST_INVALID
     assert marks(arriving) == []
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from weightsync.shm.incoming_version import Lying
+from weightsync.shm.incoming_version import IpcAddresses
 from weightsync_server.push.sources.ipc_opened import Places
 
 _HANDLE = b"h" * 64
 
 
-def lying(*offsets: int, handle: bytes = _HANDLE) -> Lying:
+def lying(*offsets: int, handle: bytes = _HANDLE) -> IpcAddresses:
     return [(handle, offset) for offset in offsets]
 
 
@@ -31,7 +31,7 @@ def test_only_what_was_read_is_known() -> None:
         (lying(0, handle=b"h" * 63 + b"i"), 8),
     ],
 )
-def test_any_other_byte_of_it_is_another_place(where: Lying, size: int) -> None:
+def test_any_other_byte_of_it_is_another_place(where: IpcAddresses, size: int) -> None:
     places = Places()
     places.add(lying(0), [8])
     assert not places.have(where, [size])

@@ -13,7 +13,7 @@ from weightsync.shm.same_host_server import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
 from weightsync_server.push.sources.same_host import OFFER_S, SameHostOffers, is_here
-from weightsync_server.workers.fetch import GpuFetchPool
+from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 HERE = "unix:"
 PEER = PeerCredentials(1, 2)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def write_delta(store: Store, delta: Version, version: int) -> None:
     for index, data in enumerate(delta.shards):
-        target = Path(store.shard_target("m", version, index, delta=True) or "")
+        target = Path(store.shard_path("m", version, index, delta=True) or "")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
 

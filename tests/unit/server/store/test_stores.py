@@ -34,7 +34,7 @@ def test_a_url_names_a_store(tmp_path: Path) -> None:
     assert isinstance(local, LocalStore)
     assert local.durable
     assert open_store(local.url).url == local.url
-    assert local.shard_target("m", 3, 0) == f"{tmp_path}/with space/m/v3/0.safetensors"
+    assert local.shard_path("m", 3, 0) == f"{tmp_path}/with space/m/v3/0.safetensors"
     assert open_store("some/where").url == (Path.cwd() / "some/where").as_uri()
 
 
@@ -68,9 +68,8 @@ async def test_no_path_comes_from_a_name_that_does_not_match(model: str, any_sto
         with pytest.raises(WeightSyncError) as caught:
             await act()
         assert caught.value.reason == Reason.REQUEST_INVALID
-    for place in (any_store.shard_target, any_store.shard_source):
-        with pytest.raises(WeightSyncError):
-            place(model, 1, 0)
+    with pytest.raises(WeightSyncError):
+        any_store.shard_path(model, 1, 0)
 
 
 @pytest.mark.parametrize(("version", "shard"), [(0, 0), (-1, 0), (1 << 53, 0), (True, 0), (1, -1)])
@@ -78,7 +77,7 @@ async def test_no_path_comes_from_an_impossible_number(
     version: int, shard: int, any_store: Store
 ) -> None:
     with pytest.raises(WeightSyncError) as caught:
-        any_store.shard_target("m", version, shard)
+        any_store.shard_path("m", version, shard)
     assert caught.value.reason == Reason.REQUEST_INVALID
 
 
@@ -159,5 +158,4 @@ async def test_marks_are_replaced_whole(any_store: Store) -> None:
 
 async def test_the_memory_store_keeps_no_shard() -> None:
     store = MemoryStore()
-    assert store.shard_target("m", 1, 0) is None
-    assert store.shard_source("m", 1, 0) is None
+    assert store.shard_path("m", 1, 0) is None

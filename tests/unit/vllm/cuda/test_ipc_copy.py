@@ -126,7 +126,7 @@ def _lie(coming: _Coming, gpu: _Gpu, *shards: int, tensors: Tensors | None = Non
     by_shard = coming.version.staged.manifest.layout.by_shard
     for shard in shards:
         names = [entry.name for entry in by_shard[shard] if entry.end > entry.begin]
-        coming.writer.lies(shard, [gpu.put(tensors[name]) for name in names])
+        coming.writer.mark_ipc(shard, [gpu.put(tensors[name]) for name in names])
         size += sum(tensors[name].nbytes for name in names)
     return size
 

@@ -20,8 +20,9 @@ from weightsync.gpu import ipc
 from weightsync.gpu.ipc import Device, DeviceError, device_of, place_of
 from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
-from weightsync_server.workers.fetch import GpuFetchPool, gpu_copy
-from weightsync_server.workers.fetch.fetch_api import GpuSource
+from weightsync_server.workers.fetch import gpu_copy
+from weightsync_server.workers.fetch.fetch_api import GpuSource, Piece
+from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, Cancelled
 from weightsync_server.workers.runtime.mappings import Maps
 
@@ -274,7 +275,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def collect(
     segment: Segment,
     handles: list[bytes],
-    pieces: list[gpu_copy.Piece],
+    pieces: list[Piece],
     *,
     opened: gpu_copy.Opened | None = None,
     trainer: str = "trainer",
@@ -301,7 +302,7 @@ def test_pieces_go_where_they_belong(
     "piece", [(1, 0, 0, 11), (1, 10, 0, 1), (1, 1 << 62, 0, 1), (0, 0, (1 << 20) - 4, 5)]
 )
 def test_nothing_is_copied_from_or_to_beyond(
-    driver: Driver, segment: Segment, piece: gpu_copy.Piece
+    driver: Driver, segment: Segment, piece: Piece
 ) -> None:
     handles = [driver.allocate(b"x" * 100), driver.allocate(b"x" * 10)]
     with pytest.raises(WeightSyncError) as told:

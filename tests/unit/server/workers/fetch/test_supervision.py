@@ -19,8 +19,8 @@ import pytest
 
 from tests.support.processes import descriptors, names, state
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.workers.fetch import FetcherPool
 from weightsync_server.workers.fetch import fetch_pool as pools
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 from weightsync_server.workers.runtime import frames, process_pool
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def test_a_fetcher_ends_with_its_socket() -> None:
 _PARENT = """
 import asyncio
 from weightsync_server.workers.runtime import frames
-from weightsync_server.workers.fetch import FetcherPool
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 async def main():
     pool = FetcherPool(2)

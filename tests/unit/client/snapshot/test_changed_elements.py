@@ -10,18 +10,20 @@ import torch
 
 from tests.support.host_kernels import HostKernels
 from weightsync.gpu import device_kernels, spans
-from weightsync.gpu.device_kernels import KernelError
+from weightsync.gpu.device_digest import DeviceDigests
+from weightsync.gpu.device_kernels import KernelError, kernels_of
+from weightsync.gpu.finder import KernelFinder
 from weightsync.gpu.nvrtc import NvrtcError
 from weightsync.gpu.spans import fits
+from weightsync.gpu.torch_finder import TorchFinder
 from weightsync.model.digest import tensor_digest
 from weightsync_client import Client, InvalidError, PushKind
-from weightsync_client.push.warmup import Warmup, compile_codec
-from weightsync_client.snapshot import device_tensor, searching, snapshot_store
-from weightsync_client.snapshot.differing import differing
-from weightsync_client.snapshot.searching import DeviceDigests, kernels_of, search
+from weightsync_client.push.warmup import Warmup
+from weightsync_client.snapshot import changed_elements, device_tensor, snapshot_store
+from weightsync_client.snapshot.changed_elements import find_changed
 
 if TYPE_CHECKING:
-    from weightsync_client.snapshot.searching import Pair
+    from weightsync.gpu.finder import Pair
 
 _DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -55,12 +57,68 @@ def pairs(share: float) -> list[Pair]:
 def test_the_kernels_find_what_pytorch_finds(share: float) -> None:
     given = [pair for pair in pairs(share) if fits(*pair)]
     assert len(given) == 36, "torch aligns its memory"
-    searched = search(HostKernels(), given)
-    assert not searched.changed.any()
-    for found, wanted in zip(searched.differences, differing(given), strict=True):
+    differences, flags = find_changed(HostKernels(), given)
+    assert not any(changed.any() for changed in flags)
+    for found, wanted in zip(differences, find_changed(None, given)[0], strict=True):
         for ours, theirs in zip(_parts(found), _parts(wanted), strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("missing", [False, True], ids=["static", "plain"])
+def test_pieces_are_taken_together_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch, own: bool, missing: bool
+) -> None:
+    def not_there(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(changed_elements, "_PIECE", 1024)
+    monkeypatch.setattr(changed_elements, "_AT_ONCE", 600)
+    if missing:
+        monkeypatch.setattr(torch, "nonzero_static", not_there)
+    taken: list[int] = []
+    finder = KernelFinder if own else TorchFinder
+    take = finder.take
+
+    def noted(self: Any, chosen: Any, row: int, positions: torch.Tensor, *rest: Any) -> Any:
+        taken.append(len(positions))
+        return take(self, chosen, row, positions, *rest)
+
+    monkeypatch.setattr(finder, "take", noted)
+    given = pairs(0.3)
+    found, _ = find_changed(HostKernels() if own else None, given)
+    for (old, new), difference in zip(given, found, strict=True):
+        index = torch.nonzero(old != new).reshape(-1)
+        assert torch.equal(difference.index.long(), index)
+        assert torch.equal(difference.before, old[index])
+        assert torch.equal(difference.after, new[index])
+    assert sum(taken) == sum(len(difference.index) for difference in found)
+    assert max(taken) <= 600
+    assert 10 < len(taken) < len(given)
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["static", "plain"])
+@pytest.mark.parametrize("after", [0, 1])
+def test_what_changes_meanwhile_is_told_by_pytorch_too(
+    monkeypatch: pytest.MonkeyPatch, missing: bool, after: int
+) -> None:
+    def not_there(*_: Any, **__: Any) -> None:
+        raise NotImplementedError
+
+    if missing:
+        monkeypatch.setattr(torch, "nonzero_static", not_there)
+    old = torch.zeros(1000, dtype=torch.int16)
+    new = old.clone()
+    new[::7] = 1
+    finder = TorchFinder([(old, new)], torch.empty(1000, dtype=torch.bool))
+    (count,) = finder.count(lambda _: None)
+    new[7:500] = after
+    positions = torch.full((count,), -1)
+    values = torch.full((count,), -1, dtype=torch.int16)
+    row = old.data_ptr()
+    assert finder.take([True], row, positions, values, lambda _: None).item() != 0
+    assert torch.equal(values, new[positions])
 
 
 def _parts(difference: Any) -> list[torch.Tensor]:
@@ -73,17 +131,17 @@ def test_what_changes_meanwhile_is_told_and_no_place_lies_outside(
     old = torch.zeros(1000, dtype=torch.int16)
     new = old.clone()
     new[::7] = 1
-    counted = searching._counted
+    counted = KernelFinder.count
 
     def count_and_write(*given: Any) -> Any:
         found = counted(*given)
         new[7:500] = 0
         return found
 
-    monkeypatch.setattr(searching, "_counted", count_and_write)
-    searched = search(HostKernels(), [(old, new)])
-    assert searched.changed.item()
-    assert int(searched.differences[0].index.max()) < 1000
+    monkeypatch.setattr(KernelFinder, "count", count_and_write)
+    (found,), (changed,) = find_changed(HostKernels(), [(old, new)])
+    assert changed.item()
+    assert int(found.index.max()) < 1000
 
 
 def test_what_the_kernels_cannot_look_at_pytorch_does(ours: HostKernels) -> None:
@@ -93,11 +151,11 @@ def test_what_the_kernels_cannot_look_at_pytorch_does(ours: HostKernels) -> None
     given = [(tensor.clone(), tensor) for tensor in (odd, even)]
     given.insert(1, (store[:0], store[:0]))
     odd[5], even[3] = -1, -2
-    found, flags = device_tensor._found(ours, given)
+    found, flags = find_changed(ours, given)
     assert [d.index.tolist() for d in found] == [[5], [], [3]]
     assert [d.after.tolist() for d in found] == [[-1], [], [-2]]
     assert len(flags) == 1
-    assert device_tensor._found(None, given)[1] == []
+    assert find_changed(None, given)[1] == []
 
 
 def test_digests_are_given_to_many_threads_and_computed_once(ours: HostKernels) -> None:
@@ -140,14 +198,14 @@ def test_a_push_of_what_changes_meanwhile_says_so(
     tensors = {"a": torch.zeros(5000, dtype=torch.int16)}
     client.push(tensors)
     tensors["a"][::50] = 1
-    counted = searching._counted
+    counted = KernelFinder.count
 
     def count_and_write(*given: Any) -> Any:
         found = counted(*given)
         tensors["a"][:2500] = 0
         return found
 
-    monkeypatch.setattr(searching, "_counted", count_and_write)
+    monkeypatch.setattr(KernelFinder, "count", count_and_write)
     with pytest.raises(InvalidError, match="changed while they were compared; change them once"):
         client.push(tensors)
     monkeypatch.undo()
@@ -187,9 +245,9 @@ def test_kernels_are_compiled_beforehand_and_nothing_else(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(device_kernels, "compile_source", compile_it)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    warmth = Warmup(compile_codec)
+    warmth = Warmup()
     for _ in range(2):
-        warmth.start([torch.device("cuda:5"), torch.device("xpu:0")])
+        warmth.start({torch.device("cuda:5"), torch.device("xpu:0")})
     assert warmth._thread is not None
     warmth._thread.join()
     assert asked == [(9, 5)]
