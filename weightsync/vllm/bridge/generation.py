@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync.vllm.bridge.llm_calls import VllmCalls
 
-__all__ = ["PATIENCE_S", "Motion"]
+__all__ = ["PATIENCE_S", "GenerationControl"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 PATIENCE_S = 15.0
 
 
-class Motion:
+class GenerationControl:
     """Knows whether vLLM may take steps, and waits for it no longer than a lease lasts.
 
     A call that takes longer is given up, not cancelled. vLLM is stopped again when it returns, and
