@@ -57,8 +57,8 @@ class HostPatch:
     targets: Targets
     changes: Sequence[ParamChange]
     copies: Sequence[Copy]
-    patched: bool = True
-    compared_all: bool = False
+    patched = True
+    compared_all = False
 
     @property
     def nbytes(self) -> int:

@@ -44,8 +44,8 @@ class DevicePatch:
     targets: Targets
     scatters: Sequence[Scatter]
     rest: Staged | Direct
-    patched: bool = True
-    compared_all: bool = False
+    patched = True
+    compared_all = False
 
     @property
     def nbytes(self) -> int:

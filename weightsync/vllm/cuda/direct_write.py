@@ -49,8 +49,8 @@ class Direct:
     mask: torch.Tensor
     expected: Sequence[bytes | None]
     kernels: Kernels | None
-    patched: bool = False
-    compared_all: bool = False
+    patched = False
+    compared_all = False
 
     @property
     def nbytes(self) -> int:

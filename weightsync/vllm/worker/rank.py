@@ -13,7 +13,7 @@ import torch
 
 from weightsync import failpoints
 from weightsync.model.manifest import Layout
-from weightsync.vllm.apply.device_ops import PrefetchRequest
+from weightsync.vllm.apply.device_ops import PrefetchRequest, PrepareRequest
 from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count
 from weightsync.vllm.apply.prepared import describe
 from weightsync.vllm.plan.capture import capture_plan, unplaced
@@ -364,8 +364,9 @@ class Rank:
         # Without a base the engine stands, and is proved by what the server received: a copy
         # beside it would shorten no pause. What is live already needs none either.
         stage = bool(args.get("base")) and not args.get("compare_live")
-        ticket, stop = str(args.get("ahead", "")), job.cancelled.is_set
-        return self._ops.prepare(target, base, job.progress, stop, stage=stage, ticket=ticket)
+        ticket = str(args.get("ahead", ""))
+        request = PrepareRequest(target, base, job.progress, stage, ticket)
+        return self._ops.prepare(request, job.cancelled.is_set)
 
     def _base(self, apply_id: str, plan: LoadPlan) -> RankPrepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
