@@ -261,24 +261,16 @@ class CudaOps:
         if self._prefetched is not None:
             self._prefetched.forget_patch()
 
+    @torch.inference_mode()
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
         """See `DeviceOps`: the device digests what it can, the host the rest."""
-        found = self._digests(target.targets, stop)
+        views = dict(enumerate(target.targets.views()))
+        found = digests_of(self._kernels, views, StreamThrottle(self.device), stop)
         return self._expected.mismatched(target, self._threads, stop, found)
-
-    @torch.inference_mode()
-    def _digests(self, targets: Targets, stop: Stop) -> dict[int, bytes]:
-        """Return the digests of live slices, by their index, as far as the device computes them."""
-        if self._kernels is None:
-            return {}
-        views = dict(enumerate(targets.views()))
-        return digests_of(self._kernels, views, StreamThrottle(self.device), stop)
 
     @torch.inference_mode()
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """See `DeviceOps`."""
-        if self._kernels is None:
-            return {}
         return digests_of(self._kernels, tensors)
 
     def _plan_of(self, plan: LoadPlan, targets: Targets) -> StagedPlan:

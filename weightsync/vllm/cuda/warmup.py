@@ -87,8 +87,7 @@ def _warm_up(
     staged = Staged(targets, blocks.all, memory, mask, kernels)
     _patch(staged, pace, threads)
     direct = Direct(targets, slices, sources, range(2), uploader, mask, [None] * 2, None)
-    if kernels is not None:
-        digests_of(kernels, dict(enumerate(targets.views())))
+    digests_of(kernels, dict(enumerate(targets.views())))
     for work in (staged, direct):
         work.write(threads)
         work.verify(threads)
