@@ -97,7 +97,7 @@ class GenerationControl:
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
         # Both are sent before an answer is waited for; vLLM does them one after the other.
-        label = self._vllm.set_version(str(version)) if version else _nothing()
+        label = self._vllm.set_version(str(version)) if version else asyncio.sleep(0, result=False)
         labelled, _ = await self._owed(asyncio.gather(label, self._resume()), "resume")
         return labelled
 
@@ -154,7 +154,3 @@ class GenerationControl:
             await late
         await guarded(self._vllm.pause("keep", clear_cache=False))
         self.generating = False
-
-
-async def _nothing() -> bool:
-    return False
