@@ -141,8 +141,9 @@ class CudaOps:
             (torch_dtype(plan.tensors[item.tensor][0]), torch_dtype(plan.param_dtypes[item.param]))
             for item in plan.slices
         }
-        known = [(of, to) for of, to in pairs if of is not None and to is not None]
-        warm_up(known, self._uploader, self._mask, self._kernels)
+        for of, to in pairs:
+            if of is not None and to is not None:
+                warm_up(of, to, self._uploader, self._mask, self._kernels)
 
     @torch.inference_mode()
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
