@@ -111,10 +111,10 @@ class MemoryEngine(MemoryRank):
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Serve a version that the parameters were proved to hold."""
         self._check_lease(lease_id)
-        held = self._served()
-        if content_digest != held:
+        proved = self._served()
+        if content_digest != proved:
             raise WeightSyncError(
-                Reason.ENGINE_REFUSED, f"the engine holds {held or 'nothing proved'}"
+                Reason.ENGINE_REFUSED, f"the engine holds {proved or 'nothing proved'}"
             )
         self.events.append("resume")
         self._lease, self.version = "", version

@@ -54,9 +54,9 @@ class _Prepared:
         """Bytes of all tensors."""
         return sum(map(len, self.tensors.values()))
 
-    def patch(self, held: str) -> dict[str, bytes] | None:
-        """Return the tensors to write if `held` is live; None: all of them."""
-        if not held or held != self.base:
+    def patch(self, live: str) -> dict[str, bytes] | None:
+        """Return the tensors to write if the version of that digest is live; None: all of them."""
+        if not live or live != self.base:
             return None
         return {name: self.tensors[name] for name in self.changed}
 

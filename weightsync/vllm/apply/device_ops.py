@@ -22,6 +22,7 @@ __all__ = [
     "MemoryRegistrar",
     "PrefetchRequest",
     "Prep",
+    "PrepareRequest",
     "Progress",
     "StagingProof",
     "Stop",
@@ -100,6 +101,25 @@ class PrefetchRequest:
     unwanted: Stop
 
 
+@dataclass(frozen=True)
+class PrepareRequest:
+    """A version that is complete.
+
+    Attributes:
+        target: It.
+        base: What the live parameters are proved to hold; None: not known.
+        progress: Told how far the version was read, where a device reads it.
+        stage: Whether it is staged, where versions are.
+        ticket: What it was called when it was prefetched; "": it was not.
+    """
+
+    target: RankPrepared
+    base: RankPrepared | None
+    progress: Progress
+    stage: bool
+    ticket: str
+
+
 class MemoryRegistrar(Protocol):
     """Makes mapped segments known to a device."""
 
@@ -134,25 +154,12 @@ class DeviceOps(Protocol):
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
         """Read what there is of a version that still comes in. No commit may run meanwhile."""
 
-    def prepare(
-        self,
-        target: RankPrepared,
-        base: RankPrepared | None,
-        progress: Progress,
-        stop: Stop,
-        *,
-        stage: bool,
-        ticket: str,
-    ) -> Prep:
+    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
         """Make a version ready to be written, and find what it changes.
 
         Args:
-            target: The version.
-            base: What the live parameters are proved to hold; None: not known.
-            progress: Told how far the version was read, where a device reads it.
+            request: The version.
             stop: Asked before every piece.
-            stage: Whether it is staged, where versions are.
-            ticket: What it was called when it was prefetched; "": it was not.
 
         Raises:
             StoppedError: `stop` returned True.

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.vllm.apply.device_ops import MemoryRegistrar, PrefetchRequest, Progress, Stop
+    from weightsync.vllm.apply.device_ops import (
+        MemoryRegistrar,
+        PrefetchRequest,
+        PrepareRequest,
+        Stop,
+    )
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.apply.writes import Writer
     from weightsync.vllm.plan.load_plan import LoadPlan
@@ -39,8 +44,8 @@ class HostWriter:
 
     target: RankPrepared
     expected: ExpectedDigests
-    patched: bool = False
-    compared_all: bool = True
+    patched = False
+    compared_all = True
 
     @property
     def nbytes(self) -> int:
@@ -88,18 +93,9 @@ class HostOps:
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
         """See `DeviceOps`: what was received lies where it is read."""
 
-    def prepare(
-        self,
-        target: RankPrepared,
-        base: RankPrepared | None,
-        progress: Progress,
-        stop: Stop,
-        *,
-        stage: bool,
-        ticket: str,
-    ) -> Prep:
+    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
         """See `DeviceOps`: what it reads it reads again in the pause."""
-        del progress, stage, ticket
+        target, base = request.target, request.base
         patch = self._find_patch(target, base, stop) if base is not None else None
         if patch is not None:
             self._patches[target] = patch

@@ -21,13 +21,13 @@ from weightsync.engine import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.checkpoint import offer_files
-from weightsync.vllm.bridge.generation import Motion
-from weightsync.vllm.bridge.llm_calls import VllmCalls, told
+from weightsync.vllm.bridge.generation import GenerationControl
+from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.pause_lease import PauseLease
-from weightsync.vllm.bridge.rank_replies import Pairing, agreed
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
 from weightsync.vllm.bridge.support import check_pause, config_refusals
+from weightsync.vllm.bridge.worker_calls import COMMIT, TOUCH_WEIGHTS, WorkerCalls
 from weightsync.vllm.worker_protocol import METHODS, rank_names
 
 if TYPE_CHECKING:
@@ -41,14 +41,6 @@ T = TypeVar("T")
 
 #: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
-#: How often workers are asked whether they have done what they do in the background.
-_SETTLE_S = 0.05
-#: Worker methods that read or write live parameters, which sleep mode takes away.
-_TOUCH_WEIGHTS = frozenset(
-    f"weightsync_{word}"
-    for word in ("ahead", "capture", "check", "prepare", "commit", "switch", "verify")
-)
-_COMMIT = "weightsync_commit"
 
 
 class VllmEngine:
@@ -67,25 +59,20 @@ class VllmEngine:
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
         self._vllm = VllmCalls(llm)
+        config = self._vllm.config
+        ranks = rank_names(config.parallel_config)
+        self._workers = WorkerCalls(self._vllm, ranks, self._check_call, self._give_up)
         self._sleep = SleepGuard(
-            llm, self._settle, self._stands, self._stop_behind, self._stop_unless_serving
+            llm, self._workers.settle, self._stands, self._stop_behind, self._stop_unless_serving
         )
         self._state = EngineState.UNRECONCILED
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._broken = ""
-        self._motion = Motion(self._vllm, self._stop_waiting)
-        #: Digest that every rank reported after the last commit; None: no commit since the resume.
-        self._committed: str | None = None
-        self._commits = 0
+        self._generation = GenerationControl(self._vllm, self._end_fenced)
         self._served = ""
-        self._versions: dict[str, int] = {}
-        config = self._vllm.config
-        ranks = rank_names(config.parallel_config)
-        self._pairing = Pairing(ranks)
-        self._switching = Switching(self._rpc, self._motion, len(ranks))
+        self._switching = Switching(self._workers.call, self._generation, len(ranks))
         self._info = EngineInfo(
             engine_id=secrets.token_hex(8),
             vllm_version=vllm_version,
@@ -100,12 +87,12 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Pause the engine before anything can ask it for tokens."""
-        await self._motion.first_stop()
+        await self._generation.first_stop()
 
     async def close(self) -> None:
         """Stop the lease timer; vLLM itself is left as it is."""
         self._drop_lease()
-        self._motion.close()
+        self._generation.close()
         for task in list(self._tasks):
             task.cancel()
 
@@ -184,12 +171,11 @@ class VllmEngine:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
             )
-        return await self._whole(self._rpc(method, args))
+        return await self._whole(self._workers.call(method, args))
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
         """Send read-only descriptors of the engine's checkpoint files over the segment socket."""
-        config = self._vllm.config
-        return await asyncio.to_thread(offer_files, config, segment_socket, offer_id)
+        return await asyncio.to_thread(offer_files, self._vllm.config, segment_socket, offer_id)
 
     # What runs to its end whether or not the caller waits.
 
@@ -211,24 +197,17 @@ class VllmEngine:
         async with self._changes:
             self._check_ready()
             self._check_free()
-            self._motion.patience_s = lease_s
+            self._generation.patience_s = lease_s
             self._sleep.hold()
             try:
-                mode = await self._motion.stop(spec)
+                mode = await self._generation.stop(spec)
             except BaseException:
                 self._sleep.release()
                 raise
-            self._committed = None
+            self._workers.committed = None
             if self._state is EngineState.SERVING:
                 self._state, self._reason = EngineState.PAUSED, ""
             return Lease(self._lease.take(lease_s), mode)
-
-    async def _settle(self) -> None:
-        busy = True
-        while busy:
-            replies = await self._rpc("weightsync_state", {"settle": True})
-            busy = any(reply.get("busy") for reply in replies)
-            await asyncio.sleep(_SETTLE_S if busy else 0)
 
     def _stands(self) -> bool:
         return self._state is not EngineState.SERVING
@@ -237,7 +216,7 @@ class VllmEngine:
         async with self._changes:
             if not self._stands():
                 return
-            # Not by `Motion`: how long vLLM takes to wake up is no matter of its patience.
+            # Not by `_generation`: how long vLLM takes to wake up is no matter of its patience.
             pausing = asyncio.ensure_future(self._vllm.pause("keep", clear_cache=False))
             # It is sent while nobody can start the engine; its answer comes behind the wake-up's.
             await asyncio.sleep(0)
@@ -249,7 +228,7 @@ class VllmEngine:
         # Else a resume could come before the answer to the pause, which then counts as the last.
         async with self._changes:
             if self._stands():
-                await self._motion.halt()
+                await self._generation.halt()
 
     async def _resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         async with self._changes:
@@ -266,18 +245,19 @@ class VllmEngine:
                     self._sleep.release()
 
     async def _start(self, version: int, content_digest: str, *, free: bool) -> bool:
-        known = self._served if self._committed is None and not free else self._committed
+        committed = self._workers.committed
+        known = self._served if committed is None and not free else committed
         if not known or known != content_digest:
-            known = await self._proved()
+            known = await self._workers.proved()
         if not known or known != content_digest:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,
                 f"the ranks hold {known or 'no proved version'}, not "
                 f"{content_digest or 'nothing'}; commit a version on every rank first",
             )
-        labelled = await self._motion.start(version)
+        labelled = await self._generation.start(version)
         self._serve(content_digest)
-        self._versions[content_digest] = version
+        self._workers.versions[content_digest] = version
         return labelled
 
     async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
@@ -289,15 +269,15 @@ class VllmEngine:
             self._sleep.hold()
         # Without the lock: what stops vLLM must not wait for a rank that hangs.
         try:
-            base = self._versions.get(order.base_digest, 0)
+            base = self._workers.versions.get(order.base_digest, 0)
             outcome = await self._switching.run(order, base)
         finally:
             if not self._lease.id:
                 self._sleep.release()
         if outcome.serves == order.content_digest:
-            self._versions[outcome.serves] = order.version
+            self._workers.versions[outcome.serves] = order.version
         if self._state is EngineState.SERVING:
-            self._served, self._committed = outcome.serves, None
+            self._served, self._workers.committed = outcome.serves, None
             if not outcome.serves:
                 await self._fence("the ranks did not tell one version after a switch")
         return outcome
@@ -314,65 +294,41 @@ class VllmEngine:
         # At once: a pause or resume under way may take its time, requests are refused from now on.
         self._set_fenced(reason)
         async with self._changes:
-            self._drop_lease()
-            self._set_fenced(reason)
-            if self._motion.generating:
-                await self._motion.halt()
+            self._end_fenced(reason)
+            if self._generation.generating:
+                await self._generation.halt()
 
     def _set_fenced(self, reason: str) -> None:
         self._state, self._reason = EngineState.FENCED, reason
         logger.error("weightsync: engine fenced: %s", reason)
 
-    def _stop_waiting(self, reason: str) -> None:
+    def _end_fenced(self, reason: str) -> None:
         self._drop_lease()
         self._set_fenced(reason)
 
-    async def _rpc(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _check_call(self, method: str) -> None:
         self._check_alive()
-        if self._broken:
-            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken)
-        if method in _TOUCH_WEIGHTS:
+        if self._workers.failure:
+            raise WeightSyncError(Reason.ENGINE_AWAY, self._workers.failure)
+        if method in TOUCH_WEIGHTS:
             self._sleep.check_awake()
-        if method == _COMMIT and self._motion.generating:
+        if method == COMMIT and self._generation.generating:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED, "the engine generates; pause it before a commit"
             )
-        if method in (_COMMIT, SWITCH):
-            self._committed = ""
-            self._commits += 1
-        named = self._pairing.name(args)
-        try:
-            replies = self._pairing.own(await self._vllm.rpc(method, named), named)
-        except Exception as error:
-            # Our methods never raise, so vLLM itself failed, and its reply queues may now hold
-            # replies of this call.
-            self._broken = f"a worker call failed inside vLLM ({told(error)}); restart vLLM"
-            await self._give_up(self._broken)
-            raise WeightSyncError(Reason.ENGINE_AWAY, self._broken) from error
-        if method == _COMMIT:
-            self._committed = agreed(replies, len(self._info.ranks))
-            if self._committed and (version := int(args.get("version", 0))):
-                # Should the server not live to resume, its label is known.
-                self._versions[self._committed] = version
-        return replies
 
     async def _give_up(self, reason: str) -> None:
-        self._drop_lease()
-        self._set_fenced(reason)
-        if self._motion.generating:
+        self._end_fenced(reason)
+        if self._generation.generating:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._vllm.pause("keep", clear_cache=False), _ASK_S)
-
-    async def _proved(self) -> str:
-        replies = await self._rpc("weightsync_state", {})
-        return agreed(replies, len(self._info.ranks))
 
     # Leases.
 
     def _serve(self, content_digest: str) -> None:
         self._drop_lease()
         self._served = content_digest
-        self._committed = None
+        self._workers.committed = None
         self._state, self._reason = EngineState.SERVING, ""
 
     def _check_lease(self, lease_id: str) -> None:
@@ -399,33 +355,32 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
             # Nobody is there to try again, so that it must not stay paused without a reason.
             if self._lease.id == lease_id:
-                self._drop_lease()
-                self._set_fenced(f"the lease ran out and vLLM could not go on ({told(error)})")
+                text = error_text(error)
+                self._end_fenced(f"the lease ran out and vLLM could not go on ({text})")
 
     async def _end(self, lease_id: str) -> None:
         await failpoints.reach("bridge.expire")
         if self._state is not EngineState.PAUSED:
             self._drop_lease()
             return
-        begun = self._commits
-        question = asyncio.ensure_future(self._proved())
+        begun = self._workers.commits
+        question = asyncio.ensure_future(self._workers.proved())
         done, _ = await asyncio.wait({question}, timeout=_ASK_S)
         if not done and self._lease.id == lease_id:
             self._set_fenced("the lease ran out while a worker call had not returned")
         digest = await question
         async with self._changes:
             # What was written after the question is not in its answer.
-            while self._commits != begun:
-                begun = self._commits
-                digest = await self._proved()
+            while self._workers.commits != begun:
+                begun = self._workers.commits
+                digest = await self._workers.proved()
             if self._lease.id != lease_id:
                 return
             # Where nothing was written, a rank that tells another version is not believed.
-            if not digest or (self._committed is None and digest != self._served):
-                self._drop_lease()
-                self._set_fenced("the lease ran out and the ranks do not hold one proved version")
+            if not digest or (self._workers.committed is None and digest != self._served):
+                self._end_fenced("the lease ran out and the ranks do not hold one proved version")
                 return
-            await self._motion.start(self._versions.get(digest, 0))
+            await self._generation.start(self._workers.versions.get(digest, 0))
             self._serve(digest)
 
     # Failures of vLLM itself.
@@ -437,9 +392,9 @@ class VllmEngine:
 
     def _check_ready(self) -> None:
         self._check_alive()
-        self._motion.check_settled()
+        self._generation.check_settled()
 
 
 def _log_failure(task: asyncio.Future[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("weightsync: %s", told(task.exception() or Exception()))
+        logger.error("weightsync: %s", error_text(task.exception() or Exception()))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync.vllm.bridge.llm_calls import VllmCalls
 
-__all__ = ["PATIENCE_S", "Motion"]
+__all__ = ["PATIENCE_S", "GenerationControl"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 PATIENCE_S = 15.0
 
 
-class Motion:
+class GenerationControl:
     """Knows whether vLLM may take steps, and waits for it no longer than a lease lasts.
 
     A call that takes longer is given up, not cancelled. vLLM is stopped again when it returns, and
@@ -97,7 +97,7 @@ class Motion:
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
         # Both are sent before an answer is waited for; vLLM does them one after the other.
-        label = self._vllm.set_version(str(version)) if version else _nothing()
+        label = self._vllm.set_version(str(version)) if version else asyncio.sleep(0, result=False)
         labelled, _ = await self._owed(asyncio.gather(label, self._resume()), "resume")
         return labelled
 
@@ -154,7 +154,3 @@ class Motion:
             await late
         await guarded(self._vllm.pause("keep", clear_cache=False))
         self.generating = False
-
-
-async def _nothing() -> bool:
-    return False

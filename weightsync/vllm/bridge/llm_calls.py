@@ -10,12 +10,12 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
-__all__ = ["VllmCalls", "guarded", "told"]
+__all__ = ["VllmCalls", "error_text", "guarded"]
 
 T = TypeVar("T")
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what a failure of vLLM says, in short."""
     return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -29,7 +29,7 @@ async def guarded(call: Awaitable[T]) -> T:
     try:
         return await call
     except Exception as error:
-        msg = f"vLLM did not do it ({told(error)}); look into its log"
+        msg = f"vLLM did not do it ({error_text(error)}); look into its log"
         raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
 
 

@@ -40,7 +40,7 @@ class PauseLease:
     def take(self, seconds: float) -> str:
         """Begin a lease and return its id."""
         self.id = secrets.token_hex(8)
-        self._arm(seconds)
+        self.renew(seconds)
         return self.id
 
     def holds(self, lease_id: str) -> bool:
@@ -49,7 +49,12 @@ class PauseLease:
 
     def renew(self, seconds: float) -> None:
         """Let the present lease run out so many seconds from now."""
-        self._arm(seconds)
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = min(max(seconds, 0.0), MAX_LEASE_S)
+        self._until = clock.monotonic() + seconds
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(seconds, self._on_end, self.id)
 
     def drop(self) -> None:
         """End the lease; nobody is told."""
@@ -57,11 +62,3 @@ class PauseLease:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _arm(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        seconds = min(max(seconds, 0.0), MAX_LEASE_S)
-        self._until = clock.monotonic() + seconds
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._on_end, self.id)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import SwitchOrder
 
-__all__ = ["Pairing", "agreed", "held_after"]
+__all__ = ["Pairing", "agreed", "served_after"]
 
 
 class Pairing:
@@ -69,7 +69,7 @@ def agreed(replies: Sequence[Mapping[str, Any]], count: int) -> str:
     return digests.pop() if len(digests) == 1 and len(replies) == count else ""
 
 
-def held_after(replies: Sequence[Mapping[str, Any]], count: int, order: SwitchOrder) -> str:
+def served_after(replies: Sequence[Mapping[str, Any]], count: int, order: SwitchOrder) -> str:
     """Return the digest that all `count` ranks hold after a switch, or "" if they tell no one.
 
     That is the new one where every rank says so, the base where every rank says that it failed and

@@ -121,7 +121,9 @@ class SleepGuard:
         await _sent()
         # Between the two: a wake-up of some memory only leaves the engine asleep, and a pause
         # looks like sleep. So one that is awake is not asked either.
-        asking = asyncio.ensure_future(self._ask() if self.asleep else _awake())
+        asking = asyncio.ensure_future(
+            self._ask() if self.asleep else asyncio.sleep(0, result=False)
+        )
         await _sent()
         answer, asleep, _ = await asyncio.gather(waking, asking, self._stop_behind())
         self.asleep = bool(asleep)
@@ -135,7 +137,3 @@ class SleepGuard:
 async def _sent() -> None:
     for _ in range(_SENDING):
         await asyncio.sleep(0)
-
-
-async def _awake() -> bool:
-    return False

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import SwitchOutcome
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.rank_replies import held_after
+from weightsync.vllm.bridge.rank_replies import served_after
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from weightsync.engine import SwitchOrder
-    from weightsync.vllm.bridge.generation import Motion
+    from weightsync.vllm.bridge.generation import GenerationControl
 
 __all__ = ["SWITCH", "Switching"]
 
@@ -26,7 +26,7 @@ class Switching:
 
     Args:
         rpc: Calls a worker method on every rank.
-        motion: Labels outputs.
+        generation: Labels outputs.
         ranks: How many ranks answer.
 
     Attributes:
@@ -36,12 +36,12 @@ class Switching:
     def __init__(
         self,
         rpc: Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]],
-        motion: Motion,
+        generation: GenerationControl,
         ranks: int,
     ) -> None:
         self.running = False
         self._rpc = rpc
-        self._motion = motion
+        self._generation = generation
         self._ranks = ranks
 
     def check(self, order: SwitchOrder, served: str) -> None:
@@ -76,12 +76,12 @@ class Switching:
         try:
             call = asyncio.ensure_future(self._rpc(SWITCH, args))
             # Right behind the call in vLLM's queue, so that no step comes between the two.
-            label = self._motion.label(order.version)
+            label = self._generation.label(order.version)
             replies = await call
             labelled = await label
-            serves = held_after(replies, self._ranks, order)
+            serves = served_after(replies, self._ranks, order)
             if serves != order.content_digest and base_version:
-                await self._motion.label(base_version)
+                await self._generation.label(base_version)
         finally:
             self.running = False
         return SwitchOutcome(replies, serves, labelled)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.vllm.cuda.memory_budget import aligned
 from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Strides
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan.load_plan import Slice
 
 __all__ = ["Block", "Blocks", "Part", "lay_out", "wide"]
-
-_ALIGNED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def lay_out(slices: Sequence[Slice], dtypes: Mapping[str, torch.dtype]) -> Block
     for param, place, parts in _grouped(slices):
         block = Block(param, dtypes[param], place, at, parts)
         found.append(block)
-        at += -(-block.nbytes // _ALIGNED) * _ALIGNED
+        at += aligned(block.nbytes)
     return Blocks(tuple(found), at)
 
 

@@ -15,18 +15,17 @@ from weightsync.vllm.apply.device_ops import Prep, StagingProof
 from weightsync.vllm.apply.expected_digests import ExpectedDigests
 from weightsync.vllm.apply.host_find import find_between
 from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
-from weightsync.vllm.cuda.blocks import lay_out
 from weightsync.vllm.cuda.cuda_runtime import Registrar, Runtime
 from weightsync.vllm.cuda.device_patch import DevicePatch, fill_sent
 from weightsync.vllm.cuda.direct_write import Direct
 from weightsync.vllm.cuda.ipc_copy import IpcCopier, IpcMappings
-from weightsync.vllm.cuda.memory_budget import MemoryBudget
+from weightsync.vllm.cuda.memory_budget import Arena, MemoryBudget
 from weightsync.vllm.cuda.patch_find import PatchFinder, fill
 from weightsync.vllm.cuda.prefetched import PrefetchedBlocks
 from weightsync.vllm.cuda.read_progress import ReadProgress
 from weightsync.vllm.cuda.scatter import Scatters
-from weightsync.vllm.cuda.staged_write import Arena, Staged, send_blocks
-from weightsync.vllm.cuda.staging_proof import Proof
+from weightsync.vllm.cuda.staged_plan import StagedPlan
+from weightsync.vllm.cuda.staged_write import Staged, send_blocks
 from weightsync.vllm.cuda.tensor_digests import digests_of
 from weightsync.vllm.cuda.uploader import CHUNK, StreamThrottle, Uploader
 from weightsync.vllm.cuda.warmup import warm_up
@@ -34,10 +33,15 @@ from weightsync.vllm.cuda.warmup import warm_up
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from weightsync.vllm.apply.device_ops import MemoryRegistrar, PrefetchRequest, Progress, Stop
+    from weightsync.vllm.apply.device_ops import (
+        MemoryRegistrar,
+        PrefetchRequest,
+        PrepareRequest,
+        Stop,
+    )
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.apply.writes import Writer
-    from weightsync.vllm.cuda.blocks import Blocks
+    from weightsync.vllm.cuda.staging_proof import Proof
     from weightsync.vllm.env import Amount
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import LoadPlan
@@ -64,30 +68,6 @@ class _Ready:
 
     staged: Staged | None
     patch: DevicePatch | None
-
-
-@dataclass
-class _Laid:
-    """The blocks of a plan, and what is made for them and kept, whatever is staged in them.
-
-    Attributes:
-        targets: The live destinations.
-        blocks: Of the plan.
-        staged: Writes all of them from staging memory.
-        proof: Digests them there.
-    """
-
-    targets: Targets
-    blocks: Blocks
-    staged: Staged | None = None
-    proof: Proof | None = None
-
-    def drop(self) -> None:
-        """Let go of what looks at staging memory."""
-        self.staged = None
-        if self.proof is not None:
-            self.proof.close()
-            self.proof = None
 
 
 class CudaOps:
@@ -123,7 +103,7 @@ class CudaOps:
         self._finder = PatchFinder()
         self._uploader = Uploader(scratch[: 2 * CHUNK], runtime)
         # Of the plan that was used last.
-        self._laid: _Laid | None = None
+        self._plan: StagedPlan | None = None
         self._expected = ExpectedDigests()
         # Of one version at most: the one that lies in staging memory.
         self._ready: WeakKeyDictionary[RankPrepared, _Ready] = WeakKeyDictionary()
@@ -142,10 +122,10 @@ class CudaOps:
         """See `DeviceOps`; what was staged is dropped."""
         self._ready.clear()
         self._prefetched = None
-        if self._laid is not None:
-            self._laid.drop()
+        if self._plan is not None:
+            self._plan.drop()
         self._arena.drop()
-        self._scatters.drop()
+        self._scatters.arena.drop()
         self._budget.limit = size
 
     def enter_background(self) -> None:
@@ -161,8 +141,9 @@ class CudaOps:
             (torch_dtype(plan.tensors[item.tensor][0]), torch_dtype(plan.param_dtypes[item.param]))
             for item in plan.slices
         }
-        known = [(of, to) for of, to in pairs if of is not None and to is not None]
-        warm_up(known, self._uploader, self._mask, self._kernels)
+        for of, to in pairs:
+            if of is not None and to is not None:
+                warm_up(of, to, self._uploader, self._mask, self._kernels)
 
     @torch.inference_mode()
     def prefetch(self, request: PrefetchRequest, stop: Stop) -> None:
@@ -172,8 +153,8 @@ class CudaOps:
         """
         self._ready.clear()
         begun, self._prefetched = self._prefetched, None
-        laid = self._laid_out(request.plan, request.targets)
-        blocks = laid.blocks
+        plan = self._plan_of(request.plan, request.targets)
+        blocks = plan.blocks
         memory = self._arena.reserve(blocks.size)
         # A source that was copied was copied before its bytes had come.
         if memory is None or request.read.copied:
@@ -184,7 +165,7 @@ class CudaOps:
         self._prefetched = begun
         # What it was found with is about to be used again.
         begun.forget_patch()
-        proof = self._proof_of(laid, request.plan, memory)
+        proof = plan.proof(memory)
         pace = StreamThrottle(self.device)
         with IpcMappings.until_done(memory) as mappings:
             sent = proof.begin if proof is not None else _nothing
@@ -194,49 +175,42 @@ class CudaOps:
             arrivals, read = request.arrivals, request.read
             begun.fill(blocks, read, arrivals, self._uploader, pace, stop, sent, copier)
         if request.live and len(begun.there) == len(blocks.all):
-            staged = self._staged_of(laid, memory)
+            staged = plan.staged(memory)
             begun.patch = self._found_here(staged, request.live, request.unwanted)
             begun.compared = request.live
 
     @torch.inference_mode()
-    def prepare(
-        self,
-        target: RankPrepared,
-        base: RankPrepared | None,
-        progress: Progress,
-        stop: Stop,
-        *,
-        stage: bool,
-        ticket: str,
-    ) -> Prep:
+    def prepare(self, request: PrepareRequest, stop: Stop) -> Prep:
         """See `DeviceOps`: sends it and finds what it changes, as far as there is room.
 
         Beside generation, on the calling thread's stream. No commit may run meanwhile.
         """
+        target, base = request.target, request.base
         self._ready.clear()
         self._expected.take_proved(target)
-        laid = self._laid_out(target.plan, target.targets)
-        memory = self._arena.reserve(laid.blocks.size)
+        plan = self._plan_of(target.plan, target.targets)
+        memory = self._arena.reserve(plan.blocks.size)
         begun, self._prefetched = self._prefetched, None
-        if not stage:
+        if not request.stage:
             return Prep()
         if memory is None:
-            logger.info("weightsync: no room on the device for %d bytes", laid.blocks.size)
+            logger.info("weightsync: no room on the device for %d bytes", plan.blocks.size)
             patch = self._found_on_host(target, base, stop) if base is not None else None
             self._ready[target] = _Ready(None, patch)
             return Prep()
-        if begun is not None and not begun.is_of(ticket, target.segments, target.targets, memory):
+        names = request.ticket, target.segments, target.targets, memory
+        if begun is not None and not begun.is_of(*names):
             begun = None
-        proof = self._proof_of(laid, target.plan, memory)
+        proof = plan.proof(memory)
         # What is proved here is not proved elsewhere. What comes after reads device memory only.
-        report = progress if proof is None else _nothing
+        report = request.progress if proof is None else _nothing
         read_progress = ReadProgress(target.turns, len(target.segments), report)
-        rest = target, laid, memory, proof, read_progress, base, stop
+        rest = request, plan, memory, proof, read_progress, stop
         proved = self._staged_and_proved(begun, *rest)
         if proved.unlike and begun is not None and begun.has_ipc_blocks:
             # Its trainer has written to it, or has let go of it, before the rank had read it.
             logger.warning("weightsync: what was copied from a trainer's GPU is read again")
-            begun.drop(laid.blocks, target.plan, frozenset(proved.unlike))
+            begun.drop(plan.blocks, target.plan, frozenset(proved.unlike))
             proved = self._staged_and_proved(begun, *rest)
         # A commit uses another stream.
         StreamThrottle(self.device).drain()
@@ -245,21 +219,21 @@ class CudaOps:
     def _staged_and_proved(
         self,
         begun: PrefetchedBlocks | None,
-        target: RankPrepared,
-        laid: _Laid,
+        request: PrepareRequest,
+        plan: StagedPlan,
         memory: torch.Tensor,
         proof: Proof | None,
         read_progress: ReadProgress,
-        base: RankPrepared | None,
         stop: Stop,
     ) -> StagingProof:
         """Send the blocks that are not there, find what they change, and prove them all."""
+        target, base = request.target, request.base
         there = begun.there if begun is not None else frozenset()
         sent = proof.begin if proof is not None else _nothing
         pace = StreamThrottle(self.device)
         rest = self._uploader, pace, stop, read_progress, there, sent
-        send_blocks(laid.blocks, target.sources, memory, *rest)
-        staged = self._staged_of(laid, memory)
+        send_blocks(plan.blocks, target.sources, memory, *rest)
+        staged = plan.staged(memory)
         live = base.content_digest if base is not None else ""
         if live and begun is not None and begun.compared == live:
             patch = begun.patch
@@ -275,15 +249,6 @@ class CudaOps:
             return ready.patch
         return ready.staged or self._direct(target, range(len(target.sources)))
 
-    def _staged_of(self, laid: _Laid, memory: torch.Tensor) -> Staged:
-        """Return what writes all blocks, once they are there."""
-        if laid.staged is None or laid.staged.memory is not memory:
-            # Its views are those of the version before, as long as that lay in the same place.
-            blocks = laid.blocks.all
-            laid.staged = Staged(laid.targets, blocks, memory, self._mask, self._kernels)
-        laid.staged.make_views()
-        return laid.staged
-
     def synchronize(self) -> None:
         """See `DeviceOps`."""
         if self.device.type == "cuda":
@@ -297,45 +262,25 @@ class CudaOps:
         if self._prefetched is not None:
             self._prefetched.forget_patch()
 
+    @torch.inference_mode()
     def compare(self, target: RankPrepared, stop: Stop) -> list[str]:
         """See `DeviceOps`: the device digests what it can, the host the rest."""
-        found = self._digests(target.targets, stop)
+        views = dict(enumerate(target.targets.views()))
+        found = digests_of(self._kernels, views, StreamThrottle(self.device), stop)
         return self._expected.mismatched(target, self._threads, stop, found)
-
-    @torch.inference_mode()
-    def _digests(self, targets: Targets, stop: Stop) -> dict[int, bytes]:
-        """Return the digests of live slices, by their index, as far as the device computes them."""
-        if self._kernels is None:
-            return {}
-        views = dict(enumerate(targets.views()))
-        return digests_of(self._kernels, views, StreamThrottle(self.device), stop)
 
     @torch.inference_mode()
     def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """See `DeviceOps`."""
-        if self._kernels is None:
-            return {}
         return digests_of(self._kernels, tensors)
 
-    def _proof_of(self, laid: _Laid, plan: LoadPlan, memory: torch.Tensor) -> Proof | None:
-        """Return what digests the blocks of a version, as the ones of the version before."""
-        # What a rank has only a part of has no digest that it could know.
-        if self._kernels is None or len(plan.whole) < len(plan.slices):
-            return None
-        if laid.proof is None or laid.proof.memory is not memory:
-            if laid.proof is not None:
-                laid.proof.close()
-            laid.proof = Proof(self._kernels, laid.blocks.all, plan, memory)
-        laid.proof.settle()
-        return laid.proof
-
-    def _laid_out(self, plan: LoadPlan, targets: Targets) -> _Laid:
-        """Return the blocks of a version; they, and their views, are those of the one before it."""
-        if self._laid is None or self._laid.targets is not targets:
-            if self._laid is not None:
-                self._laid.drop()
-            self._laid = _Laid(targets, lay_out(plan.slices, _dtypes(plan, targets)))
-        return self._laid
+    def _plan_of(self, plan: LoadPlan, targets: Targets) -> StagedPlan:
+        """Return what is staged by; its blocks and views are those of the version before."""
+        if self._plan is None or self._plan.targets is not targets:
+            if self._plan is not None:
+                self._plan.drop()
+            self._plan = StagedPlan(plan, targets, self._mask, self._kernels)
+        return self._plan
 
     def _direct(self, target: RankPrepared, indices: Sequence[int]) -> Direct:
         return Direct(
@@ -397,8 +342,3 @@ class CudaOps:
 
 def _nothing(what: object) -> None:
     del what
-
-
-def _dtypes(plan: LoadPlan, targets: Targets) -> dict[str, torch.dtype]:
-    views = targets.views()
-    return {item.param: view.dtype for item, view in zip(plan.slices, views, strict=True)}

@@ -100,16 +100,11 @@ class Registrar:
         if name in self._registered:
             return
         address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own gap
-            code = cudart.cudaHostRegister(address, view.nbytes, _PORTABLE | _READ_ONLY)
-        if int(code) == 0:
+        code = self._call("cudaHostRegister", address, view.nbytes, _PORTABLE | _READ_ONLY)
+        if code == 0:
             self._registered[name] = address
-            return
-        if self._runtime is not None:
-            self._runtime.forget_error()
-        if not self.refused:
-            self.refused = f"CUDA did not register shared memory (error {int(code)})"
+        elif not self.refused:
+            self.refused = f"CUDA did not register shared memory (error {code})"
             logger.warning("weightsync: %s; copies from it are slower", self.refused)
 
     def unregister(self, name: str) -> None:
@@ -117,10 +112,14 @@ class Registrar:
         address = self._registered.pop(name, None)
         if address is None:
             return
+        if code := self._call("cudaHostUnregister", address):
+            logger.warning("weightsync: CUDA did not let go of a segment (error %d)", code)
+
+    def _call(self, name: str, *args: int) -> int:
+        """Return CUDA's answer; 0: it has done it."""
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's own gap
-            code = int(cudart.cudaHostUnregister(address))
-        if code:
-            if self._runtime is not None:
-                self._runtime.forget_error()
-            logger.warning("weightsync: CUDA did not let go of a segment (error %d)", code)
+            code = int(getattr(cudart, name)(*args))
+        if code and self._runtime is not None:
+            self._runtime.forget_error()
+        return code

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.apply.writes import begin_patch, write_each
+from weightsync import failpoints
+from weightsync.vllm.apply.writes import write_each
 from weightsync.vllm.plan.int_views import memory_of
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class DevicePatch:
     targets: Targets
     scatters: Sequence[Scatter]
     rest: Staged | Direct
-    patched: bool = True
-    compared_all: bool = False
+    patched = True
+    compared_all = False
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +56,7 @@ class DevicePatch:
     def write(self, threads: SliceThreads) -> None:
         """Queue what changes; every other byte stays as it is."""
         self.targets.views()
-        begin_patch()
+        failpoints.hit("worker.patch")
         if self.scatters:
             write_each(
                 threads,

@@ -49,8 +49,8 @@ class Direct:
     mask: torch.Tensor
     expected: Sequence[bytes | None]
     kernels: Kernels | None
-    patched: bool = False
-    compared_all: bool = False
+    patched = False
+    compared_all = False
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class Direct:
         del threads
         views = self.targets.views()
         known = {i: views[i] for i in self.indices if self.expected[i] is not None}
-        found = digests_of(self.kernels, known) if self.kernels is not None else {}
+        found = digests_of(self.kernels, known)
         wrong = [self.slices[i].param for i, digest in found.items() if digest != self.expected[i]]
         rest = sorted(set(self.indices).difference(found))
         self.compared_all = not rest

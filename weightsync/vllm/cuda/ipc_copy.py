@@ -117,7 +117,7 @@ class IpcMappings:
 
 
 class IpcCopier:
-    """The blocks of one version that are copied from trainers' GPUs; see `prefetched.BlockCopier`.
+    """Copies blocks of one version from trainers' GPUs.
 
     Args:
         mappings: Copies tensors.

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from weightsync.vllm.env import Amount
 
-__all__ = ["MemoryBudget"]
+__all__ = ["Arena", "MemoryBudget", "aligned"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,13 @@ logger = logging.getLogger(__name__)
 _RESERVE = 2 << 30
 #: What stays free whatever the user says.
 _SPARE = 512 << 20
+#: Bytes at a multiple of which everything begins that is taken.
+_ALIGNED = 256
+
+
+def aligned(size: int) -> int:
+    """Return how many bytes of device memory something of so many bytes takes."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class MemoryBudget:
@@ -49,7 +56,7 @@ class MemoryBudget:
 
     def take(self, size: int) -> torch.Tensor | None:
         """Return so many bytes of the device; None: the room or the device has not got them."""
-        size = -(-size // 256) * 256
+        size = aligned(size)
         if self.used + size > self.limit or self._free() + self._cached() - size < _SPARE:
             return None
         try:
@@ -89,3 +96,35 @@ class MemoryBudget:
         if self._device.type != "cuda":
             return self._amount.of(0) + _SPARE if self._amount else 0
         return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+class Arena:
+    """Device memory for one version at a time, kept from one to the next.
+
+    Args:
+        budget: Where it comes from.
+    """
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, size: int, spare: int = 0) -> torch.Tensor | None:
+        """Return memory of at least `size` bytes; None: there is no room. What was in it is lost.
+
+        Args:
+            size: Bytes that are needed.
+            spare: Bytes more, if there is room, so that what comes next finds room in it.
+        """
+        if self._memory is None or self._memory.nbytes < size:
+            self.drop()
+            self._memory = self._budget.take(size + spare)
+            if self._memory is None and spare:
+                self._memory = self._budget.take(size)
+        return self._memory
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._budget.give_back(self._memory.nbytes)
+            self._memory = None

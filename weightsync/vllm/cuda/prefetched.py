@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from weightsync.vllm.cuda.staged_write import send_block
 
@@ -20,22 +20,13 @@ if TYPE_CHECKING:
     from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.vllm.cuda.blocks import Block, Blocks
     from weightsync.vllm.cuda.device_patch import DevicePatch
+    from weightsync.vllm.cuda.ipc_copy import IpcCopier
     from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import LoadPlan
     from weightsync.vllm.plan.view_cache import Read
 
-__all__ = ["BlockCopier", "PrefetchedBlocks"]
-
-
-class BlockCopier(Protocol):
-    """Copies blocks from trainers' GPUs."""
-
-    def note(self, turn: int, where: IpcAddresses) -> None:
-        """Take note of where a shard lies; `turn` is its place in `Layout.largest_first`."""
-
-    def take(self, block: Block, memory: torch.Tensor, stop: Callable[[], bool]) -> bool:
-        """Queue the copies of a block of which all was noted; return False: it cannot be."""
+__all__ = ["PrefetchedBlocks"]
 
 
 @dataclass
@@ -99,7 +90,7 @@ class PrefetchedBlocks:
         pace: StreamThrottle,
         stop: Callable[[], bool],
         sent: Callable[[Block], None],
-        copier: BlockCopier | None = None,
+        copier: IpcCopier | None,
     ) -> None:
         """Send each block as soon as all shards that it is made of lie on a GPU, or have come.
 

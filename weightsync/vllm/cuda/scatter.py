@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from weightsync.gpu.device_kernels import Launch
-from weightsync.vllm.plan.int_views import memory_of
+from weightsync.vllm.cuda.memory_budget import Arena, aligned
+from weightsync.vllm.plan.int_views import INTS, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scatter", "Scatters", "launch_of", "needed"]
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _POSITION = torch.int64.itemsize
-_ALIGNED = 256
 #: Threads of a block, and elements that they write: `DEEP` of kernels.cu each.
 _THREADS, _EACH = 256, 256 * 8
 
@@ -49,10 +47,8 @@ def _row(device: torch.device, address: int, count: int, width: int) -> torch.Te
     """Return memory from an address on as one row of integers, without touching it."""
     if device.type == "cuda":
         return torch.as_tensor(_Memory(address, count, width), device=device)
-    kind: Any = (ctypes.c_uint8, ctypes.c_int16, ctypes.c_int32, ctypes.c_int64)[
-        width.bit_length() - 1
-    ]
-    return torch.from_numpy(np.ctypeslib.as_array((kind * count).from_address(address)))
+    memory = (ctypes.c_uint8 * (count * width)).from_address(address)
+    return torch.frombuffer(memory, dtype=INTS[width])
 
 
 @dataclass(frozen=True)
@@ -118,14 +114,10 @@ def needed(counts: Mapping[int, int]) -> int:
         counts: Elements by their width.
     """
     return sum(
-        _aligned(count * part)
+        aligned(count * part)
         for width, count in counts.items()
         for part in (_POSITION, width, width)
     )
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Scatters:
@@ -135,18 +127,18 @@ class Scatters:
         budget: Where it comes from.
         device: Where the parameters lie.
         kernels: Write them; None: PyTorch's do.
+
+    Attributes:
+        arena: The memory of the patch that was made last.
     """
 
     def __init__(self, budget: MemoryBudget, device: torch.device, kernels: Kernels | None) -> None:
-        self._budget = budget
+        self.arena = Arena(budget)
         self._device = device
         self._kernels = kernels
-        self._memory: torch.Tensor | None = None
 
     def make(
-        self,
-        params: Sequence[torch.Tensor],
-        counts: Mapping[int, int],
+        self, params: Sequence[torch.Tensor], counts: Mapping[int, int]
     ) -> dict[int, Scatter] | None:
         """Return elements to fill in, by their width; None: there is no room for them.
 
@@ -156,7 +148,8 @@ class Scatters:
         """
         if not counts:
             return {}
-        memory = self._reserve(needed(counts))
+        size = needed(counts)
+        memory = self.arena.reserve(size, spare=size // 8)
         if memory is None:
             return None
         made: dict[int, Scatter] = {}
@@ -164,11 +157,11 @@ class Scatters:
         for width, count in counts.items():
             regions = []
             for each in (_POSITION, width, width):
-                size = _aligned(count * each)
+                size = aligned(count * each)
                 regions.append(left[:size])
                 left = left[size:]
             positions = regions[0].view(torch.int64)[:count]
-            values, seen = (region.view(_WORDS[width])[:count] for region in regions[1:])
+            values, seen = (region.view(INTS[width])[:count] for region in regions[1:])
             regions[2].zero_()
             row = self._covering([p for p in params if p.element_size() == width], width)
             wide = regions[2].view(torch.int64)
@@ -176,22 +169,7 @@ class Scatters:
             made[width] = Scatter(row, positions, values, seen, wide, launch)
         return made
 
-    def drop(self) -> None:
-        """Give the memory back."""
-        if self._memory is not None:
-            self._budget.give_back(self._memory.nbytes)
-            self._memory = None
-
     def _covering(self, params: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         begin = min(param.data_ptr() for param in params)
         end = max(param.data_ptr() + memory_of(param).nbytes for param in params)
         return _row(self._device, begin, (end - begin) // width, width)
-
-    def _reserve(self, size: int) -> torch.Tensor | None:
-        if self._memory is None or self._memory.nbytes < size:
-            self.drop()
-            # A little more, so that the next one finds room in it.
-            self._memory = self._budget.take(size + size // 8)
-            if self._memory is None:
-                self._memory = self._budget.take(size)
-        return self._memory

@@ -18,37 +18,11 @@ if TYPE_CHECKING:
     from weightsync.gpu.device_kernels import Kernels
     from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.cuda.blocks import Block, Blocks
-    from weightsync.vllm.cuda.memory_budget import MemoryBudget
     from weightsync.vllm.cuda.read_progress import ReadProgress
     from weightsync.vllm.cuda.uploader import StreamThrottle, Uploader
     from weightsync.vllm.plan.live_params import Targets
 
-__all__ = ["Arena", "Staged", "send_block", "send_blocks"]
-
-
-class Arena:
-    """Device memory for one whole version, kept from one to the next.
-
-    Args:
-        budget: Where it comes from.
-    """
-
-    def __init__(self, budget: MemoryBudget) -> None:
-        self._budget = budget
-        self._memory: torch.Tensor | None = None
-
-    def reserve(self, size: int) -> torch.Tensor | None:
-        """Return memory of at least `size` bytes for a new version; None: there is no room."""
-        if self._memory is None or self._memory.nbytes < size:
-            self.drop()
-            self._memory = self._budget.take(size)
-        return self._memory
-
-    def drop(self) -> None:
-        """Give the memory back."""
-        if self._memory is not None:
-            self._budget.give_back(self._memory.nbytes)
-            self._memory = None
+__all__ = ["Staged", "send_block", "send_blocks"]
 
 
 @dataclass(eq=False)
@@ -70,8 +44,8 @@ class Staged:
     memory: torch.Tensor
     mask: torch.Tensor
     kernels: Kernels | None = None
-    patched: bool = False
-    compared_all: bool = False
+    patched = False
+    compared_all = False
     _spans: Spans | None = None
     #: Parameters of the spans.
     _spanned: list[str] = field(default_factory=list)

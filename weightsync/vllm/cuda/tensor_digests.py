@@ -24,7 +24,7 @@ _AT_ONCE = 16
 
 
 def digests_of(
-    kernels: Kernels,
+    kernels: Kernels | None,
     tensors: Mapping[_Key, torch.Tensor],
     pace: StreamThrottle | None = None,
     stop: Callable[[], bool] = bool,
@@ -32,13 +32,13 @@ def digests_of(
     """Return the digests of tensors by their keys, but for those that are not `digestible`.
 
     Args:
-        kernels: Of their device.
+        kernels: Of their device; None: it digests nothing.
         tensors: Any.
         pace: Of the current stream: some are digested at a time; None: all at once.
         stop: Asked now and then; True raises `StoppedError`.
     """
     known = [key for key, tensor in tensors.items() if digestible(tensor)]
-    if not known:
+    if kernels is None or not known:
         return {}
     # The longest first, and those beside each other that take as long.
     known.sort(key=lambda key: -tensors[key].nbytes)

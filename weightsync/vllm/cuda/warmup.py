@@ -24,8 +24,6 @@ from weightsync.vllm.plan.live_params import LiveParameters, Targets
 from weightsync.vllm.plan.load_plan import Slice, Strides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from weightsync.gpu.device_kernels import Kernels
     from weightsync.vllm.cuda.uploader import Uploader
 
@@ -38,30 +36,21 @@ _HALF = Strides(0, (_SIDE, _SIDE // 2), (_SIDE, 1))
 
 
 def warm_up(
-    pairs: Iterable[tuple[torch.dtype, torch.dtype]],
-    uploader: Uploader,
-    mask: torch.Tensor,
-    kernels: Kernels | None,
-) -> None:
-    """Stage, find, write and compare a few small tensors in every way, on the current stream.
-
-    Args:
-        pairs: The dtypes of tensors and of the parameters that they are copied to.
-        uploader: As in earnest.
-        mask: As in earnest.
-        kernels: As in earnest.
-    """
-    for of, to in pairs:
-        _warm_up(of, to, uploader, mask, kernels)
-
-
-def _warm_up(
     of: torch.dtype,
     to: torch.dtype,
     uploader: Uploader,
     mask: torch.Tensor,
     kernels: Kernels | None,
 ) -> None:
+    """Stage, find, write and compare two small tensors in every way, on the current stream.
+
+    Args:
+        of: Dtype of the tensors.
+        to: Dtype of the parameters that they are copied to.
+        uploader: As in earnest.
+        mask: As in earnest.
+        kernels: As in earnest.
+    """
     device, threads = mask.device, SliceThreads(1)
     model = torch.nn.Module()
     for name, width in (("whole", _SIDE), ("left", _SIDE // 2)):
@@ -75,10 +64,8 @@ def _warm_up(
     # A change whatever it is converted to: the smallest bit would be nothing in another dtype.
     tensor[0, 0] = 1
     sources = [tensor, tensor[:, : _SIDE // 2]]
-    targets, blocks = (
-        Targets(LiveParameters(model), slices),
-        lay_out(slices, {"whole": to, "left": to}),
-    )
+    targets = Targets(LiveParameters(model), slices)
+    blocks = lay_out(slices, {"whole": to, "left": to})
     targets.views()
     memory = torch.zeros(blocks.size, dtype=torch.uint8, device=device)
     pace = StreamThrottle(device)
@@ -87,8 +74,7 @@ def _warm_up(
     staged = Staged(targets, blocks.all, memory, mask, kernels)
     _patch(staged, pace, threads)
     direct = Direct(targets, slices, sources, range(2), uploader, mask, [None] * 2, None)
-    if kernels is not None:
-        digests_of(kernels, dict(enumerate(targets.views())))
+    digests_of(kernels, dict(enumerate(targets.views())))
     for work in (staged, direct):
         work.write(threads)
         work.verify(threads)

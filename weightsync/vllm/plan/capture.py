@@ -35,7 +35,7 @@ _CONVERSIONS = (_aten._to_copy.default, _aten.clone.default)  # noqa: SLF001
 # What torch.compile calls the module inside the one that it returns.
 _COMPILED = "_orig_mod"
 # Characters of a loader's own error.
-_MAX_TOLD = 140
+_MAX_TEXT = 140
 
 
 class _Origin(NamedTuple):
@@ -262,10 +262,10 @@ def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
         # What the host or the device lacks now says nothing of the tensors.
         raise
     except Exception as error:
-        raise PlanRefusedError(_told(recorder.current, error), [recorder.current]) from error
+        raise PlanRefusedError(_refusal(recorder.current, error), [recorder.current]) from error
 
 
-def _told(name: str, error: Exception) -> str:
+def _refusal(name: str, error: Exception) -> str:
     """Return what a loader's error means for whoever pushed the tensor, with a remedy."""
     refused = f"the model's loader refused tensor {name}"
     if _COMPILED in name.split("."):
@@ -275,7 +275,7 @@ def _told(name: str, error: Exception) -> str:
         )
     # vLLM goes on with all that the model has.
     line = next(iter(str(error).strip().splitlines()), "")
-    text = textwrap.shorten(line, _MAX_TOLD, placeholder=" ...")
+    text = textwrap.shorten(line, _MAX_TEXT, placeholder=" ...")
     about = f"{type(error).__name__}: {text}".removesuffix(": ")
     return f"{refused} ({about}); push the names and shapes of the engine's checkpoint"
 

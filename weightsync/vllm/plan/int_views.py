@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "INTS",
     "StoppedError",
     "array_of",
     "as_ints",
@@ -34,7 +35,7 @@ _PIECE_BYTES = 8 << 20
 _ALONE = 1 << 15
 
 #: Integers by bytes of an element. They make NaN equal to itself and -0.0 differ from 0.0.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StoppedError(Exception):
@@ -43,7 +44,7 @@ class StoppedError(Exception):
 
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements as integers, without a copy."""
-    return tensor.view(_WORDS[tensor.element_size()])
+    return tensor.view(INTS[tensor.element_size()])
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
@@ -117,7 +118,7 @@ def tensor_digest_of(
 
 
 def _row_major(values: torch.Tensor) -> NDArray[Any]:
-    if values.element_size() in _WORDS:
+    if values.element_size() in INTS:
         # A strided piece is gathered by numpy: torch would wake the threads that decode.
         return np.ascontiguousarray(array_of(values))
     raw: NDArray[Any] = values.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -87,21 +87,19 @@ class Targets:
     Args:
         live: Where to look the parameters up.
         slices: The slices, in order.
+
+    Attributes:
+        names: Of the parameters.
+        geometry: Of each parameter, what must not change.
     """
 
     def __init__(self, live: LiveParameters, slices: Sequence[Slice]) -> None:
         self._live = live
         self._slices = slices
-        self._params = sorted({item.param for item in slices})
-        #: Of each parameter, what must not change.
-        self.geometry = {name: live.geometry(name) for name in self._params}
+        self.names = sorted({item.param for item in slices})
+        self.geometry = {name: live.geometry(name) for name in self.names}
         self._addresses: tuple[int, ...] = ()
         self._views: list[torch.Tensor] = []
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters."""
-        return self._params
 
     def views(self) -> list[torch.Tensor]:
         """Return one live view per slice.
@@ -110,15 +108,15 @@ class Targets:
             ParameterChangedError: A parameter has another shape, stride, dtype or device than at
                 the capture, or on a device another address.
         """
-        addresses = self._live.addresses(self._params)
+        addresses = self._live.addresses(self.names)
         if addresses != self._addresses or not self._views:
-            for name in self._params:
+            for name in self.names:
                 if self._live.geometry(name) != self.geometry[name]:
                     msg = (
                         f"parameter {name} was replaced since its load plan was made; restart vLLM"
                     )
                     raise ParameterChangedError(msg)
-            now: Mapping[str, torch.Tensor] = {n: self._live.tensor(n) for n in self._params}
+            now: Mapping[str, torch.Tensor] = {n: self._live.tensor(n) for n in self.names}
             self._views = [view_of(now[item.param], item.target) for item in self._slices]
             self._addresses = addresses
         return self._views

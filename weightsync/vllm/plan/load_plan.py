@@ -7,6 +7,7 @@ no table per architecture, and it is valid for one signature: names, dtypes and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -56,10 +57,7 @@ class Strides:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def contiguous(self) -> bool:
@@ -124,9 +122,9 @@ class LoadPlan:
     @cached_property
     def written(self) -> Mapping[str, int]:
         """Elements written per parameter."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for item in self.slices:
-            counts[item.param] = counts.get(item.param, 0) + item.target.numel
+            counts[item.param] += item.target.numel
         return counts
 
     @cached_property
@@ -140,10 +138,6 @@ class LoadPlan:
             and item.source.numel == math.prod(self.tensors[item.tensor][1])
         )
 
-    def params_of(self, tensor: str) -> set[str]:
-        """Return the parameters that a tensor is copied into."""
-        return {item.param for item in self.slices if item.tensor == tensor}
-
     def accept_ignored(self, digests: Mapping[str, bytes], base: LoadPlan) -> None:
         """Refuse tensors whose content would get lost.
 
@@ -153,11 +147,11 @@ class LoadPlan:
         Raises:
             PlanRefusedError: Naming the tensors.
         """
-        held = {digests[name] for name in self.loaded}
+        loaded = {digests[name] for name in self.loaded}
         lost = [
             name
             for name in self.ignored
-            if digests[name] not in held and base.same_as.get(name) != ""
+            if digests[name] not in loaded and base.same_as.get(name) != ""
         ]
         if lost:
             msg = (
@@ -177,10 +171,10 @@ class LoadPlan:
             digests: Of every tensor of the adopted checkpoint.
             uniform: Tells whether a tensor, by name, holds one value all over.
         """
-        held = {(digests[name], self.tensors[name]): name for name in self.loaded}
+        loaded = {(digests[name], self.tensors[name]): name for name in self.loaded}
         for name in self.ignored:
             if name not in self.same_as:
-                twin = held.get((digests[name], self.tensors[name]), "")
+                twin = loaded.get((digests[name], self.tensors[name]), "")
                 self.same_as[name] = "" if twin and uniform(name) else twin
 
 
@@ -246,9 +240,9 @@ def check_places(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> Non
     Raises:
         PlanRefusedError: Naming those that repeat none.
     """
-    held = {base.tensors[name][1] for name in base.loaded}
+    loaded = {base.tensors[name][1] for name in base.loaded}
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-    lost = [name for name in unplaced if shapes[name] not in held]
+    lost = [name for name in unplaced if shapes[name] not in loaded]
     if lost:
         msg = "the model has no place for these tensors; leave them out"
         raise PlanRefusedError(msg, lost)

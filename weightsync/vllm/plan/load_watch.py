@@ -77,7 +77,7 @@ def check_complete(model: torch.nn.Module, covered: Iterable[torch.Tensor]) -> N
         if (made is None or path in made)
         and tensor.numel()
         and not tensor.is_meta
-        and not _lies_in(spans, tensor)
+        and not _within(spans, tensor)
     ]
     if left and made is None:
         msg = (
@@ -185,7 +185,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _lies_in(spans: list[tuple[int, int]], tensor: torch.Tensor) -> bool:
+def _within(spans: list[tuple[int, int]], tensor: torch.Tensor) -> bool:
     begin, end = _span(tensor)
     index = bisect_right(spans, begin, key=lambda span: span[0]) - 1
     return bool(begin) and index >= 0 and end <= spans[index][1]

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.vllm.worker.consensus import NoConsensusError
@@ -25,30 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from weightsync.vllm.worker.consensus import RankGroup
+    from weightsync.vllm.worker.rank import Rank
 
-__all__ = ["EXIT_STATUS", "Committing", "end_process", "switch"]
+__all__ = ["EXIT_STATUS", "end_process", "switch"]
 
 logger = logging.getLogger(__name__)
 
 #: With which a worker ends that must not take another step.
 EXIT_STATUS = 70
-
-
-class Committing(Protocol):
-    """As much of a `Rank` as is needed here."""
-
-    def commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a prepared version and prove it."""
-        ...
-
-    @property
-    def proved(self) -> str:
-        """Content digest of what the live parameters hold whole; "" if unknown or half written."""
-        ...
-
-    def holds(self, apply_id: str) -> bool:
-        """Whether the live parameters are proved to hold that prepared version."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ def end_process() -> None:
 
 
 def switch(
-    rank: Committing,
+    rank: Rank,
     args: Mapping[str, Any],
     ranks: RankGroup,
     end: Callable[[], None] = end_process,
@@ -99,7 +83,7 @@ def switch(
     return reply | {"apply_id": order.apply_id, **outcome}
 
 
-def _switched(rank: Committing, order: _Order, ranks: RankGroup) -> dict[str, Any]:
+def _switched(rank: Rank, order: _Order, ranks: RankGroup) -> dict[str, Any]:
     def agree(stage: str, *, yes: bool) -> bool:
         return ranks.all_agree(f"{order.call} {stage}", order.limit_s, yes=yes)
 
@@ -120,7 +104,7 @@ def _switched(rank: Committing, order: _Order, ranks: RankGroup) -> dict[str, An
     return {**back, "ok": False, "error": error}
 
 
-def _committed(rank: Committing, apply_id: str) -> dict[str, Any]:
+def _committed(rank: Rank, apply_id: str) -> dict[str, Any]:
     try:
         return rank.commit({"apply_id": apply_id})
     except Exception as error:
@@ -128,7 +112,7 @@ def _committed(rank: Committing, apply_id: str) -> dict[str, Any]:
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
-def _restored(rank: Committing, base_id: str) -> dict[str, Any]:
+def _restored(rank: Rank, base_id: str) -> dict[str, Any]:
     try:
         failpoints.hit("worker.restore")
     except OSError as error:

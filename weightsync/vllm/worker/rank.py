@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync import failpoints
 from weightsync.model.manifest import Layout
-from weightsync.vllm.apply.device_ops import PrefetchRequest
+from weightsync.vllm.apply.device_ops import PrefetchRequest, PrepareRequest
 from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count
 from weightsync.vllm.apply.prepared import describe
 from weightsync.vllm.plan.capture import capture_plan, unplaced
@@ -28,12 +28,11 @@ from weightsync.vllm.plan.load_plan import (
 )
 from weightsync.vllm.plan.load_watch import check_complete
 from weightsync.vllm.plan.plan_cache import PlanCache, find_plan
-from weightsync.vllm.plan.staged_tensors import StagedTensors
 from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.worker.arrival_order import open_arrivals, turns
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError
-from weightsync.vllm.worker.segment_mappings import SegmentMappings, read_document
+from weightsync.vllm.worker.segment_mappings import RankSegments, read_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,11 +95,7 @@ class Rank:
         self._plans = PlanCache()
         self._prepared: dict[str, RankPrepared] = {}
         self._ops = ops
-        self._mappings = SegmentMappings(ops.registrar)
-        self._memory = threading.Lock()
-        self._unmapping: threading.Thread | None = None
-        #: Segments that are read ahead, which may be gone for the server at any time.
-        self._reading: tuple[str, ...] = ()
+        self._segments = RankSegments(self._views, ops.registrar, self._segments_in_use)
         self._live_state = _LiveState()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
 
@@ -123,7 +118,7 @@ class Rank:
             "dirty": live.dirty,
             "prepared": sorted(self._prepared),
             "busy": self._background.settle() if args.get("settle") else self._background.busy,
-            "segments": len(self._mappings),
+            "segments": len(self._segments.mappings),
             **self._ops.memory_stats(),
         }
 
@@ -264,10 +259,10 @@ class Rank:
         for apply_id in set(self._prepared) - keep:
             # A job that was cancelled takes back its own.
             self._prepared.pop(apply_id, None)
-        busy = self._background.busy
+        busy, mappings = self._background.busy, self._segments.mappings
         if args.get("segments") is not None and not busy:
-            self._unmap_in_background(self._mappings.ids.difference(map(str, args["segments"])))
-        mapped = sorted(self._mappings.ids)
+            self._segments.unmap(mappings.ids.difference(map(str, args["segments"])))
+        mapped = sorted(mappings.ids)
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
 
@@ -311,23 +306,9 @@ class Rank:
         if job.stages and job.running():
             job.end()
 
-    def _unmap_in_background(self, gone: frozenset[str]) -> None:
-        if self._ops.registrar is None:
-            self._unmap(gone)
-        elif gone and (self._unmapping is None or not self._unmapping.is_alive()):
-            # Taking gigabytes from a device lasts longer than a step.
-            self._unmapping = threading.Thread(
-                target=self._unmap, args=(gone,), name="weightsync", daemon=True
-            )
-            self._unmapping.start()
-
-    def _unmap(self, gone: frozenset[str]) -> None:
-        # A prepare that begins meanwhile maps none of these, for they do not exist any more.
-        with self._memory:
-            kept = list(self._prepared.values())
-            gone = gone.difference(self._reading, *(target.segments for target in kept))
-            self._views.forget(gone)
-            self._mappings.unmap(gone)
+    def _segments_in_use(self) -> set[str]:
+        kept = list(self._prepared.values())
+        return {segment for target in kept for segment in target.segments}
 
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
@@ -335,17 +316,10 @@ class Rank:
         socket = self._socket(args)
         staged = read_document(socket, str(args["document"]))
         layout = staged.manifest.layout
-
-        def uniform(name: str) -> bool:
-            with self._memory:
-                segments = self._mappings.map(socket, staged.segments)
-                return StagedTensors(layout, segments).uniform(name)
-
+        uniform = partial(self._segments.uniform, socket, layout, staged.segments)
         plan = find_plan(staged.manifest, self._plans, uniform)
         failpoints.hit("worker.map")
-        with self._memory:
-            segments = self._mappings.map(socket, staged.segments)
-            read = self._views.read(layout, staged.segments, plan, segments)
+        read = self._segments.read(socket, layout, staged.segments, plan)
         target = describe(job.apply_id, staged, plan, read, self._views.targets(plan))
         sent = self._ops.sent
         prep = self._make_ready(target, job, args)
@@ -369,11 +343,8 @@ class Rank:
             if reader is None or plan is None or not self._ops.stages:
                 # It is prepared as a whole, once it is complete.
                 return {"phase": "ready"}
-            try:
-                with self._memory:
-                    self._reading = reader.segments
-                    segments = self._mappings.map(socket, reader.segments)
-                    read = self._views.read(reader.layout, reader.segments, plan, segments)
+            what = socket, reader.layout, reader.segments, plan
+            with self._segments.incoming(*what) as read:
                 request = PrefetchRequest(
                     job.apply_id,
                     reader.segments,
@@ -386,8 +357,6 @@ class Rank:
                     lambda: job.unwanted,
                 )
                 self._ops.prefetch(request, job.cancelled.is_set)
-            finally:
-                self._reading = ()
         return {"phase": "ready"}
 
     def _make_ready(self, target: RankPrepared, job: Job, args: Mapping[str, Any]) -> Prep:
@@ -395,8 +364,9 @@ class Rank:
         # Without a base the engine stands, and is proved by what the server received: a copy
         # beside it would shorten no pause. What is live already needs none either.
         stage = bool(args.get("base")) and not args.get("compare_live")
-        ticket, stop = str(args.get("ahead", "")), job.cancelled.is_set
-        return self._ops.prepare(target, base, job.progress, stop, stage=stage, ticket=ticket)
+        ticket = str(args.get("ahead", ""))
+        request = PrepareRequest(target, base, job.progress, stage, ticket)
+        return self._ops.prepare(request, job.cancelled.is_set)
 
     def _base(self, apply_id: str, plan: LoadPlan) -> RankPrepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""

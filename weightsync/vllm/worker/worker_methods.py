@@ -65,12 +65,6 @@ def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def _switch(worker: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    _stand(worker)
-    rank = _rank_of(worker)
-    return switch(rank, args, tensor_rank_group())
-
-
 def _stand(worker: Any) -> None:
     """Wait until nothing runs in the model: worker calls come between two steps."""
     if worker.device.type == "cuda":
@@ -79,10 +73,10 @@ def _stand(worker: Any) -> None:
 
 
 def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    if word == "switch":
-        return _switch(worker, args)
-    if word == "check":
+    if word in ("switch", "check"):
         _stand(worker)
+    if word == "switch":
+        return switch(_rank_of(worker), args, tensor_rank_group())
     loads = word in ("capture", "check")
     context = _with_config(worker) if loads else contextlib.nullcontext()
     with context:

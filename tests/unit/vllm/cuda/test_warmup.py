@@ -30,6 +30,6 @@ def test_a_patch_is_written_whatever_the_dtypes(
     uploader = Uploader(torch.empty(2 << 20, dtype=torch.uint8), None)
     mask = torch.zeros(1 << 20, dtype=torch.bool)
     with torch.inference_mode():
-        warm_up([(of, to)], uploader, mask, HostKernels() if own else None)
+        warm_up(of, to, uploader, mask, HostKernels() if own else None)
     # One element of each of two parameters.
     assert written == [2]

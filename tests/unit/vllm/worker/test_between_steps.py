@@ -186,14 +186,15 @@ class _Rank:
 
 def test_one_rank_alone_ends_as_well() -> None:
     ended: list[bool] = []
+    rank: Any = _Rank()
     args = {"apply_id": "new", "base_id": "base", "limit_s": 1, "call": "c"}
     with pytest.raises(Exception, match="base is not what was written"):
-        switch(_Rank(), args, Alone(), lambda: ended.append(True))
+        switch(rank, args, Alone(), lambda: ended.append(True))
     assert ended == [True]
 
 
 def test_a_rank_that_does_not_hold_the_base_writes_nothing() -> None:
-    rank = _Rank()
+    rank: Any = _Rank()
     args = {"apply_id": "new", "base_id": "other", "limit_s": 1, "call": "c"}
     reply = switch(rank, args, Alone(), pytest.fail)
     assert (reply["ok"], rank.held) == (False, "base")

@@ -205,7 +205,7 @@ class Rooted(MemoryEngine):
 
     @property
     def mapped(self) -> set[str]:
-        return set(_inside(self.rank)._mappings._mapped)
+        return set(_inside(self.rank)._segments.mappings._mapped)
 
 
 def _entries(seed: int) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -274,7 +274,9 @@ async def test_what_a_device_has_not_let_go_of_counts_in_the_budget(
         await until(lambda: budget.reserved == it.here.model.slots.reserved_bytes)
         segment = await keeper.create(1 << 16)
         keeper.expose([segment.id])
-        views = await asyncio.to_thread(_inside(rank)._mappings.map, dead.socket, [segment.id])
+        views = await asyncio.to_thread(
+            _inside(rank)._segments.mappings.map, dead.socket, [segment.id]
+        )
         assert len(views) == 1
         del views
         keeper.retire(segment)
