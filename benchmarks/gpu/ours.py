@@ -52,7 +52,9 @@ _SHARE = 0.01
 #: Of the server, by default; pushes of each kind that are measured.
 _SLOTS, _PUSHES = 2, 3
 _CHECK_S = 60.0
-_FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120")
+#: A store on a disk has room for few versions of this size.
+_KEPT = ("--retain-versions", "2")
+_FLAGS = ("--pause-lease-s", "60", "--commit-timeout-s", "120", *_KEPT)
 
 
 @contextlib.asynccontextmanager

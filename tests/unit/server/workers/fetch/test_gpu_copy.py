@@ -238,6 +238,10 @@ class Driver:
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> None:  # noqa: N802
         base._obj.value, size._obj.value = address.value, self._size(address.value)
 
+    def cuMemHostRegister_v2(self, address: int, *_: int) -> int:  # noqa: N802
+        self.registered.append(address)
+        return 0
+
     def cuMemHostUnregister(self, address: int) -> None:  # noqa: N802
         self.registered.remove(address)
 
@@ -265,7 +269,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(ipc, "_call", driver.call)
-    monkeypatch.setattr(ipc, "_register", lambda at, _: driver.registered.append(at))
+    monkeypatch.setattr(ipc, "_driver", lambda: driver)
     device = Device(0)
     monkeypatch.setattr(gpu_copy, "device_of", lambda _: device)
     driver.device = device
