@@ -25,8 +25,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "weightsync/delta/kernels"
-#: Stripped: names of what is not exported and how it came about are most of the bytes.
-_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-s"]
+#: Not -O3: what GCC 12 unrolls there has comparing and packing of 1 % take a quarter longer, 11.8
+#: ms for 128 MiB in place of 9.2. Loops aligned: else an edit moves others to where they take a
+#: third longer. Stripped: names of what is not exported are most of the bytes.
+_FLAGS = [
+    *("-O2", "-ftree-vectorize", "-falign-loops=32", "-std=gnu11", "-shared", "-fPIC"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra", "-s"),
+]
 
 
 def find_compiler(machine: str = "") -> list[str]:
