@@ -137,11 +137,11 @@ class SlowEngine(_SlowRank, MemoryEngine):
     def __init__(self, checkpoint: Any, socket: Path) -> None:
         super().__init__(checkpoint, socket)
         self.ranks = (self, _SlowRank("0/0/1", checkpoint, socket, self._serving))
-        self._switching = False
+        self._stands = False
 
     def tell(self) -> dict[str, Any]:
         """Return what it generates with; runs on the loop, on which its state changes."""
-        generating = self._condition is EngineState.SERVING and not self._switching
+        generating = self._condition is EngineState.SERVING and not self._stands
         contents = {
             content_digest((n, *KINDS[n], tensor_digest(rank.live[n])) for n in KINDS)
             for rank in self.ranks
@@ -153,13 +153,13 @@ class SlowEngine(_SlowRank, MemoryEngine):
         info = await super().hello()
         return dataclasses.replace(info, capabilities=info.capabilities | {READ_AHEAD})
 
-    async def switch(self, order: SwitchOrder) -> SwitchOutcome:
+    async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
         """Stand between two steps meanwhile."""
-        self._switching = True
+        self._stands = True
         try:
-            return await super().switch(order)
+            return await super()._switch(order)
         finally:
-            self._switching = False
+            self._stands = False
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Stand still."""

@@ -75,6 +75,7 @@ class MemoryEngine(MemoryRank):
         self._lease = ""
         self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
         self._engine_id = secrets.token_hex(8)
+        self._switching: asyncio.Future[SwitchOutcome] | None = None
         self.version = 0
         self.events: list[str] = []
 
@@ -95,6 +96,7 @@ class MemoryEngine(MemoryRank):
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         """Stand still."""
         del lease_s
+        await self._between_switches()
         if self._lease:
             raise WeightSyncError(Reason.APPLY_BUSY, "another apply has paused this engine")
         self.events.append("pause")
@@ -122,12 +124,20 @@ class MemoryEngine(MemoryRank):
         return True
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
-        """Write a version on every rank and prove it, or put the base back, or be fenced."""
+        """Write a version on every rank and prove it, or put the base back, or be fenced.
+
+        It goes on to its end when its caller stops waiting; calls of the ranks wait for that.
+        """
+        await self._between_switches()
         self.events.append("switch")
         if not self._serving() or self._served() != order.base_digest:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED, f"the engine does not serve {order.base_digest}"
             )
+        self._switching = asyncio.ensure_future(self._switch(order))
+        return await asyncio.shield(self._switching)
+
+    async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
         replies = await self._place_everywhere(order.apply_id, order)
         if not all(reply["ok"] for reply in replies):
             back = await self._place_everywhere(order.base_id, order)
@@ -150,6 +160,7 @@ class MemoryEngine(MemoryRank):
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Do what a worker method does, on every rank at once."""
+        await self._between_switches()
         return await asyncio.gather(*(rank.call(method, args) for rank in self.ranks))
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
@@ -179,6 +190,11 @@ class MemoryEngine(MemoryRank):
         self._lease = ""
         self._condition, self._reason = EngineState.UNRECONCILED, "restarted"
         self._engine_id = secrets.token_hex(8)
+
+    async def _between_switches(self) -> None:
+        """Wait for a switch whose caller has gone away."""
+        if self._switching is not None and not self._switching.done():
+            await asyncio.wait([self._switching])
 
     def _serving(self) -> bool:
         return self._condition is EngineState.SERVING

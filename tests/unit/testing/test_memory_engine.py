@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
+from weightsync.engine import EngineState, SwitchOrder
 from weightsync.testing import MemoryEngine
 from weightsync.testing.memory_rank import _Prepared
 
@@ -49,3 +50,34 @@ async def test_a_commit_whose_caller_has_gone_is_before_what_is_asked_later(tmp_
     assert engine.written == [b"\1" * 4, b"\2" * 4]
     assert engine.live == {"a": b"\2" * 4}
     assert not (await state)[0]["dirty"]
+
+
+class Wrong(Held):
+    """Writes something else the first time."""
+
+    def write(self, tensors: Mapping[str, bytes]) -> None:
+        first = not self.begun.is_set()
+        super().write(tensors)
+        if first:
+            self.live["a"] = b"mix?"
+
+
+async def test_a_switch_whose_caller_has_gone_ends_on_one_version(tmp_path: Path) -> None:
+    engine = Wrong(tmp_path)
+    for number in (1, 2):
+        engine._prepared[str(number)] = _Prepared(str(number), {"a": bytes([number]) * 4})
+    engine.live, engine._content, engine._dirty = {"a": b"\1" * 4}, "1", False
+    engine._condition = EngineState.SERVING
+    order = SwitchOrder("2", "1", 2, "2", "1", 5.0)
+    switch = asyncio.create_task(engine.switch(order))
+    await asyncio.to_thread(engine.begun.wait, 20)
+    # As a server does that dies.
+    switch.cancel()
+    await asyncio.gather(switch, return_exceptions=True)
+    state = asyncio.create_task(engine.call_workers("weightsync_state", {}))
+    await asyncio.sleep(0.05)
+    assert not state.done()
+    engine.go.set()
+    assert (await state)[0]["content_digest"] == "1"
+    assert engine.live == {"a": b"\1" * 4}
+    assert engine.version == 0
