@@ -1,4 +1,4 @@
-"""The real registry, ingest and apply against a model of a dozen lines, step by step.
+"""The real model, ingest and apply against a model of a dozen lines, step by step.
 
 Whatever the order of pushes, applies, rollbacks, deletions, pins, epochs and crashes: the service
 is what the model says.

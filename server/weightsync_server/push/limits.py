@@ -14,7 +14,7 @@ class PushLimits:
     """Settings of pushes.
 
     Attributes:
-        max_pushes: Pushes open at once, over all models.
+        max_pushes: Pushes open at once.
         max_streams: Streams of one push at once.
         max_version_jump: Most that a version may lie above the newest one.
         resume_timeout_s: Seconds without stream and call after which a push is dropped.

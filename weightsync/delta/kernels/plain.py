@@ -278,6 +278,11 @@ def find(base: Words, new: Words) -> tuple[Indices, Words]:
 def put(target: Words, index: Indices, value: Words) -> None:
     """Write values to elements of `target`.
 
+    Args:
+        target: Written in place.
+        index: Where, each position once; int32 or int64.
+        value: As many values, as wide as an element.
+
     Raises:
         Broken: A position is beyond the target; the others were written.
     """

@@ -270,7 +270,7 @@ async def test_a_watcher_sees_the_present_then_changes(here: World) -> None:
         await anext(watch)
 
 
-@pytest.mark.parametrize("name", ["pin", "set_rejected"])
+@pytest.mark.parametrize("name", ["pin", "reject"])
 async def test_nobody_is_told_again_of_a_version_that_went_while_it_was_marked(
     here: World, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
