@@ -1,8 +1,8 @@
 """Which elements of tensors on a device differ: found there, for many tensors at a time.
 
 A host that asks a device something waits for its turn there, and beside an engine that generates
-on the same device a turn takes milliseconds. So it is asked for all of them at once: how many
-elements differ, and which.
+on the same device a turn takes milliseconds. So it is asked for many at once: how many elements
+differ, for all of a width, and which, for some million changes at a time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def find_changed(
         pairs: Words before and after, flat, of the same dtype and length.
 
     Returns:
-        That, and integers on the device, one of which is other than 0 if a tensor was written while
-        our kernels looked. Then the rest means nothing, but no position lies outside.
+        That, and integers on the device, one of which is other than 0 if a tensor was written
+        meanwhile. Then the rest means nothing, but no position lies outside.
 
     Raises:
         torch.OutOfMemoryError: The device has no room for what was found.
@@ -79,8 +79,7 @@ def find_changed(
     flags = []
     for width, numbers in groups.items():
         group = _Group(kernels if width else None, [pairs[number] for number in numbers])
-        changed = group.take()
-        flags += changed if width else []
+        flags += group.take()
         found |= zip(numbers, group.found(), strict=True)
     return [found[number] for number in range(len(pairs))], flags
 

@@ -110,7 +110,9 @@ class Arena:
         self._memory: torch.Tensor | None = None
 
     def reserve(self, size: int, spare: int = 0) -> torch.Tensor | None:
-        """Return memory of at least `size` bytes; None: there is no room. What was in it is lost.
+        """Return memory of at least `size` bytes; None: there is no room.
+
+        As long as that which is here is large enough, it is returned again, and keeps its content.
 
         Args:
             size: Bytes that are needed.

@@ -50,7 +50,10 @@ class StagedPlan:
         return self._staged
 
     def proof(self, memory: torch.Tensor) -> Proof | None:
-        """Return what digests the blocks as they come; None: a rank cannot know their digests."""
+        """Return what digests the blocks as they come; None: a rank cannot know their digests.
+
+        None also where there are no kernels to compute them.
+        """
         # What a rank has only a part of has no digest that it could know.
         if self._kernels is None or len(self._plan.whole) < len(self._plan.slices):
             return None
