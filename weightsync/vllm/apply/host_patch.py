@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync import failpoints
 from weightsync.vllm.apply.host_find import ParamChange
-from weightsync.vllm.apply.writes import differ, put, write_each
+from weightsync.vllm.apply.writes import begin_patch, differ, put, write_each
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class HostPatch:
     def write(self, threads: SliceThreads) -> None:
         """Write what changes; every other byte stays as it is."""
         views, memory = self.targets.views(), self._memory()
-        failpoints.hit("worker.patch")
+        begin_patch()
 
         def write(index: int) -> None:
             if index < len(self.changes):

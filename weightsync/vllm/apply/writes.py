@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.apply.parallel import SliceThreads
 
-__all__ = ["Writer", "differ", "put", "write_each"]
+__all__ = ["Writer", "begin_patch", "differ", "put", "write_each"]
 
 
 class Writer(Protocol):
@@ -38,6 +38,11 @@ class Writer(Protocol):
 
     def verify(self, threads: SliceThreads) -> list[str]:
         """Look at what was written; return the parameters that do not hold it."""
+
+
+def begin_patch() -> None:
+    """Take note that the first of single elements is about to be written."""
+    failpoints.hit("worker.patch")
 
 
 def write_each(threads: SliceThreads, write: Callable[[int], None], sizes: Sequence[int]) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync import failpoints
-from weightsync.vllm.apply.writes import write_each
+from weightsync.vllm.apply.writes import begin_patch, write_each
 from weightsync.vllm.plan.int_views import memory_of
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class DevicePatch:
     def write(self, threads: SliceThreads) -> None:
         """Queue what changes; every other byte stays as it is."""
         self.targets.views()
-        failpoints.hit("worker.patch")
+        begin_patch()
         if self.scatters:
             write_each(
                 threads,
