@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -85,6 +86,8 @@ async def test_many_shards_of_many_tensors_at_once_are_understood(
     collector: GpuFetchPool, segment: Segment
 ) -> None:
     await outcome(collector, segment)
+    # What tests before this one left is closed when it is collected.
+    gc.collect()
     pids, before = collector.pids, descriptors()
     errors = await asyncio.gather(*(outcome(collector, segment, 2048) for _ in range(8)))
     assert {error.reason for error in errors} == {Reason.NOT_SUPPORTED}
