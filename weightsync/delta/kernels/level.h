@@ -13,6 +13,8 @@
 
 #include "elements.h"
 
+#include "rows.h"
+
 #if LEVEL != GENERIC
 #include "copying.h"
 #endif

@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "add_changes": 5,
     "compare_elements": 7,
     "copy_piece": 6,
+    "copy_rows": 2,
     "count_changes": 7,
     "encode_piece": 11,
     "find_elements": 6,
@@ -271,3 +272,8 @@ class NativeKernels:
         """Return whether elements of `target` are these values; False where one is beyond it."""
         place = address(target), len(target), address(index), index.itemsize, len(index)
         return not self._call["compare_elements"](*place, value.itemsize, address(value))
+
+    def copy_rows(self, table: Words) -> None:
+        """Copy rows of memory."""
+        table = np.ascontiguousarray(table)
+        self._call["copy_rows"](address(table), len(table))

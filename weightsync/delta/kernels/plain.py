@@ -5,6 +5,7 @@ Everything goes in pieces, so that temporary memory is a few megabytes besides w
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add",
+    "copy_rows",
     "count",
     "decode_bitmap",
     "decode_gaps",
@@ -52,6 +54,18 @@ def _words(data: Bytes, width: int) -> Words:
 
 def _pieces(size: int) -> Iterator[slice]:
     return (slice(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
+
+
+def copy_rows(table: Words) -> None:
+    """Copy rows of memory.
+
+    Args:
+        table: int64; of each copy the addresses of target and source, the number of rows, the bytes
+            of one, and those from one to the next on both sides. Nothing is checked.
+    """
+    for target, source, rows, size, to, of in table.tolist():
+        for row in range(rows):
+            ctypes.memmove(target + row * to, source + row * of, size)
 
 
 def count(base: Bytes, new: Bytes, width: int, run: int, stride: int) -> int:
