@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["Amount", "EngineSettings", "socket_path"]
 
 _DEFAULT_SOCKET = "unix:/run/weightsync/engine.sock"
-_SWITCH_VALUES = {"": False, "0": False, "1": True}
+#: Whether linear layers are plain, and whether experts are.
+_PLAIN_VALUES = {
+    "": (False, False),
+    "0": (False, False),
+    "1": (True, True),
+    "linear": (True, False),
+}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kKMGT]i?B|B|)")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -75,14 +81,17 @@ class EngineSettings:
     Attributes:
         engine_socket: File of the unix socket on which the bridge serves.
         segment_socket: File of the server's segment socket as vLLM's processes see it.
-        cpu_plain_weights: Turn vLLM's CPU weight repacking off, so that parameters can be written.
+        cpu_plain_linear: Have vLLM's linear layers on a CPU compute from their parameters, not from
+            packed copies, so that they can be written.
+        cpu_plain_experts: The same for experts.
         device_room: Memory of its CUDA device that each rank may take to stage versions; None: what
             vLLM leaves, less a reserve.
     """
 
     engine_socket: str
     segment_socket: str
-    cpu_plain_weights: bool
+    cpu_plain_linear: bool = False
+    cpu_plain_experts: bool = False
     device_room: Amount | None = None
 
     @classmethod
@@ -97,10 +106,10 @@ class EngineSettings:
         sibling = str(os.path.join(os.path.dirname(engine), "segments.sock"))  # noqa: PTH118, PTH120
         segments = socket_path(env.get("WEIGHTSYNC_SEGMENT_SOCKET") or sibling)
         switch = env.get("WEIGHTSYNC_CPU_PLAIN_WEIGHTS", "").strip()
-        if switch not in _SWITCH_VALUES:
-            msg = f"WEIGHTSYNC_CPU_PLAIN_WEIGHTS is {switch!r}; set it to 0 or 1"
+        if switch not in _PLAIN_VALUES:
+            msg = f"WEIGHTSYNC_CPU_PLAIN_WEIGHTS is {switch!r}; set it to 0, 1 or linear"
             raise ValueError(msg)
-        return cls(engine, segments, _SWITCH_VALUES[switch], _room(env))
+        return cls(engine, segments, *_PLAIN_VALUES[switch], _room(env))
 
 
 def _room(env: Mapping[str, str]) -> Amount | None:

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from weightsync.vllm.cpu_plain import leave_experts_plain, leave_linear_plain
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_watch import watch_loading
 from weightsync.vllm.worker.worker_methods import install
@@ -23,18 +24,15 @@ def _initialise_amx() -> None:
         initialise()
 
 
-def _turn_repacking_off() -> None:
-    """Make vLLM's CPU linear layers compute from their parameters, as they do on a GPU."""
+def _leave_plain(settings: EngineSettings) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.utils as layer_utils
-
-    # The dispatcher takes the first of: sgl kernel, oneDNN, torch. Torch's reads the parameter.
-    ops._supports_onednn = False  # noqa: SLF001
-    layer_utils.check_cpu_sgl_kernel = lambda *_, **__: False
+    if settings.cpu_plain_linear:
+        leave_linear_plain()
+    if settings.cpu_plain_experts:
+        leave_experts_plain()
 
 
 def register() -> None:
@@ -42,7 +40,8 @@ def register() -> None:
 
     Idempotent, and without effect on what vLLM computes.
 
-    With WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1 it also turns the repacking of weights off on CPUs.
+    With WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1 layers on a CPU also compute from plain parameters; with
+    `linear` all but experts do.
     """
     _initialise_amx()
     from vllm.model_executor.model_loader import base_loader
@@ -50,5 +49,4 @@ def register() -> None:
 
     install(WorkerBase)
     watch_loading(base_loader)
-    if EngineSettings.load().cpu_plain_weights:
-        _turn_repacking_off()
+    _leave_plain(EngineSettings.load())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from weightsync.model.manifest import Layout
     from weightsync.shm.incoming_version import IpcAddresses
+    from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.apply.prepared import RankPrepared
     from weightsync.vllm.apply.writes import Writer
     from weightsync.vllm.plan.live_params import Targets
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceOps",
+    "Exchange",
     "MemoryRegistrar",
     "PrefetchRequest",
     "Prep",
@@ -28,6 +32,7 @@ __all__ = [
     "Stop",
 ]
 
+_Key = TypeVar("_Key", int, str)
 _NAMES = 10
 
 #: Asked now and then; True ends the work with a `StoppedError`.
@@ -120,6 +125,13 @@ class PrepareRequest:
     ticket: str
 
 
+class Exchange(Protocol):
+    """Exchanges bytes; done twice, all is as it was."""
+
+    def run(self, threads: SliceThreads) -> None:
+        """Exchange them; on a device it may still be under way when this returns."""
+
+
 class MemoryRegistrar(Protocol):
     """Makes mapped segments known to a device."""
 
@@ -187,14 +199,31 @@ class DeviceOps(Protocol):
             StoppedError: `stop` returned True.
         """
 
-    def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """Return the digests of tensors by name, as far as a device computes them, all at once.
+    def digests(
+        self, tensors: Mapping[_Key, torch.Tensor], stop: Stop | None = None
+    ) -> dict[_Key, bytes]:
+        """Return the digests of tensors by their keys, as far as a device computes them.
 
-        The engine stands meanwhile.
+        Args:
+            tensors: Any.
+            stop: Asked now and then, beside generation; None: all at once, the engine stands.
+
+        Raises:
+            StoppedError: `stop` returned True.
+        """
+
+    def exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exchange:
+        """Return what exchanges the bytes of pairs, made off the pause.
+
+        Args:
+            pairs: Rows of bytes of one length each; none overlaps another.
         """
 
     def memory_stats(self) -> dict[str, int]:
         """Return what reports tell about its memory."""
+
+    def drop_staging(self) -> None:
+        """Give back what was taken to stage versions; nothing may be at work, none is staged."""
 
     def set_budget(self, size: int) -> None:
         """Have so many bytes of device memory from now on. Nothing may be at work."""

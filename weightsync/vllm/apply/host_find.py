@@ -70,6 +70,10 @@ class Differences:
     changes: dict[int, ParamChange] = field(default_factory=dict)
     dense: set[int] = field(default_factory=set)
 
+    def differs(self, index: int) -> bool:
+        """Whether a slice differs at all."""
+        return index in self.changes or index in self.dense
+
 
 class _TooMuchError(Exception):
     """A copy of everything is less work."""
@@ -156,6 +160,18 @@ def _changed(
     old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype, stop: Callable[[], bool]
 ) -> _Elements | None:
     """Return row-major positions and integers in `dtype`; None: more than `_DENSE` allows."""
+    if new.numel() <= _BLOCK:
+        # Most of those of experts, by the thousand.
+        if stop():
+            raise StoppedError
+        at, values = _compared(old, new, dtype)
+        return None if at.size * _DENSE > new.numel() else (at.astype(np.int64), values)
+    return _changed_in_pieces(old, new, dtype, stop)
+
+
+def _changed_in_pieces(
+    old: torch.Tensor, new: torch.Tensor, dtype: torch.dtype, stop: Callable[[], bool]
+) -> _Elements | None:
     positions: list[NDArray[Any]] = [np.empty(0, np.int64)]
     values: list[NDArray[Any]] = []
     seen = count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.plan.live_params import Targets
 
-__all__ = ["Copy", "HostPatch", "split"]
+__all__ = ["Copy", "HostPatch", "joined", "split"]
 
 #: Elements that one thread writes at a time, so that several share a large parameter.
 _SHARE = 1 << 17
@@ -106,6 +107,21 @@ class HostPatch:
     def _sizes(self) -> list[int]:
         sizes = [change.nbytes for change in self.changes]
         return sizes + [copy.source.nbytes for copy in self.copies]
+
+
+def joined(changes: Iterable[ParamChange]) -> list[ParamChange]:
+    """Return changes of the host's memory with those of each parameter as one."""
+    by_param: dict[str, list[ParamChange]] = defaultdict(list)
+    for change in changes:
+        by_param[change.param].append(change)
+    return [
+        ParamChange(
+            param,
+            torch.cat([change.positions for change in each]),
+            torch.cat([change.values for change in each]),
+        )
+        for param, each in by_param.items()
+    ]
 
 
 def split(changes: Iterable[ParamChange]) -> list[ParamChange]:

@@ -15,22 +15,16 @@ from weightsync.vllm.cuda.memory_budget import aligned
 from weightsync.vllm.plan.int_views import as_ints
 from weightsync.vllm.plan.live_params import view_of
 from weightsync.vllm.plan.load_plan import Strides
+from weightsync.vllm.plan.ranges import ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from weightsync.vllm.plan.live_params import Targets
     from weightsync.vllm.plan.load_plan import Slice
+    from weightsync.vllm.plan.ranges import Part
 
-__all__ = ["Block", "Blocks", "Part", "lay_out", "wide"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A slice within a block: its index in the plan, and where it begins, in elements."""
-
-    index: int
-    begin: int
+__all__ = ["Block", "Blocks", "lay_out", "wide"]
 
 
 @dataclass(frozen=True)
@@ -94,42 +88,11 @@ def lay_out(slices: Sequence[Slice], dtypes: Mapping[str, torch.dtype]) -> Block
     """
     found: list[Block] = []
     at = 0
-    for param, place, parts in _grouped(slices):
-        block = Block(param, dtypes[param], place, at, parts)
+    for each in ranges_of(slices):
+        block = Block(each.param, dtypes[each.param], each.place, at, each.parts)
         found.append(block)
         at += aligned(block.nbytes)
     return Blocks(tuple(found), at)
-
-
-_Group = tuple[str, Strides, tuple[Part, ...]]
-
-
-def _grouped(slices: Sequence[Slice]) -> Iterator[_Group]:
-    by_param: dict[str, list[int]] = {}
-    for index, item in enumerate(slices):
-        if item.target.numel:
-            by_param.setdefault(item.param, []).append(index)
-    for param, indices in by_param.items():
-        run: list[Part] = []
-        begin = end = 0
-        for index in sorted(indices, key=lambda index: slices[index].target.offset):
-            target = slices[index].target
-            if not target.contiguous:
-                yield param, target, (Part(index, 0),)
-                continue
-            if run and target.offset != end:
-                yield param, _range(begin, end), tuple(run)
-                run = []
-            if not run:
-                begin = target.offset
-            run.append(Part(index, target.offset - begin))
-            end = target.offset + target.numel
-        if run:
-            yield param, _range(begin, end), tuple(run)
-
-
-def _range(begin: int, end: int) -> Strides:
-    return Strides(begin, (end - begin,), (1,))
 
 
 def wide(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,9 +24,10 @@ from weightsync.vllm.cuda.patch_find import PatchFinder, fill
 from weightsync.vllm.cuda.prefetched import PrefetchedBlocks
 from weightsync.vllm.cuda.read_progress import ReadProgress
 from weightsync.vllm.cuda.scatter import Scatters
+from weightsync.vllm.cuda.span_exchange import SpanExchange
 from weightsync.vllm.cuda.staged_plan import StagedPlan
 from weightsync.vllm.cuda.staged_write import Staged, send_blocks
-from weightsync.vllm.cuda.tensor_digests import digests_of
+from weightsync.vllm.cuda.tensor_digests import digests_of, small_digests
 from weightsync.vllm.cuda.uploader import CHUNK, StreamThrottle, Uploader
 from weightsync.vllm.cuda.warmup import warm_up
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weightsync.vllm.apply.device_ops import (
+        Exchange,
         MemoryRegistrar,
         PrefetchRequest,
         PrepareRequest,
@@ -50,6 +52,7 @@ __all__ = ["CudaOps"]
 
 logger = logging.getLogger(__name__)
 
+_Key = TypeVar("_Key", int, str)
 #: Truth values that are compared at a time; they stay in the device's cache. On an H200 16 MiB are
 #: compared at 3.34 TB/s of both sides, 32 MiB at 3.59; a bare read reaches 4.2.
 _MASK = 32 << 20
@@ -117,6 +120,12 @@ class CudaOps:
     def memory_stats(self) -> dict[str, int]:
         """See `DeviceOps`."""
         return {"device_room": self._budget.limit, "device_used": self._budget.used + _SCRATCH}
+
+    def drop_staging(self) -> None:
+        """See `DeviceOps`: also what torch would keep of it, for another process needs it."""
+        self.set_budget(self._budget.limit)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def set_budget(self, size: int) -> None:
         """See `DeviceOps`; what was staged is dropped."""
@@ -270,9 +279,18 @@ class CudaOps:
         return self._expected.mismatched(target, self._threads, stop, found)
 
     @torch.inference_mode()
-    def digests(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    def digests(
+        self, tensors: Mapping[_Key, torch.Tensor], stop: Stop | None = None
+    ) -> dict[_Key, bytes]:
         """See `DeviceOps`."""
-        return digests_of(self._kernels, tensors)
+        pace = StreamThrottle(self.device) if stop is not None else None
+        found = digests_of(self._kernels, tensors, pace, stop or bool)
+        rest = {key: tensor for key, tensor in tensors.items() if key not in found}
+        return found | small_digests(rest)
+
+    def exchange(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Exchange:
+        """See `DeviceOps`."""
+        return SpanExchange(self._kernels, pairs)
 
     def _plan_of(self, plan: LoadPlan, targets: Targets) -> StagedPlan:
         """Return what is staged by; its blocks and views are those of the version before."""

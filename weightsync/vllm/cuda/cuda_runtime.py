@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from weightsync.vllm.cuda.pitched_rows import PitchedRows
+    from weightsync.vllm.plan.pitched_rows import PitchedRows
 
 __all__ = ["Registrar", "Runtime"]
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from weightsync.gpu.device_digest import Digests, digestible
-from weightsync.vllm.plan.int_views import StoppedError
+from weightsync.vllm.plan.int_views import StoppedError, tensor_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-
     from weightsync.gpu.device_kernels import Kernels
     from weightsync.vllm.cuda.uploader import StreamThrottle
 
-__all__ = ["digests_of"]
+__all__ = ["digests_of", "small_digests"]
 
 _Key = TypeVar("_Key", int, str)
 #: Tensors that are digested at a time where that is not urgent: more would leave nothing of the
 #: device to others.
 _AT_ONCE = 16
+#: Bytes of a tensor below which its way to the host costs more than its digest.
+_SMALL = 1 << 10
 
 
 def digests_of(
@@ -51,3 +53,21 @@ def digests_of(
         if pace is not None:
             pace.step()
     return dict(zip(known, digests.results(), strict=True))
+
+
+def small_digests(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, bytes]:
+    """Return the digests of those of some tensors that are small, which come to the host at once.
+
+    Args:
+        tensors: On one device.
+    """
+    small = {
+        key: tensor.contiguous().reshape(-1).view(torch.uint8)
+        for key, tensor in tensors.items()
+        if tensor.nbytes <= _SMALL and tensor.numel()
+    }
+    if not small:
+        return {}
+    sizes = [tensor.numel() for tensor in small.values()]
+    parts = torch.split(torch.cat(list(small.values())).cpu(), sizes)
+    return {key: tensor_digest_of(part) for key, part in zip(small, parts, strict=True)}

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.vllm.cuda.pitched_rows import chunks, rows_of
 from weightsync.vllm.plan.int_views import StoppedError, as_ints, memory_of
+from weightsync.vllm.plan.pitched_rows import chunks, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,12 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.model.dtypes import safetensors_dtype, torch_dtype
+from weightsync.model.manifest import Layout
 from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
+from weightsync.vllm.plan.loader_params import as_created
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from weightsync.model.manifest import Layout
+    from weightsync.model.manifest import TensorEntry
     from weightsync.vllm.plan.live_params import LiveParameters
 
     #: Digests every parameter and buffer, by name.
@@ -199,7 +201,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = _strides(target, int(home.tensor.storage_offset()))
         part = _strides(source, -origin.offset)
         cast = origin.dtype != target.dtype
+        if cast:
+            _check_cast(origin, target.dtype)
         self.slices.append(Slice(origin.name, home.name, part, place, cast))
+
+
+def _check_cast(origin: _Origin, dtype: torch.dtype) -> None:
+    """Refuse to convert to or from what means something only together with its scales.
+
+    At once, so that also a part of a layout is refused that has such a tensor.
+    """
+    scale = safetensors_dtype(origin.dtype) == "F8_E8M0" and dtype.itemsize > 1
+    if scale or min(origin.dtype.itemsize, dtype.itemsize) > 1:
+        return
+    pushed, wanted = (safetensors_dtype(each) or str(each) for each in (origin.dtype, dtype))
+    msg = (
+        f"tensor {origin.name} is {pushed} where the model holds {wanted}, which is no conversion "
+        f"but a quantisation; push it as {wanted}, with its scales where it has some"
+    )
+    raise PlanRefusedError(msg, [origin.name])
 
 
 def _home_of(target: torch.Tensor, homes: list[_Home]) -> _Home | None:
@@ -255,7 +275,7 @@ def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
     try:
-        with torch.no_grad(), recorder:
+        with as_created(model), torch.no_grad(), recorder:
             model.load_weights(recorder.feed(layout))
             recorder.finish()
     except (PlanRefusedError, MemoryError, OSError, torch.OutOfMemoryError):
@@ -306,16 +326,34 @@ def capture_plan(
 
 
 def unplaced(
-    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+    model: Any,
+    live: LiveParameters,
+    layout: Layout,
+    digests: Digests | None = None,
+    rest: tuple[TensorEntry, ...] = (),
 ) -> list[str]:
     """Return the names of those of some tensors that the model's loaders do nothing with.
 
     As `capture_plan`, but for a part of a version: loaders that compute may want the rest of it.
 
+    Args:
+        model: The rank's model.
+        live: Its parameters.
+        layout: Some tensors of a version.
+        digests: Digests every parameter and buffer; None: `live` does.
+        rest: What the version may also have: where the loaders refuse the part alone, they are
+            shown both, for a tied head is refused by some unless the embedding comes too.
+
     Raises:
         PlanRefusedError: The loaders refused a tensor; with names.
     """
-    recorder = _recorded(model, live, layout, digests)
+    try:
+        recorder = _recorded(model, live, layout, digests)
+    except PlanRefusedError:
+        if not rest:
+            raise
+        both = Layout(layout.shards, (*rest, *layout.tensors))
+        recorder = _recorded(model, live, both, digests)
     return [tensor.name for tensor in layout.tensors if tensor.name not in recorder.used]
 
 

@@ -18,13 +18,15 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["forward_tensors"]
+__all__ = ["forward_numbers", "forward_tensors"]
 
 #: Modules whose objects hold no tensor of a model, and much that is costly to look at.
 _FOREIGN = frozenset(
     {"asyncio", "concurrent", "ctypes", "logging", "multiprocessing", "numpy", "threading", "torch"}
 )
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, enum.Enum, type(None))
+#: Base classes of vLLM's configurations that lie beside its layers.
+_CONFIGS = frozenset({"QuantizationConfig"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -39,14 +41,42 @@ def forward_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     Args:
         model: Looked at only: no property of any object is evaluated.
     """
+    for place, child, _ in _walk(model):
+        if isinstance(child, torch.Tensor):
+            yield place, child
+
+
+def forward_numbers(model: torch.nn.Module) -> dict[str, float]:
+    """Return every Python float that a module or a helper object holds, with a path to it.
+
+    vLLM reads scales out of tensors when it loads, and hands them to kernels as numbers. What
+    configurations hold is left out: it comes from no weight, and times that it took are in it.
+    """
+    return {
+        place: child
+        for place, child, owner in _walk(model)
+        if type(child) is float and not _is_config(owner)
+    }
+
+
+def _is_config(owner: Any) -> bool:
+    kinds = type(owner).__mro__
+    return any(
+        kind.__module__.startswith(("vllm.config", "transformers")) or kind.__name__ in _CONFIGS
+        for kind in kinds
+    )
+
+
+def _walk(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield tensors and floats, each with a path and with what holds it."""
     ahead: deque[tuple[str, Any]] = deque(model.named_modules())
     seen = {id(module) for _, module in ahead}
     while ahead:
         path, value = ahead.popleft()
         for name, child in _children(value):
             place = name if not path else f"{path}{'' if name.startswith('[') else '.'}{name}"
-            if isinstance(child, torch.Tensor):
-                yield place, child
+            if isinstance(child, torch.Tensor | float):
+                yield place, child, value
             elif not isinstance(child, _LEAVES) and id(child) not in seen:
                 seen.add(id(child))
                 ahead.append((place, child))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weightsync.vllm.cpu_plain import packs_experts
 from weightsync.vllm.env import EngineSettings
 
 if TYPE_CHECKING:
@@ -25,12 +26,16 @@ def _captures_a_copy(function: Callable[..., object]) -> bool:
 
 def why_not_plain(model: torch.nn.Module) -> str:
     """Return "" if every parameter is what the forward pass reads, else one sentence."""
-    remedy = _NO_REMEDY if EngineSettings.load().cpu_plain_weights else _REMEDY
+    settings = EngineSettings.load()
+    remedy = _NO_REMEDY if settings.cpu_plain_linear else _REMEDY
     for name, module in model.named_modules():
         function = vars(module).get("cpu_linear")
         packed = function is not None and _captures_a_copy(function)
         if packed or "_cpu_unpacked_conv_weight" in vars(module):
             return f"vLLM computes {name} from a repacked copy of its weights; {remedy}"
+        if packs_experts(module):
+            cure = _NO_REMEDY if settings.cpu_plain_experts else _REMEDY
+            return f"vLLM has repacked the experts of {name}; {cure}"
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             return (

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.model.manifest import TensorEntry
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from weightsync.model.manifest import Layout, TensorEntry
+    from weightsync.model.manifest import Layout
 
 __all__ = [
     "LoadPlan",
@@ -28,7 +30,7 @@ __all__ = [
     "check_against_base",
     "check_known",
     "check_overlap",
-    "check_places",
+    "placeless",
 ]
 
 
@@ -98,7 +100,9 @@ class LoadPlan:
         tensors: Name to dtype and shape of every tensor in the layout.
         slices: The copies, in the order of the loaders.
         param_dtypes: safetensors dtype of each parameter that is written.
-        same_as: For every tensor that the loaders ignored, the loaded one that it repeated in the
+        exchanged: Parameters whose halves vLLM exchanged when it had loaded them; the slices write
+            them so. Those of the adopted checkpoint hold for all layouts.
+        same_as: For every tensor that no rank loads, the loaded one that it repeated in the
             adopted checkpoint (a tied output head), or "" when there was none; filled by the
             adoption.
     """
@@ -107,6 +111,7 @@ class LoadPlan:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     slices: tuple[Slice, ...]
     param_dtypes: Mapping[str, str]
+    exchanged: frozenset[str] = frozenset()
     same_as: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -114,9 +119,18 @@ class LoadPlan:
         """Names of the tensors that are copied somewhere."""
         return frozenset(item.tensor for item in self.slices)
 
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """The tensors of the layout as a reader of it sees them, wherever their bytes lie."""
+        kinds = self.tensors.items()
+        return tuple(TensorEntry(name, dtype, shape, 0, 0, 0) for name, (dtype, shape) in kinds)
+
     @cached_property
     def ignored(self) -> tuple[str, ...]:
-        """Names of the tensors that the loaders took and did nothing with."""
+        """Names of the tensors that the loaders took and did nothing with.
+
+        Where ranks hold different parts of the model, others load most of them.
+        """
         return tuple(name for name in self.tensors if name not in self.loaded)
 
     @cached_property
@@ -138,20 +152,27 @@ class LoadPlan:
             and item.source.numel == math.prod(self.tensors[item.tensor][1])
         )
 
-    def accept_ignored(self, digests: Mapping[str, bytes], base: LoadPlan) -> None:
+    def accept_ignored(
+        self, digests: Mapping[str, bytes], base: LoadPlan, unloaded: frozenset[str]
+    ) -> None:
         """Refuse tensors whose content would get lost.
 
-        A tensor that the loaders ignore is fine when it repeats a loaded one (a tied output head),
-        or when the adopted checkpoint had it too and its content was of no use there either.
+        A tensor that no rank loads is fine when it repeats a loaded one (a tied output head), or
+        when the adopted checkpoint had it too and its content was of no use there either.
+
+        Args:
+            digests: Of every tensor of the version.
+            base: The plan of the adopted checkpoint.
+            unloaded: Those of `ignored` that no other rank of the engine loads either.
 
         Raises:
             PlanRefusedError: Naming the tensors.
         """
-        loaded = {digests[name] for name in self.loaded}
+        loaded = {digests[name] for name in self.tensors if name not in unloaded}
         lost = [
             name
-            for name in self.ignored
-            if digests[name] not in loaded and base.same_as.get(name) != ""
+            for name in self.tensors
+            if name in unloaded and digests[name] not in loaded and base.same_as.get(name) != ""
         ]
         if lost:
             msg = (
@@ -161,27 +182,39 @@ class LoadPlan:
             raise PlanRefusedError(msg, lost)
 
     def note_ignored(
-        self, digests: Mapping[str, bytes], uniform: Callable[[str], bool] = lambda _: False
+        self,
+        digests: Mapping[str, bytes],
+        unloaded: frozenset[str],
+        uniform: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """Remember, at adoption, which ignored tensors repeat loaded ones.
+        """Remember, at adoption, which tensors that no rank loads repeat loaded ones.
 
         One that is the same value all over repeats nothing: norms and scales are alike by chance.
 
         Args:
             digests: Of every tensor of the adopted checkpoint.
+            unloaded: As for `accept_ignored`.
             uniform: Tells whether a tensor, by name, holds one value all over.
         """
-        loaded = {(digests[name], self.tensors[name]): name for name in self.loaded}
-        for name in self.ignored:
-            if name not in self.same_as:
-                twin = loaded.get((digests[name], self.tensors[name]), "")
-                self.same_as[name] = "" if twin and uniform(name) else twin
+        loaded = {
+            (digests[name], kind): name
+            for name, kind in self.tensors.items()
+            if name not in unloaded
+        }
+        for name in unloaded.difference(self.same_as):
+            twin = loaded.get((digests[name], self.tensors[name]), "")
+            self.same_as[name] = "" if twin and uniform(name) else twin
 
 
-def check_against_base(layout: Layout, base: LoadPlan) -> None:
+def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
     """Refuse, without a capture, a layout that cannot fit the adopted one.
 
     Passing proves nothing: the capture of the layout decides.
+
+    Args:
+        layout: All tensors of a version.
+        base: The plan of the adopted layout.
+        alone: Whether no other rank loads what this one does not.
 
     Raises:
         PlanRefusedError: Naming the tensors.
@@ -193,8 +226,10 @@ def check_against_base(layout: Layout, base: LoadPlan) -> None:
         msg = "the version lacks these tensors of the model; push all of them"
         raise PlanRefusedError(msg, sorted(missing))
     extra = [t.name for t in layout.tensors if t.name not in base.tensors]
-    if extra and not missing:
-        check_places(layout, base, extra)
+    lost = placeless(layout, base, extra) if alone and not missing else []
+    if lost:
+        msg = "the model has no place for these tensors; leave them out"
+        raise PlanRefusedError(msg, lost)
 
 
 def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
@@ -227,8 +262,8 @@ def check_known(layout: Layout, base: LoadPlan) -> list[TensorEntry]:
     return known
 
 
-def check_places(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> None:
-    """Refuse tensors that the model has no place for, unless they may repeat others.
+def placeless(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> list[str]:
+    """Return the names of tensors that this rank has no place for, and that repeat none of its.
 
     A repeated tensor has the shape of the one that it repeats; the digests decide later.
 
@@ -236,16 +271,10 @@ def check_places(layout: Layout, base: LoadPlan, unplaced: Iterable[str]) -> Non
         layout: Has these tensors.
         base: The plan of the adopted layout.
         unplaced: Names of tensors that nothing is loaded from.
-
-    Raises:
-        PlanRefusedError: Naming those that repeat none.
     """
     loaded = {base.tensors[name][1] for name in base.loaded}
     shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-    lost = [name for name in unplaced if shapes[name] not in loaded]
-    if lost:
-        msg = "the model has no place for these tensors; leave them out"
-        raise PlanRefusedError(msg, lost)
+    return [name for name in unplaced if shapes[name] not in loaded]
 
 
 def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:

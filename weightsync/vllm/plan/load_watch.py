@@ -15,6 +15,7 @@ what is not understood is refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
@@ -26,11 +27,12 @@ import torch
 from weightsync.vllm.plan.forward_tensors import forward_tensors
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.loader_params import note_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["check_complete", "made_by_loading", "watch_loading"]
+__all__ = ["check_complete", "made_by_loading", "unwatched", "watch_loading"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class _Content(NamedTuple):
     digest: bytes
 
 
+_watching = True
 #: By model: the contents that there were before weights were loaded, by path and by address.
 _before: weakref.WeakKeyDictionary[torch.nn.Module, dict[str | int, _Content]] = (
     weakref.WeakKeyDictionary()
@@ -107,6 +110,7 @@ def watch_loading(loaders: Any) -> None:
     def initialize_model(*args: Any, **kwargs: Any) -> Any:
         model = initialize(*args, **kwargs)
         _note(_look_before, model)
+        _note(note_parameters, model)
         return model
 
     @functools.wraps(load)
@@ -120,7 +124,20 @@ def watch_loading(loaders: Any) -> None:
     loaders.BaseModelLoader.load_model = load_model
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Look at no load of the body: whoever loads a model again knows what to look at."""
+    global _watching  # noqa: PLW0603 - one switch for what is patched once
+    _watching = False
+    try:
+        yield
+    finally:
+        _watching = True
+
+
 def _note(look: Any, model: torch.nn.Module) -> None:
+    if not _watching:
+        return
     try:
         look(model)
     except Exception:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weightsync.model.name_sets import unpack
 from weightsync.vllm.plan.load_plan import PlanRefusedError, check_against_base
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ class PlanCache:
         by_signature: All of them.
         refused: What was said of layouts that the model cannot take, by their signatures: their
             plans need not be captured again to say so.
+        alone: Whether no other rank loads a tensor that this one does not.
+        unloaded: Names of the tensors that no rank of the engine loads, by signature.
     """
 
     base: LoadPlan | None = None
+    alone: bool = True
     by_signature: dict[str, LoadPlan] = field(default_factory=dict)
+    unloaded: dict[str, frozenset[str]] = field(default_factory=dict)
     refused: OrderedDict[str, tuple[str, list[str]]] = field(default_factory=OrderedDict)
 
     def add(self, plan: LoadPlan) -> None:
@@ -46,6 +51,27 @@ class PlanCache:
         if self.base is None:
             self.base = plan
         self.by_signature[plan.signature] = plan
+        if self.alone:
+            self.unloaded[plan.signature] = frozenset(plan.ignored)
+
+    def learn(self, signature: str, unloaded: str) -> None:
+        """Take note of what no rank loads of a layout, as the server has it from all of them.
+
+        Args:
+            signature: Of the layout.
+            unloaded: The names, as `name_sets` packs them; "": nothing new.
+
+        Raises:
+            ValueError: It is not about this layout, or names a tensor that this rank loads.
+        """
+        plan = self.by_signature.get(signature)
+        if not unloaded or plan is None:
+            return
+        names = unpack(unloaded, plan.tensors)
+        if loaded := names & plan.loaded:
+            msg = f"{min(loaded)} is said to be loaded by no rank, but this one loads it"
+            raise ValueError(msg)
+        self.unloaded[signature] = names
 
     def check(self, signature: str) -> None:
         """Refuse a layout that was refused before.
@@ -80,7 +106,8 @@ def find_plan(
         uniform: Tells whether one of its tensors, by name, holds one value all over.
 
     Raises:
-        NeedsCaptureError: Its layout is new; the model's loaders must run once.
+        NeedsCaptureError: Its layout is new, or nobody has said yet what no rank loads of it; the
+            model's loaders must run once on every rank.
         PlanRefusedError: It cannot fit the adopted model; with names.
     """
     layout = manifest.layout
@@ -88,11 +115,14 @@ def find_plan(
     plan = plans.by_signature.get(layout.signature)
     if plan is None:
         if plans.base is not None:
-            check_against_base(layout, plans.base)
+            check_against_base(layout, plans.base, alone=plans.alone)
+        raise NeedsCaptureError
+    unloaded = plans.unloaded.get(layout.signature)
+    if unloaded is None:
         raise NeedsCaptureError
     digests = dict(zip((t.name for t in layout.tensors), manifest.digests, strict=True))
     if plan is plans.base:
-        plan.note_ignored(digests, uniform)
+        plan.note_ignored(digests, unloaded, uniform)
     assert plans.base is not None  # noqa: S101 - there is a plan, so there is a first one
-    plan.accept_ignored(digests, plans.base)
+    plan.accept_ignored(digests, plans.base, unloaded)
     return plan

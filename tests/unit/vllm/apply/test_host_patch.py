@@ -14,7 +14,7 @@ from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
 from tests.unit.vllm.worker.test_rank import Worker
 from weightsync import failpoints
 from weightsync.vllm.apply import expected_digests, host_find, host_patch
-from weightsync.vllm.plan.int_views import as_ints, tensor_digest_of
+from weightsync.vllm.plan.int_views import as_ints, joined_digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -237,10 +237,10 @@ def test_a_check_gives_way_to_the_next_job_and_its_version_stays(
     def slow(*args: Any, **named: Any) -> bytes:
         started.set()
         waiting.wait(10)
-        return tensor_digest_of(*args, **named)
+        return joined_digest_of(*args, **named)
 
     page, (reader,) = staging.pages(["0/0/0"])
-    monkeypatch.setattr(expected_digests, "tensor_digest_of", slow)
+    monkeypatch.setattr(expected_digests, "joined_digest_of", slow)
     assert rank.call("verify", apply_id="base", page=page, gives_way=True)["ok"]
     assert started.wait(10)
     threading.Timer(0.1, waiting.set).start()

@@ -277,6 +277,23 @@ def test_a_smaller_room_drops_what_was_staged(
     assert _holds(worker, _nudged("q"))
 
 
+def test_a_loader_gets_what_a_plan_has_taken(
+    make: Callable[..., Worker], stage: Callable[[Tensors], Version]
+) -> None:
+    worker = make()
+    worker.job("prepare", "two", stage(_nudged("q")), base="base")
+    before = worker.call("state")
+    assert before["device_used"] > _SCRATCH
+
+    def no_loader() -> None:
+        raise OSError
+
+    worker._weightsync_rank._make_twin = no_loader  # type: ignore[attr-defined]
+    assert worker.call("load", group="0" * 32, document="none")["ok"] is False
+    state = worker.call("state")
+    assert (state["device_used"], state["device_room"]) == (_SCRATCH, before["device_room"])
+
+
 def test_another_version_on_the_device_takes_nothing_from_the_one_before(
     make: Callable[..., Worker], stage: Callable[[Tensors], Version]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.vllm.conftest import ToyModel, layout_of, load_for_real, toy_tensors
-from weightsync.vllm.plan.capture import capture_plan
+from weightsync.vllm.plan.capture import capture_plan, unplaced
 from weightsync.vllm.plan.live_params import LiveParameters, view_of
 from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError
 
@@ -208,3 +208,42 @@ def test_overlap_is_found_in_strided_places() -> None:
 
     with pytest.raises(PlanRefusedError, match="same place of qk"):
         _capture(Overlapping(), toy_tensors(1))
+
+
+def _quantised(dtype: Any) -> ToyModel:
+    model = load_for_real(ToyModel(), toy_tensors(1))
+    model.down = torch.nn.Parameter(model.down.data.to(dtype), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("pushed", "held", "says"),
+    [
+        (torch.bfloat16, torch.float8_e4m3fn, "BF16 where the model holds F8_E4M3"),
+        (torch.float8_e4m3fn, torch.bfloat16, "F8_E4M3 where the model holds BF16"),
+        (torch.float8_e5m2, torch.float8_e4m3fn, "F8_E5M2 where the model holds F8_E4M3"),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_quantisation_is_no_conversion(pushed: Any, held: Any, says: str, whole: bool) -> None:
+    model = _quantised(held)
+    tensors = toy_tensors(2)
+    tensors["down"] = tensors["down"].to(pushed)
+    look = capture_plan
+    if not whole:
+        look, tensors = unplaced, {"down": tensors["down"]}  # type: ignore[assignment]  # asked alike
+    with pytest.raises(PlanRefusedError, match=says) as caught:
+        look(model, LiveParameters(model), layout_of(tensors))
+    assert caught.value.names == ["down"]
+
+
+def test_what_is_quantised_already_is_copied_as_it_is() -> None:
+    model = _quantised(torch.float8_e4m3fn)
+    tensors = toy_tensors(2)
+    tensors["down"] = tensors["down"].to(torch.float8_e4m3fn)
+    tensors["scale"] = torch.tensor(2.0).to(torch.float8_e8m0fnu)
+    plan = _capture(model, tensors)
+    casts = {item.tensor: item.cast for item in plan.slices}
+    # A scale that is an exponent alone is exact in the model's dtype.
+    assert (casts["down"], casts["scale"]) == (False, True)
+    assert plan.param_dtypes["down"] == "F8_E4M3"

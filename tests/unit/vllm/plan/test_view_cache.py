@@ -34,7 +34,7 @@ def rank_of(worker: Worker) -> Rank:
 
 
 def plan_of(worker: Worker) -> LoadPlan:
-    plan = rank_of(worker)._plans.base
+    plan = rank_of(worker)._plan._plans.base
     assert plan is not None
     return plan
 
