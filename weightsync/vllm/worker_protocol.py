@@ -15,6 +15,7 @@ METHODS: Mapping[str, str] = {
     "weightsync_capture": "capture",
     "weightsync_check": "check",
     "weightsync_ahead": "prefetch",
+    "weightsync_load": "load",
     "weightsync_prepare": "prepare",
     "weightsync_commit": "commit",
     "weightsync_switch": "switch",
@@ -26,14 +27,22 @@ METHODS: Mapping[str, str] = {
 
 def rank_name(parallel: Any, rank: int) -> str:
     """Return `dp/pp/tp` of a worker from vLLM's ParallelConfig and its rank in the executor."""
-    dp = getattr(parallel, "data_parallel_index", None)
-    if dp is None:
-        dp = parallel.data_parallel_rank
-    tp_size = parallel.tensor_parallel_size
-    return f"{dp}/{rank // tp_size}/{rank % tp_size}"
+    # Engine cores of a dense model are told a data parallel rank of 0, but keep their index.
+    index = getattr(parallel, "data_parallel_index", None)
+    return _name(parallel, parallel.data_parallel_rank if index is None else index, rank)
 
 
 def rank_names(parallel: Any) -> tuple[str, ...]:
-    """Return the names of all workers of one engine in the order of `collective_rpc` replies."""
+    """Return the names of all workers of one engine in the order of their replies.
+
+    Engine core by engine core, each in the order of `collective_rpc` replies. A worker of a dense
+    model that knows only of its own engine core gets the names of that one's workers.
+    """
     size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return tuple(rank_name(parallel, rank) for rank in range(size))
+    cores = range(parallel.data_parallel_size)
+    return tuple(_name(parallel, core, rank) for core in cores for rank in range(size))
+
+
+def _name(parallel: Any, core: int, rank: int) -> str:
+    tp_size = parallel.tensor_parallel_size
+    return f"{core}/{rank // tp_size}/{rank % tp_size}"

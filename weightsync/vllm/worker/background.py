@@ -103,7 +103,8 @@ class Background:
         try:
             page = self._open_page(self._socket(args), f"{args['page']}/{self._name}")
             known = {"apply_id": job.apply_id, "ticket": args.get("ticket")}
-            job.progress = lambda read: page.write({**known, "phase": "running", "read": read})
+            job.report = lambda more: page.write({**known, "phase": "running", **more})
+            job.progress = lambda read: job.report({"read": read})
             job.progress(0)
         except Exception:
             logger.exception("weightsync: no status page for apply %s", job.apply_id)

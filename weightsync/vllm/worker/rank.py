@@ -6,40 +6,30 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightsync import failpoints
-from weightsync.model.manifest import Layout
-from weightsync.vllm.apply.device_ops import PrefetchRequest, PrepareRequest
-from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count
-from weightsync.vllm.apply.prepared import describe
-from weightsync.vllm.plan.capture import capture_plan, unplaced
+from weightsync.shm.staged_version import read_document
+from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count, yield_cores
+from weightsync.vllm.apply.transform import TransformRequest
 from weightsync.vllm.plan.in_place import why_not_plain
-from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.live_params import LiveParameters
-from weightsync.vllm.plan.load_plan import (
-    PlanRefusedError,
-    check_coverage,
-    check_known,
-    check_places,
-)
-from weightsync.vllm.plan.load_watch import check_complete
-from weightsync.vllm.plan.plan_cache import PlanCache, find_plan
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.plan_cache import PlanCache
 from weightsync.vllm.plan.view_cache import ViewCache
-from weightsync.vllm.worker.arrival_order import open_arrivals, turns
 from weightsync.vllm.worker.background import Background
-from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError
-from weightsync.vllm.worker.segment_mappings import RankSegments, read_document
+from weightsync.vllm.worker.plan_transform import PlanTransform
+from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
+from weightsync.vllm.worker.segment_mappings import RankSegments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weightsync.vllm.apply.device_ops import DeviceOps, Prep
-    from weightsync.vllm.apply.prepared import RankPrepared
-    from weightsync.vllm.plan.load_plan import LoadPlan
+    from weightsync.vllm.apply.device_ops import DeviceOps
+    from weightsync.vllm.apply.transform import Prepared, VersionTransform
+    from weightsync.vllm.twin.twin_transform import TwinTransform
     from weightsync.vllm.worker.rank_job import Job
 
 __all__ = ["Rank"]
@@ -64,7 +54,7 @@ class _LiveState:
 
 
 class Rank:
-    """State of one worker process. Calls come from one thread; one job runs beside them.
+    """State of one worker process. Calls come from one thread; a job or two run beside them.
 
     Args:
         model: The rank's model.
@@ -73,6 +63,8 @@ class Rank:
         segment_socket: Where the server's segments are unless a call says otherwise.
         ops: Prepares, writes and compares the parameters where they are.
         ranks: Workers of the engine on this host.
+        make_twin: Makes what serves a model that no load plan serves; None: nothing does.
+        alone: Whether no other rank loads a tensor that this one does not.
     """
 
     def __init__(
@@ -83,21 +75,27 @@ class Rank:
         segment_socket: str,
         ops: DeviceOps,
         ranks: int = 1,
+        make_twin: Callable[[], TwinTransform] | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
         self._model = model
         self._device = device
-        self._name = name
         self._segment_socket = segment_socket
-        self._live = LiveParameters(model)
-        self._views = ViewCache(self._live)
+        self._ops = ops
+        live = LiveParameters(model)
+        views = ViewCache(live)
         # What writes in a pause; what runs beside generation has threads of its own.
         self._threads = SliceThreads(commit_thread_count(device, ranks))
-        self._plans = PlanCache()
-        self._prepared: dict[str, RankPrepared] = {}
-        self._ops = ops
-        self._segments = RankSegments(self._views, ops.registrar, self._segments_in_use)
+        self._segments = RankSegments(views, ops.registrar, self._segments_in_use)
+        plans = PlanCache(alone=alone)
+        self._plan = PlanTransform(model, live, views, self._segments, ops, self._threads, plans)
+        self._make_twin = make_twin
+        self._twin: TwinTransform | None = None
+        self._prepared: dict[str, Prepared] = {}
         self._live_state = _LiveState()
         self._background = Background(name, self._socket, ops.enter_background, self._drop)
+        self._loads = Background(name, self._socket, yield_cores, _nothing)
 
     def hello(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what this rank is and holds."""
@@ -119,32 +117,40 @@ class Rank:
             "prepared": sorted(self._prepared),
             "busy": self._background.settle() if args.get("settle") else self._background.busy,
             "segments": len(self._segments.mappings),
+            "transform": self._transform.name,
+            **(self._twin.status() if self._twin else {}),
             **self._ops.memory_stats(),
         }
 
+    @property
+    def _transform(self) -> VersionTransform:
+        return self._twin or self._plan
+
     def capture(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Make the load plan of a document's layout. The engine is paused meanwhile.
+
+        The reply's `ignored` are the names that this rank loads nothing from: what all ranks
+        ignore is told to each as `unloaded`, when it prepares a version of the layout. Where the
+        engine's own checkpoint has no plan, the reply tells that its versions must be loaded, and
+        why.
 
         Raises:
             PlanRefusedError: The model cannot take this layout.
         """
         failpoints.hit("worker.capture")
-        self._refuse_repacked()
-        layout = read_document(self._socket(args), str(args["document"])).manifest.layout
-        self._plans.check(layout.signature)
-        with self._plans.remembering(layout.signature):
-            plan, seconds = capture_plan(self._model, self._live, layout, self._live_digests)
-            if self._plans.base is not None:
-                check_coverage(plan, self._plans.base)
-            else:
-                check_complete(self._model, map(self._live.tensor, plan.written))
-        self._plans.add(plan)
-        self._ops.warm_up(plan)
-        return {"seconds": seconds, "slices": len(plan.slices)}
+        socket = self._socket(args)
+        staged = read_document(socket, str(args["document"]))
+        try:
+            return self._plan.capture(staged, socket)
+        except PlanRefusedError as error:
+            if self._plan.proved or self._make_twin is None:
+                raise
+            return {"transform": "twin", "why": str(error), **refused(error), "error": ""}
 
     def check(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell whether the model takes some tensors of a version, by names, dtypes and shapes.
 
+        The reply's `unplaced` are the names that this rank has no place for; another one may.
         Names that the adopted checkpoint does not have are shown to the model's own loaders, which
         takes as long as a capture: the server asks once for each.
 
@@ -153,16 +159,38 @@ class Rank:
             RefusedCallError: Nothing is adopted yet.
         """
         failpoints.hit("worker.check")
-        base = self._plans.base
-        if base is None:
-            msg = "no checkpoint is adopted yet"
-            raise RefusedCallError(msg)
         layout = read_document(self._socket(args), str(args["document"])).manifest.layout
-        known = {tensor.name for tensor in check_known(layout, base)}
-        others = tuple(tensor for tensor in layout.tensors if tensor.name not in known)
-        if others:
-            part = Layout(layout.shards, others)
-            check_places(part, base, unplaced(self._model, self._live, part, self._live_digests))
+        return {"unplaced": (self._twin or self._plan).check(layout)}
+
+    def load(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Start loading a version beside generation; the outcome comes on the status page.
+
+        From then on what this rank makes live was loaded so.
+
+        Raises:
+            PlanRefusedError: It cannot load.
+            RefusedCallError: Another load is at work.
+        """
+        failpoints.hit("worker.load")
+        if self._twin is None:
+            if self._make_twin is None:
+                msg = (
+                    "vLLM computes the weights of this model when it loads them, and a data "
+                    "parallel engine cannot load beside generation; start one vLLM per replica"
+                )
+                raise PlanRefusedError(msg)
+            # A plan that the start has not proved may have taken as much as the loader needs.
+            self._ops.drop_staging()
+            self._twin = self._make_twin()
+        twin = self._twin
+        twin.begin(args)
+
+        def load(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
+            path, document = self._socket(asked), str(asked["document"])
+            digest = read_document(path, document).manifest.content_digest
+            return twin.load(digest, path, document, job.cancelled.is_set, job.report)
+
+        self._loads.start(args, load)
         return {}
 
     def prepare(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +218,7 @@ class Rank:
         failpoints.hit("worker.commit")
         self._end_staging()
         live, sent = self._live_state, self._ops.sent
-        writer = self._ops.writer(target, live.proved)
+        writer = self._transform.writer(target, live.proved)
         live.apply_id, live.content_digest, live.dirty = apply_id, "", True
         begin = time.perf_counter()
         live.writes += 1
@@ -203,7 +231,7 @@ class Rank:
                 wrong = writer.verify(self._threads)
         finally:
             live.writes += 1
-            self._ops.invalidate(target)
+            self._transform.invalidate(target)
         done = time.perf_counter()
         if not wrong:
             live.content_digest, live.dirty = target.content_digest, False
@@ -269,29 +297,12 @@ class Rank:
     def _drop(self, apply_id: str) -> None:
         self._prepared.pop(apply_id, None)
 
-    def _known(self, apply_id: str) -> RankPrepared:
+    def _known(self, apply_id: str) -> Prepared:
         target = self._prepared.get(apply_id)
         if target is None:
             msg = f"apply {apply_id} is not prepared on this rank; prepare it first"
             raise RefusedCallError(msg)
         return target
-
-    def _refuse_repacked(self) -> None:
-        reason = why_not_plain(self._model)
-        if reason:
-            raise PlanRefusedError(reason)
-
-    def _live_digests(self) -> dict[str, bytes]:
-        """Digest every parameter and buffer, on the device where it can; the engine stands."""
-        tensors = {name: self._live.tensor(name) for name in self._live.names()}
-        found = self._ops.digests(tensors)
-        rest = [name for name in tensors if name not in found]
-
-        def digest(index: int) -> None:
-            found[rest[index]] = tensor_digest_of(tensors[rest[index]])
-
-        self._threads.each(digest, [tensors[name].nbytes for name in rest])
-        return found
 
     def _socket(self, args: Mapping[str, Any]) -> str:
         return str(args.get("socket") or self._segment_socket)
@@ -312,66 +323,43 @@ class Rank:
 
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
-        self._refuse_repacked()
         socket = self._socket(args)
         staged = read_document(socket, str(args["document"]))
-        layout = staged.manifest.layout
-        uniform = partial(self._segments.uniform, socket, layout, staged.segments)
-        plan = find_plan(staged.manifest, self._plans, uniform)
-        failpoints.hit("worker.map")
-        read = self._segments.read(socket, layout, staged.segments, plan)
-        target = describe(job.apply_id, staged, plan, read, self._views.targets(plan))
-        sent = self._ops.sent
-        prep = self._make_ready(target, job, args)
+        self._plan.learn(staged.manifest.layout, str(args.get("unloaded", "")))
+        # Without a base the engine stands, and is proved by what the server received: a copy
+        # beside it would shorten no pause. What is live already needs none either.
+        stage = bool(args.get("base")) and not args.get("compare_live")
+        request = TransformRequest(
+            job.apply_id,
+            staged,
+            socket,
+            self._base(str(args.get("base", ""))),
+            stage,
+            str(args.get("ahead", "")),
+            job.progress,
+        )
+        target, report = self._transform.prepare(request, job.cancelled.is_set)
         proved: dict[str, Any] = {"proved": None}
         if args.get("compare_live"):
             claim = not args.get("proof_only")
             proved = self._compare(target, job.cancelled.is_set, claim=claim)
         self._prepared[job.apply_id] = target
-        writer = self._ops.writer(target, self._live_state.proved)
-        report = {"slices": len(plan.slices), "bytes": writer.nbytes, "patched": writer.patched}
-        report |= {"h2d_bytes": self._ops.sent - sent + prep.prefetched, **self._ops.memory_stats()}
-        report |= prep.proof.report(layout)
-        return {"phase": "ready", **report, **proved}
+        writer = self._transform.writer(target, self._live_state.proved)
+        about: dict[str, Any] = {"bytes": writer.nbytes, "patched": writer.patched}
+        about |= {"transform": self._transform.name}
+        return {"phase": "ready", **about, **self._ops.memory_stats(), **report, **proved}
 
     def _prefetch(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.ahead")
-        socket = self._socket(args)
-        with open_arrivals(socket, str(args["document"])) as reader:
-            known = self._plans.by_signature
-            plan = known.get(reader.layout.signature) if reader is not None else None
-            if reader is None or plan is None or not self._ops.stages:
-                # It is prepared as a whole, once it is complete.
-                return {"phase": "ready"}
-            what = socket, reader.layout, reader.segments, plan
-            with self._segments.incoming(*what) as read:
-                request = PrefetchRequest(
-                    job.apply_id,
-                    reader.segments,
-                    plan,
-                    self._views.targets(plan),
-                    read,
-                    reader.layout,
-                    turns(reader, job),
-                    self._live_state.proved,
-                    lambda: job.unwanted,
-                )
-                self._ops.prefetch(request, job.cancelled.is_set)
+        if self._twin is None:
+            document = str(args["document"])
+            self._plan.prefetch(job, self._socket(args), document, self._live_state.proved)
         return {"phase": "ready"}
 
-    def _make_ready(self, target: RankPrepared, job: Job, args: Mapping[str, Any]) -> Prep:
-        base = self._base(str(args.get("base", "")), target.plan)
-        # Without a base the engine stands, and is proved by what the server received: a copy
-        # beside it would shorten no pause. What is live already needs none either.
-        stage = bool(args.get("base")) and not args.get("compare_live")
-        ticket = str(args.get("ahead", ""))
-        request = PrepareRequest(target, base, job.progress, stage, ticket)
-        return self._ops.prepare(request, job.cancelled.is_set)
-
-    def _base(self, apply_id: str, plan: LoadPlan) -> RankPrepared | None:
+    def _base(self, apply_id: str) -> Prepared | None:
         """Return what a patch may be based on: what the live parameters are proved to hold."""
         base = self._prepared.get(apply_id)
-        if base is None or base.plan is not plan or base.content_digest != self._live_state.proved:
+        if base is None or base.content_digest != self._live_state.proved:
             return None
         return base
 
@@ -381,11 +369,11 @@ class Rank:
         return {"phase": "ready", **self._compare(target, job.cancelled.is_set)}
 
     def _compare(
-        self, target: RankPrepared, stop: Callable[[], bool], *, claim: bool = True
+        self, target: Prepared, stop: Callable[[], bool], *, claim: bool = True
     ) -> dict[str, Any]:
         failpoints.hit("worker.verify")
         writes = self._live_state.writes
-        wrong = self._ops.compare(target, stop)
+        wrong = self._transform.compare(target, stop)
         live = self._live_state
         if live.writes != writes or writes % 2:
             msg = "the parameters were written while they were compared; compare again"
@@ -396,3 +384,7 @@ class Rank:
         elif wrong and live.content_digest == target.content_digest:
             live.content_digest, live.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}
+
+
+def _nothing(apply_id: str) -> None:
+    del apply_id

@@ -7,12 +7,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weightsync.vllm.apply.transform import NeedsLoadError
 from weightsync.vllm.plan.int_views import StoppedError
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.plan_cache import NeedsCaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["NAMES", "Job", "RefusedCallError", "caught", "refused"]
 
@@ -26,8 +27,8 @@ class RefusedCallError(Exception):
     """A call that this rank cannot follow; its text is one sentence."""
 
 
-def _nobody(count: int) -> None:
-    del count
+def _nobody(what: object) -> None:
+    del what
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Job:
         prefetches: Whether it reads what still comes in; at last it looks at what is live.
         progress: Called with n when it will not read the first n shards of its version any
             more, in the order of `Layout.largest_first`.
+        report: Called with what else is to be told while it runs.
         over: All is done but the telling: who is told may ask for the next one at once.
         follower: Goes on from what this one leaves, and waits for it.
     """
@@ -50,6 +52,7 @@ class Job:
     stages: bool = False
     prefetches: bool = False
     progress: Callable[[int], None] = _nobody
+    report: Callable[[Mapping[str, Any]], None] = _nobody
     over: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
@@ -88,6 +91,8 @@ def caught(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return blank | work()
     except NeedsCaptureError:
         return blank | {"phase": "needs_capture"}
+    except NeedsLoadError:
+        return blank | {"phase": "needs_load"}
     except PlanRefusedError as error:
         return blank | {"phase": "failed"} | refused(error)
     except StoppedError:

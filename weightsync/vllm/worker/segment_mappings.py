@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment
-from weightsync.shm.staged_version import StagedVersion
 from weightsync.vllm.plan.staged_tensors import StagedTensors
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan.load_plan import LoadPlan
     from weightsync.vllm.plan.view_cache import Read, ViewCache
 
-__all__ = ["RankSegments", "SegmentMappings", "read_document"]
+__all__ = ["RankSegments", "SegmentMappings"]
 
 
 class SegmentMappings:
@@ -104,6 +103,11 @@ class RankSegments:
         #: Segments that are read ahead, which may be gone for the server at any time.
         self._incoming: tuple[str, ...] = ()
 
+    def tensors(self, socket: str, layout: Layout, ids: Sequence[str]) -> StagedTensors:
+        """Return the tensors of a version; no call that unmaps segments may come meanwhile."""
+        with self._lock:
+            return StagedTensors(layout, self.mappings.map(socket, ids))
+
     def uniform(self, socket: str, layout: Layout, ids: Sequence[str], name: str) -> bool:
         """Tell whether a tensor of a version holds one value all over, bit for bit."""
         with self._lock:
@@ -143,19 +147,3 @@ class RankSegments:
             gone = gone.difference(self._incoming, self._in_use())
             self._views.forget(gone)
             self.mappings.unmap(gone)
-
-
-def read_document(socket: str, document: str) -> StagedVersion:
-    """Return the staged version that a document segment describes.
-
-    Raises:
-        OSError: Nobody listens on the segment socket.
-        LookupError: The server has no such document.
-    """
-    with SegmentClient(socket) as client:
-        ((fd, size),) = client.map([document])
-    mapped = MappedSegment(fd, size)
-    staged = StagedVersion.from_view(mapped.view)
-    # Not in a `finally`: the traceback of a failure holds views, and closing would hide the reason.
-    mapped.close()
-    return staged

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.twin_of_worker import twin_of
 from weightsync.vllm.worker.between_steps import switch
 from weightsync.vllm.worker.consensus import tensor_rank_group
 from weightsync.vllm.worker.rank import Rank
@@ -43,10 +45,21 @@ def _rank_of(worker: Any) -> Rank:
         settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
         ops = _device_ops(worker, settings, ranks)
-        found = Rank(model, worker.device, name, settings.segment_socket, ops, ranks)
+        # Replicas of one engine core meet in groups of all cores, which loaders do not make.
+        single = getattr(worker.parallel_config, "data_parallel_size", 1) == 1
+        make_twin = partial(twin_of, worker, model, name, ops, ranks) if single else None
+        alone = not _divides_tensors(worker.parallel_config)
+        socket = settings.segment_socket
+        found = Rank(model, worker.device, name, socket, ops, ranks, make_twin, alone=alone)
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
+
+
+def _divides_tensors(parallel: Any) -> bool:
+    """Whether ranks load different tensors, and not only different parts of each."""
+    experts = bool(getattr(parallel, "enable_expert_parallel", False))
+    return experts or parallel.pipeline_parallel_size > 1
 
 
 def _device_ops(worker: Any, settings: EngineSettings, ranks: int) -> DeviceOps:

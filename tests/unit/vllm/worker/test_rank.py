@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import save
 
 from tests.unit.vllm.conftest import ToyModel, load_for_real, toy_tensors
+from weightsync.model.name_sets import unpack
 from weightsync.shm.status_page import PageWriter
 from weightsync.vllm.apply import expected_digests, host_ops
 from weightsync.vllm.cuda.cuda_ops import CudaOps
-from weightsync.vllm.plan.int_views import tensor_digest_of
+from weightsync.vllm.plan.int_views import joined_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.worker import worker_methods
+from weightsync.vllm.worker_protocol import rank_name
 
 if TYPE_CHECKING:
     from tests.support.staging import Staging, Version
@@ -40,7 +42,10 @@ class Worker(_Base):
         self.device = torch.device("cpu")
         self.rank = rank
         self.parallel_config = SimpleNamespace(
-            data_parallel_rank=0, tensor_parallel_size=2, pipeline_parallel_size=1
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
         )
         self.staging = staging
         self.model = model
@@ -56,7 +61,7 @@ class Worker(_Base):
         return getattr(self, f"weightsync_{word}")(args)  # type: ignore[no-any-return]
 
     def job(self, word: str, apply_id: str, version: Version | None = None, **more: Any) -> Any:
-        page, (reader,) = self.staging.pages([f"0/0/{self.rank}"])
+        page, (reader,) = self.staging.pages([rank_name(self.parallel_config, self.rank)])
         if version is not None:
             more["document"] = version.document.id
         reply = self.call(word, apply_id=apply_id, page=page, **more)
@@ -143,14 +148,15 @@ def test_a_proof_of_the_checkpoint_claims_nothing(staging: Staging, first: Versi
     assert rank.call("state")["dirty"] is False
 
 
-def test_what_is_made_of_the_weights_and_not_written_is_refused(staging: Staging) -> None:
+def test_what_is_made_of_the_weights_and_not_written_must_be_loaded(staging: Staging) -> None:
     model = load_for_real(ToyModel(), toy_tensors(1))
     model.absorbed = model.qk.detach().T.contiguous()
     rank = Worker(model, staging)
     version = staging.stage_files([save(toy_tensors(1))])
     reply = rank.call("capture", document=version.document.id)
-    assert not reply["ok"]
-    assert reply["names"] == ["absorbed"]
+    assert reply["ok"]
+    assert reply["transform"] == "twin"
+    assert "absorbed" in reply["why"]
     # What only shows a parameter in another form follows what is written there.
     model.absorbed = model.qk.detach().T
     # Another one: a refusal is remembered.
@@ -306,20 +312,51 @@ def test_a_layout_that_was_refused_pauses_nothing_again(
         ({"unheard": torch.zeros(2)}, "refused tensor unheard"),
         ({"q": torch.zeros(4, 5)}, "another shape"),
         ({"down": torch.zeros(4, 6, dtype=torch.int32)}, "neither the dtype"),
-        ({"ignored": torch.zeros(9)}, "no place for these"),
     ],
 )
 def test_tensors_that_the_model_does_not_take_are_told_by_name(
-    rank: Worker, staging: Staging, tensors: Any, sentence: str, monkeypatch: pytest.MonkeyPatch
+    rank: Worker, staging: Staging, tensors: Any, sentence: str
 ) -> None:
-    load = rank.model.load_one
-    monkeypatch.setattr(
-        rank.model, "load_one", lambda name, t: None if name == "ignored" else load(name, t)
-    )
     reply = rank.call("check", document=staging.stage_files([save(tensors)]).document.id)
     assert not reply["ok"]
     assert sentence in reply["error"]
     assert reply["names"] == list(tensors)
+
+
+def test_tensors_that_this_rank_has_no_place_for_are_told(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = rank.model.load_one
+    monkeypatch.setattr(
+        rank.model, "load_one", lambda name, t: None if name in ("odd", "tied") else load(name, t)
+    )
+    some = {"odd": torch.zeros(9), "tied": torch.zeros(6, 4), "k": toy_tensors(2)["k"]}
+    reply = rank.call("check", document=staging.stage_files([save(some)]).document.id)
+    assert reply["ok"]
+    # What has the shape of a loaded one may repeat it.
+    assert unpack(reply["unplaced"], some) == {"odd"}
+
+
+def test_a_tied_head_is_shown_to_loaders_that_want_its_embedding_beside_it(
+    rank: Worker, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, one = rank.model.load_weights, rank.model.load_one
+    monkeypatch.setattr(
+        rank.model, "load_one", lambda name, t: None if name == "tied" else one(name, t)
+    )
+
+    def load_weights(weights: Any) -> Any:
+        loaded = load(weights)
+        # As vLLM 0.32 does for a head that it skips.
+        if "tied" in loaded and "embed" not in loaded:
+            raise ValueError("tied was skipped, but embed was not found")
+        return loaded
+
+    monkeypatch.setattr(rank.model, "load_weights", load_weights)
+    some = {"tied": torch.zeros(6, 4)}
+    reply = rank.call("check", document=staging.stage_files([save(some)]).document.id)
+    assert reply["ok"], reply
+    assert not unpack(reply["unplaced"], some)
 
 
 def test_names_of_the_checkpoint_are_taken_without_asking_the_loaders(
@@ -327,7 +364,9 @@ def test_names_of_the_checkpoint_are_taken_without_asking_the_loaders(
 ) -> None:
     shown = _driven(rank, monkeypatch)
     some = {name: toy_tensors(2)[name] for name in ("k", "down")}
-    assert rank.call("check", document=staging.stage_files([save(some)]).document.id)["ok"]
+    reply = rank.call("check", document=staging.stage_files([save(some)]).document.id)
+    assert reply["ok"]
+    assert not unpack(reply["unplaced"], some)
     assert not shown
     # Another spelling that the loaders know, and one that may repeat a tensor.
     load = rank.model.load_one
@@ -443,15 +482,15 @@ def test_emptied_parameter_under_the_switch_has_another_remedy(
     assert "restart vLLM with" not in report["error"]
 
 
-def test_emptied_parameter_is_refused_with_the_switch_named(
-    staging: Staging, first: Version
-) -> None:
+def test_versions_of_an_emptied_parameter_must_be_loaded(staging: Staging, first: Version) -> None:
     rank = Worker(load_for_real(ToyModel(), toy_tensors(1)), staging)
     rank.model.qk = torch.nn.Parameter(torch.empty(0), requires_grad=False)
     hello = rank.call("hello")
     assert (hello["plain"], hello["pid"]) == (False, os.getpid())
-    report = rank.job("prepare", "x", first)
-    assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in report["error"]
+    assert rank.job("prepare", "x", first)["phase"] == "needs_capture"
+    reply = rank.call("capture", document=first.document.id)
+    assert reply["transform"] == "twin"
+    assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in reply["why"]
 
 
 def test_one_job_at_a_time_and_release_ends_it(
@@ -459,9 +498,9 @@ def test_one_job_at_a_time_and_release_ends_it(
 ) -> None:
     def slow(*args: Any) -> bytes:
         time.sleep(0.2)
-        return tensor_digest_of(*args)
+        return joined_digest_of(*args)
 
-    monkeypatch.setattr(expected_digests, "tensor_digest_of", slow)
+    monkeypatch.setattr(expected_digests, "joined_digest_of", slow)
     second = staging.stage_files([save(toy_tensors(2))])
     page, (reader,) = staging.pages(["0/0/0"])
     args = {"document": second.document.id, "page": page}

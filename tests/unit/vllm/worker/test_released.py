@@ -20,7 +20,7 @@ from weightsync.vllm.apply import expected_digests
 from weightsync.vllm.cuda.cuda_ops import CudaOps
 from weightsync.vllm.cuda.cuda_runtime import Registrar
 from weightsync.vllm.env import Amount
-from weightsync.vllm.plan.int_views import tensor_digest_of
+from weightsync.vllm.plan.int_views import joined_digest_of
 from weightsync.vllm.worker import worker_methods as worker_
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Gate:
             self.entered.set()
             while not stop() and not self.go.wait(0.001):
                 pass
-        return tensor_digest_of(tensor, dtype, stop, device)
+        return joined_digest_of(tensor, dtype, stop, device)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Gate]]:
 
     def close() -> Gate:
         gates.append(Gate())
-        monkeypatch.setattr(expected_digests, "tensor_digest_of", gates[-1].digest)
+        monkeypatch.setattr(expected_digests, "joined_digest_of", gates[-1].digest)
         return gates[-1]
 
     yield close

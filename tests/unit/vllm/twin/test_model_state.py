@@ -1,0 +1,121 @@
+"""Two loads of one version have one form; what differs is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from weightsync.vllm.plan.int_views import tensor_digest_of
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.load_watch import watch_loading
+from weightsync.vllm.twin.model_state import StateForm, state_of, weight_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Layer(torch.nn.Module):
+    """Has a parameter, a view of it as a bare attribute, a scale, and a number."""
+
+    def __init__(self, *, rows: int = 4) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(rows * 8.0).reshape(rows, 8))
+        self.absorbed = self.weight.detach()[1:3].t()
+        self.scale = torch.tensor(2.0)
+        self.scale_float = 2.0
+
+
+def model(**options: Any) -> Any:
+    return torch.nn.Sequential(Layer(**options))
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    return {path: tensor_digest_of(tensor) for path, tensor in tensors.items()}
+
+
+PATHS = frozenset({"0.weight", "0.absorbed", "0.scale"})
+
+
+def test_what_shares_memory_is_one_piece_of_it() -> None:
+    state = state_of(model(), PATHS)
+    forms = state.form.tensors
+    assert forms["0.absorbed"].span == forms["0.weight"].span
+    assert forms["0.absorbed"].offset == 8 * 4
+    assert forms["0.absorbed"].stride == (1, 8)
+    assert forms["0.scale"].span != forms["0.weight"].span
+    assert sorted(state.form.spans) == [4, 4 * 8 * 4]
+    assert [row.numel() for row in state.memory] == list(state.form.spans)
+
+
+def test_the_memory_is_the_models_own() -> None:
+    layer = model()
+    state = state_of(layer, PATHS)
+    state.memory[state.form.tensors["0.weight"].span].zero_()
+    assert not layer[0].weight.any()
+
+
+def test_two_loads_have_one_form_and_json_keeps_it() -> None:
+    one, other = state_of(model(), PATHS).form, state_of(model(), PATHS).form
+    assert one.differences(other) == []
+    assert StateForm.from_json(one.to_json()) == other
+
+
+def test_another_shape_number_or_alias_is_named() -> None:
+    form = state_of(model(), PATHS).form
+    assert form.differences(state_of(model(rows=6), PATHS).form) == ["0.weight"]
+    scaled = model()
+    scaled[0].scale_float = 3.0
+    assert form.differences(state_of(scaled, PATHS).form) == ["0.scale_float"]
+    apart = model()
+    apart[0].absorbed = apart[0].absorbed.clone()
+    assert "0.absorbed" in form.differences(state_of(apart, PATHS).form)
+
+
+def test_what_is_gone_is_refused_by_name() -> None:
+    with pytest.raises(PlanRefusedError) as refused:
+        state_of(model(), PATHS | {"0.lost"})
+    assert refused.value.names == ["0.lost"]
+
+
+def test_memory_between_elements_is_refused() -> None:
+    gaps = model()
+    gaps[0].absorbed = torch.zeros(4, 8)[:, ::2]
+    with pytest.raises(PlanRefusedError) as refused:
+        state_of(gaps, PATHS)
+    assert refused.value.names == ["0.absorbed"]
+
+
+def test_others_are_digested_where_they_are_asked_for() -> None:
+    one = state_of(model(), {"0.weight", "0.absorbed"}, digests)
+    assert set(one.others) == {"0.scale"}
+    changed = model()
+    changed[0].scale.fill_(3.0)
+    other = state_of(changed, {"0.weight", "0.absorbed"}, digests)
+    assert one.others != other.others
+
+
+def test_every_tensor_lies_in_a_piece() -> None:
+    forms = state_of(model(), PATHS).form.tensors
+    assert forms.keys() == PATHS
+    assert all(form.span >= 0 for form in forms.values())
+
+
+def test_what_loading_made_belongs_to_the_weights() -> None:
+    class Loader:
+        def load_model(self) -> Any:
+            loaded: Any = loaders.initialize_model()
+            loaded[0].weight.data.mul_(2)
+            loaded[0].scale.fill_(3.0)
+            return loaded
+
+    loaders = SimpleNamespace(initialize_model=model, BaseModelLoader=Loader)
+    watch_loading(loaders)
+    assert weight_paths(Loader().load_model()) == PATHS
+
+
+def test_a_model_that_nobody_saw_being_loaded_is_refused() -> None:
+    with pytest.raises(PlanRefusedError, match="VLLM_PLUGINS=weightsync"):
+        weight_paths(model())

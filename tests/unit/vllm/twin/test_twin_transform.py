@@ -1,0 +1,57 @@
+"""A twin makes ready only what its rank knows that it has loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.unit.vllm.conftest import ToyModel, toy_tensors
+from weightsync.shm.staged_version import read_document
+from weightsync.vllm.apply.host_ops import HostOps
+from weightsync.vllm.apply.transform import NeedsLoadError, TransformRequest
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.twin_transform import TwinTransform
+from weightsync.vllm.worker.rank_job import caught
+
+if TYPE_CHECKING:
+    from tests.support.staging import Staging
+    from weightsync.vllm.twin.loader_process import LoaderStart
+
+
+def _start(group: str) -> LoaderStart:
+    raise AssertionError(group)
+
+
+def test_what_is_not_loaded_must_be(staging: Staging) -> None:
+    cpu = torch.device("cpu")
+    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1)
+    version = staging.stage_files([save(toy_tensors(1))])
+    path = str(staging.socket)
+    staged = read_document(path, version.document.id)
+    request = TransformRequest("a", staged, path, None, stage=False, ticket="", progress=print)
+    with pytest.raises(NeedsLoadError):
+        twin.prepare(request, bool)
+
+
+def test_what_another_loader_knew_is_compared_all_the_same(staging: Staging) -> None:
+    cpu = torch.device("cpu")
+    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1)
+    path = str(staging.socket)
+    first = staging.stage_files([save(toy_tensors(1))])
+    twin._layout = read_document(path, first.document.id).manifest.layout
+    less = toy_tensors(2)
+    del less["down"]
+    version = staging.stage_files([save(less)])
+    with pytest.raises(PlanRefusedError) as refused:
+        twin.load("x", path, version.document.id, bool, print)
+    assert refused.value.names == ["down"]
+
+
+def test_a_report_tells_that_it_must_be_loaded() -> None:
+    def prepare() -> NoReturn:
+        raise NeedsLoadError
+
+    assert caught(prepare)["phase"] == "needs_load"

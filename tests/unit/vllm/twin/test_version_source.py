@@ -1,0 +1,48 @@
+"""What counts as read of a version is what an operation read, not what was handed out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.support.staging import Staging
+from weightsync.shm.staged_version import read_document
+from weightsync.vllm.twin.version_source import ReadWatch, VersionSource, opened_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Staging]:
+    made = Staging(tmp_path / "segments.sock")
+    yield made
+    made.close()
+
+
+def test_only_what_was_read_counts(staging: Staging) -> None:
+    tensors = {name: torch.randn(4, 6) for name in ("copied", "sliced", "converted", "left")}
+    version = staging.stage_files([save(tensors)])
+    path = str(staging.socket)
+    staged = read_document(path, version.document.id)
+    seen: list[int] = []
+    target = torch.zeros(4, 6)
+    with opened_version(path, staged, None) as bytes_of:
+        source = VersionSource(staged.manifest.layout, bytes_of, seen.append)
+        with ReadWatch(source) as watch:
+            for name, tensor in source:
+                view = tensor.t()[1:].detach()
+                if name == "copied":
+                    target.copy_(tensor)
+                elif name == "sliced":
+                    target[0, :4] += view[0]
+                elif name == "converted":
+                    tensor.to(torch.float64)
+        assert watch.read == {"copied", "sliced", "converted"}
+        del tensor, view
+    assert seen == [0, 1, 2, 3]
+    assert torch.equal(target[1:], tensors["copied"][1:])

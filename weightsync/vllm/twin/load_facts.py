@@ -1,0 +1,58 @@
+"""What every load of a model has in common with the first one, whichever loader does it.
+
+A loader compares its loads with each other. One that takes the place of another has nothing to
+compare its first load with: its rank has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["LoadFacts"]
+
+
+@dataclass(frozen=True)
+class LoadFacts:
+    """What a load tells beside its form.
+
+    Attributes:
+        others: Digest of every tensor that is not exchanged, by path.
+        unread: Names of the version's tensors of which no byte was read.
+    """
+
+    others: Mapping[str, str]
+    unread: frozenset[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as `from_json` reads it."""
+        return {"others": dict(self.others), "unread": sorted(self.unread)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> LoadFacts:
+        """Read what `to_json` returned."""
+        return cls(dict(document["others"]), frozenset(document["unread"]))
+
+    def check(self, first: LoadFacts) -> None:
+        """Refuse a load that is unlike the first one.
+
+        Raises:
+            PlanRefusedError: With the tensors that differ.
+        """
+        changed = {
+            path
+            for path in first.others.keys() | self.others.keys()
+            if first.others.get(path) != self.others.get(path)
+        }
+        if changed:
+            msg = "vLLM makes these tensors from the weights, and they are not exchanged"
+            raise PlanRefusedError(msg, sorted(changed))
+        lost = self.unread - first.unread
+        if lost:
+            msg = "vLLM loads nothing from these tensors of the version, as it did before"
+            raise PlanRefusedError(msg, sorted(lost))

@@ -1,0 +1,205 @@
+"""The program of a loader: loads versions for the rank that started it, and dies with that.
+
+Its standard input brings vLLM's configuration; its only argument is a descriptor of the socket over
+which the rank asks, and which is closed when the rank is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync import failpoints
+from weightsync.errors import WeightSyncError
+from weightsync.shm.staged_version import read_document
+from weightsync.vllm.twin.load_facts import LoadFacts
+from weightsync.vllm.twin.loader_config import load_config
+from weightsync.wire.fd_passing import receive, send, send_fds
+
+if TYPE_CHECKING:
+    from weightsync.vllm.apply.device_ops import DeviceOps
+    from weightsync.vllm.apply.parallel import SliceThreads
+    from weightsync.vllm.twin.arena import LoaderArena
+    from weightsync.vllm.twin.model_state import ModelState
+    from weightsync.vllm.twin.state_loads import StateLoads
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+#: Names of tensors in one message.
+_NAMES = 10
+#: How much the loader gives way to what generates, nice(2).
+_NICE = 10
+
+
+class _Loader:
+    """Answers the rank, one request after the other."""
+
+    def __init__(
+        self, sock: socket.socket, loads: StateLoads, ops: DeviceOps, device: torch.device
+    ) -> None:
+        from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count
+
+        self._sock = sock
+        self._loads = loads
+        self._ops = ops
+        self._device = device
+        self._threads: SliceThreads = SliceThreads(background_thread_count(device, 1))
+        self._arena: LoaderArena | None = None
+
+    def serve(self) -> None:
+        """Serve until the rank is gone, or a load has failed."""
+        while True:
+            request = receive(self._sock)
+            self._load(request)
+
+    def _load(self, request: dict[str, Any]) -> None:
+        from weightsync.vllm.plan.load_plan import PlanRefusedError
+
+        begin = time.perf_counter()
+        path = str(request["socket"])
+        staged = read_document(path, str(request["document"]))
+        failpoints.hit("loader.load")
+        try:
+            state = self._loads.state(path, staged)
+        except PlanRefusedError as error:
+            names = {"names": error.names[:_NAMES], "names_total": len(error.names)}
+            send(self._sock, {"event": "refused", "error": str(error), **names})
+            return
+        failpoints.hit("loader.loaded")
+        seconds = time.perf_counter() - begin
+        others = {name: digest.hex() for name, digest in state.others.items()}
+        facts = LoadFacts(others, self._loads.unread).to_json()
+        form = state.form.to_json()
+        send(self._sock, {"event": "loaded", "form": form, "seconds": seconds, **facts})
+        # The rank may be exchanging what lies in the arena.
+        receive(self._sock)
+        self._store(state)
+
+    def _store(self, state: ModelState) -> None:
+        from weightsync.vllm.apply.byte_rows import row_digests, rows_of
+        from weightsync.vllm.twin.arena import LoaderArena
+
+        made = self._arena is None
+        if self._arena is None:
+            self._arena = LoaderArena(state.form.spans, self._device)
+        for place, piece in zip(self._arena.memory, state.memory, strict=True):
+            place.copy_(piece)
+        failpoints.hit("loader.stored")
+        digests = row_digests(self._ops, rows_of(self._arena.memory), self._threads)
+        if failpoints.lie("loader.digests"):
+            digests = digests[::-1]
+        document, fds = self._arena.share()
+        reply: dict[str, Any] = {"event": "stored", "digests": [digest.hex() for digest in digests]}
+        if made:
+            reply |= {"arena": document, "fds": len(fds), "nbytes": self._arena.nbytes}
+        send(self._sock, reply)
+        if made:
+            send_fds(self._sock, fds)
+        del state
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # An interrupt from the terminal goes to the whole group; the rank decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _end_with(sock: socket.socket) -> None:
+    """End this process when the other end of a socket is closed, whatever else it does."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+def _ops_of(device: torch.device, room: int) -> DeviceOps:
+    from weightsync.vllm.apply.host_ops import HostOps
+    from weightsync.vllm.cuda.cuda_ops import CudaOps
+    from weightsync.vllm.env import Amount
+
+    if device.type != "cuda":
+        return HostOps(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if room:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), device)
+    return CudaOps(device, Amount(0), 0.0)
+
+
+def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
+    # Before any plugin runs, as in vLLM's own workers: they choose kernels by what they find.
+    config = load_config(sys.stdin.buffer)
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from weightsync.vllm.apply.parallel import leave_core
+    from weightsync.vllm.twin.state_loads import StateLoads
+    from weightsync.vllm.twin.vllm_load import LoaderGroup, VllmLoad
+
+    leave_core()
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    torch.set_num_threads(1)
+    group = LoaderGroup(config, start["rank"], start["local_rank"], start["rendezvous"])
+    ops = _ops_of(group.device, int(start["room"]))
+
+    def progress(phase: str, percent: int) -> None:
+        send(sock, {"event": "progress", "phase": phase, "percent": percent})
+
+    loads = StateLoads(VllmLoad(config), ops, ops.registrar, progress)
+    # What was imported stays: vLLM collects garbage twice in each load.
+    gc.collect()
+    gc.freeze()
+    return _Loader(sock, loads, ops, group.device)
+
+
+def main() -> int:
+    """Serve the rank that started this process."""
+    _die_with_parent()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    start = receive(sock)
+    if os.getppid() != start["parent"]:
+        # It died before the kernel was told to end this process with it.
+        return 1
+    threading.Thread(target=_end_with, args=(sock,), daemon=True).start()
+    _name_lines(start["name"])
+    try:
+        failpoints.hit("loader.start")
+        loader = _begin(start, sock)
+        send(sock, {"event": "ready"})
+        loader.serve()
+    except EOFError:
+        return 0
+    except Exception as error:
+        text = error.message if isinstance(error, WeightSyncError) else str(error)
+        with contextlib.suppress(OSError):
+            # A failed load leaks memory of its half-made layers: this process ends.
+            send(sock, {"event": "failed", "error": f"{type(error).__name__}: {text}"[:500]})
+        raise
+    return 0
+
+
+def _name_lines(name: str) -> None:
+    """Put the rank before every line in vLLM's log, where vLLM does that for its own processes."""
+    with contextlib.suppress(ImportError):
+        from vllm.utils.system_utils import decorate_logs
+
+        decorate_logs(f"weightsync loader {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""A rank's loader: a process of its own, started, asked, and ended from here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync import clock
+from weightsync.wire.fd_passing import receive, receive_fds, send
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.vllm.apply.device_ops import Stop
+
+__all__ = ["LoaderError", "LoaderProcess", "LoaderRefusedError", "LoaderStart"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a loader may take until it can load, seconds.
+_START_S = 120.0
+#: How long it has to end when it is asked to, before it is killed, seconds.
+_END_S = 5.0
+#: How often it is looked at whether the load is still wanted, seconds.
+_LOOK_S = 0.2
+
+
+class LoaderError(Exception):
+    """A loader has failed, and ended; its text is one sentence."""
+
+
+class LoaderRefusedError(Exception):
+    """A loader cannot load a version; it goes on with others.
+
+    Args:
+        message: One sentence.
+        names: Tensors at fault, the first ones.
+        total: How many there are.
+    """
+
+    def __init__(self, message: str, names: list[str], total: int) -> None:
+        super().__init__(message)
+        self.names = names
+        self.total = total
+
+
+@dataclass(frozen=True)
+class LoaderStart:
+    """What a loader begins with.
+
+    Attributes:
+        config: VLLM's configuration, as `loader_config` writes it.
+        name: `dp/pp/tp` of the rank.
+        rank: In the executor.
+        local_rank: On this host.
+        rendezvous: Where the loaders of the engine meet.
+        room: Bytes of device memory that it may take; 0: it is not bounded here.
+    """
+
+    config: bytes
+    name: str
+    rank: int
+    local_rank: int
+    rendezvous: str
+    room: int
+
+
+class LoaderProcess:
+    """One process. It is started by the thread that makes this: it dies with that thread.
+
+    Args:
+        start: What it begins with.
+
+    Attributes:
+        ready: Whether it can load.
+    """
+
+    def __init__(self, start: LoaderStart) -> None:
+        self.ready = False
+        self._name = start.name
+        self._config = start.config
+        ours, theirs = socket.socketpair()
+        self._sock = ours
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "weightsync.vllm.twin.loader_main", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+        send(
+            ours,
+            {
+                "parent": os.getpid(),
+                "name": start.name,
+                "rank": start.rank,
+                "local_rank": start.local_rank,
+                "rendezvous": start.rendezvous,
+                "room": start.room,
+            },
+        )
+        # More than a pipe holds would wait for a program that is still starting.
+        threading.Thread(target=self._configure, name="weightsync", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._child.poll() is None
+
+    def wait_ready(self, stop: Stop) -> None:
+        """Return when it can load.
+
+        Raises:
+            LoaderError: It did not come up.
+        """
+        if not self.ready:
+            self._next("ready", clock.monotonic() + _START_S, stop, lambda _: None)
+            self.ready = True
+
+    def load(
+        self,
+        path: str,
+        document: str,
+        limit_s: float,
+        stop: Stop,
+        progress: Callable[[dict[str, Any]], None],
+    ) -> dict[str, Any]:
+        """Return what a version has become in the loader's own memory; `store` takes it over.
+
+        Args:
+            path: The segment socket.
+            document: Segment that tells where the version lies.
+            limit_s: How long it may take, seconds.
+            stop: True: nobody wants it any more.
+            progress: Told how far it is.
+
+        Raises:
+            LoaderRefusedError: The version is none for this model.
+            LoaderError: It failed, was stopped, or took too long.
+        """
+        self._send({"op": "load", "socket": path, "document": document})
+        return self._next("loaded", clock.monotonic() + limit_s, stop, progress)
+
+    def store(self, limit_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Have it fill the arena, which nobody else uses meanwhile.
+
+        Returns what it tells of that, and descriptors of a new arena.
+
+        Raises:
+            LoaderError: It failed, or took too long; what the arena holds is not known.
+        """
+        self._send({"op": "store"})
+        reply = self._next("stored", clock.monotonic() + limit_s, bool, lambda _: None)
+        return reply, receive_fds(self._sock, int(reply.get("fds", 0)))
+
+    def end(self) -> None:
+        """End it; it is gone when this returns."""
+        self.ready = False
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._child.terminate()
+        try:
+            self._child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._sock.close()
+
+    def _configure(self) -> None:
+        assert self._child.stdin is not None  # noqa: S101 - it was asked for
+        with contextlib.suppress(OSError), self._child.stdin as pipe:
+            pipe.write(self._config)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        try:
+            send(self._sock, request)
+        except OSError as error:
+            raise LoaderError(self._last_word()) from error
+
+    def _next(
+        self,
+        wanted: str,
+        deadline: float,
+        stop: Stop,
+        progress: Callable[[dict[str, Any]], None],
+    ) -> dict[str, Any]:
+        phase = {"phase": "starting", "percent": 0}
+        while True:
+            reply = self._receive(deadline, stop, phase)
+            event = reply.get("event")
+            if event == wanted:
+                return reply
+            if event == "progress":
+                phase = {"phase": str(reply["phase"]), "percent": int(reply["percent"])}
+                progress(phase)
+            elif event == "refused":
+                names = [str(name) for name in reply["names"]]
+                raise LoaderRefusedError(str(reply["error"]), names, int(reply["names_total"]))
+            else:
+                raise LoaderError(f"the loader failed: {reply.get('error')}")
+
+    def _receive(self, deadline: float, stop: Stop, phase: dict[str, Any]) -> dict[str, Any]:
+        while True:
+            if stop():
+                msg = "the load was given up"
+                raise LoaderError(msg)
+            if clock.monotonic() > deadline:
+                msg = f"the loader took too long ({phase['phase']}, {phase['percent']} %)"
+                raise LoaderError(msg)
+            self._sock.settimeout(_LOOK_S)
+            try:
+                if not self._sock.recv(1, socket.MSG_PEEK):
+                    raise EOFError
+                # What has begun to come comes whole, unless the process is stopped.
+                self._sock.settimeout(max(1.0, deadline - clock.monotonic()))
+                return receive(self._sock)
+            except TimeoutError:
+                continue
+            except (EOFError, OSError, ValueError) as error:
+                raise LoaderError(self._last_word()) from error
+
+    def _last_word(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_END_S)
+        return f"the loader of rank {self._name} ended with status {self._child.poll()}"

@@ -1,0 +1,55 @@
+"""The twin of a vLLM worker: what its loader begins with."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.vllm.twin.loader_config import dump_config
+from weightsync.vllm.twin.loader_process import LoaderError, LoaderStart
+from weightsync.vllm.twin.twin_transform import TwinTransform
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync.vllm.apply.device_ops import DeviceOps
+
+__all__ = ["twin_of"]
+
+_GROUP = re.compile(r"[0-9a-f]{32}")
+
+
+def twin_of(
+    worker: Any, model: torch.nn.Module, name: str, ops: DeviceOps, ranks: int
+) -> TwinTransform:
+    """Return the twin of a worker.
+
+    Args:
+        worker: VLLM's.
+        model: The one that it runs.
+        name: `dp/pp/tp`.
+        ops: Digests and exchanges its parameters.
+        ranks: Workers of the engine on this host.
+    """
+
+    def start(group: str) -> LoaderStart:
+        return LoaderStart(
+            config=dump_config(worker.vllm_config),
+            name=name,
+            rank=int(worker.rank),
+            local_rank=int(worker.local_rank),
+            rendezvous=_rendezvous(group),
+            room=ops.memory_stats().get("device_room", 0),
+        )
+
+    return TwinTransform(model, worker.device, ops, start, ranks)
+
+
+def _rendezvous(group: str) -> str:
+    """Return where the loaders of a group meet: nobody else can guess its name."""
+    if not _GROUP.fullmatch(group):
+        msg = f"{group!r} names no group of loaders"
+        raise LoaderError(msg)
+    return (Path(tempfile.gettempdir()) / f"weightsync-{group}").as_uri()

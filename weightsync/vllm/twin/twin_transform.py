@@ -1,0 +1,295 @@
+"""Versions through a loader beside this rank: what it loaded is exchanged with the live weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync import failpoints
+from weightsync.shm.staged_version import read_document
+from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
+from weightsync.vllm.apply.transform import NeedsLoadError
+from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.arena import RankArena
+from weightsync.vllm.twin.live_state import ExchangedMemory, LoadedVersion
+from weightsync.vllm.twin.load_facts import LoadFacts
+from weightsync.vllm.twin.loader_process import LoaderError, LoaderProcess, LoaderRefusedError
+from weightsync.vllm.twin.model_state import StateForm, state_of, weight_paths
+from weightsync.vllm.twin.same_tensors import check_same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from weightsync.model.manifest import Layout
+    from weightsync.vllm.apply.device_ops import DeviceOps, Stop
+    from weightsync.vllm.apply.transform import Prepared, TransformRequest
+    from weightsync.vllm.apply.writes import Writer
+    from weightsync.vllm.twin.loader_process import LoaderStart
+    from weightsync.vllm.twin.model_state import ModelState
+
+    #: Shows how far a load is.
+    Report = Callable[[Mapping[str, Any]], None]
+
+__all__ = ["TwinTransform"]
+
+logger = logging.getLogger(__name__)
+
+#: Least and most time of a load, as a multiple of the one before it; seconds.
+_LEAST_S, _TIMES = 120.0, 3.0
+#: How often a version is tried before it is refused.
+_TRIES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class _TwinPrepared:
+    """See `Prepared`: it reads no segment any more."""
+
+    apply_id: str
+    version: LoadedVersion
+    segments: tuple[str, ...] = ()
+
+    @property
+    def content_digest(self) -> str:
+        return self.version.content_digest
+
+
+@dataclass(frozen=True)
+class _TwinWriter:
+    """See `Writer`: an exchange, and a look at all that is live then."""
+
+    memory: ExchangedMemory
+    target: LoadedVersion
+    patched = False
+    compared_all = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def write(self, threads: SliceThreads) -> None:
+        self.memory.write(self.target, threads)
+
+    def verify(self, threads: SliceThreads) -> list[str]:
+        return self.memory.unlike(self.target, threads)
+
+
+class TwinTransform:
+    """See `VersionTransform`. One load at a time; what a commit needs was loaded before it.
+
+    Args:
+        model: The rank's model.
+        device: Where it is.
+        ops: Digests and exchanges.
+        start: Returns what a loader begins with, by the name of its engine's group of loaders.
+        ranks: Workers of the engine on this host.
+    """
+
+    name = "twin"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        ops: DeviceOps,
+        start: Callable[[str], LoaderStart],
+        ranks: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._ops = ops
+        self._start = start
+        self._threads = SliceThreads(background_thread_count(device, ranks), yield_cores)
+        self._loader: LoaderProcess | None = None
+        self._group = ""
+        self._memory: ExchangedMemory | None = None
+        self._arena: RankArena | None = None
+        self._arena_bytes = 0
+        self._last_s = 0.0
+        self._restarts = -1
+        #: Failures in a row, by content digest, and what the last one said.
+        self._failed: dict[str, tuple[int, str]] = {}
+        #: Layout of what was loaded first: the engine's own checkpoint.
+        self._layout: Layout | None = None
+        self._first: LoadFacts | None = None
+
+    def begin(self, args: Mapping[str, Any]) -> None:
+        """See to it that there is a loader of a group. Called by the thread that never ends."""
+        group = str(args["group"])
+        if self._loader is not None and (group != self._group or not self._loader.alive):
+            self._end_loader()
+        if self._loader is None:
+            self._loader = LoaderProcess(self._start(group))
+            self._group = group
+            self._restarts += 1
+            logger.info("weightsync: loader %d starts", self._loader.pid)
+
+    def status(self) -> dict[str, Any]:
+        """Return what replies tell of the loader."""
+        loader = self._loader
+        return {
+            "loader_up": loader is not None and loader.ready and loader.alive,
+            "loader_restarts": max(0, self._restarts),
+            "arena_bytes": self._arena_bytes,
+            "held": [version.content_digest for version in self._versions()],
+        }
+
+    def load(
+        self, content_digest: str, path: str, document: str, stop: Stop, report: Report
+    ) -> dict[str, Any]:
+        """Load a version, unless it lies here; return what the report tells.
+
+        Args:
+            content_digest: Of the version.
+            path: The segment socket.
+            document: Segment that tells where it lies.
+            stop: True: nobody wants it any more.
+            report: Told how far it is.
+
+        Raises:
+            PlanRefusedError: The model cannot take it, or it has failed too often.
+            LoaderError: It failed; the loader is gone.
+        """
+        if self._memory is not None and self._memory.has_proved(content_digest):
+            return {"phase": "ready", "held_before": True, **self.status()}
+        count, why = self._failed.get(content_digest, (0, ""))
+        if count >= _TRIES:
+            msg = f"this version could not be loaded {count} times ({why}); push another one"
+            raise PlanRefusedError(msg)
+        if self._layout is not None:
+            # A loader that is new has nothing with which it could compare what it loads first.
+            check_same(read_document(path, document).manifest.layout, self._layout)
+        begin = time.perf_counter()
+        try:
+            self._load(content_digest, path, document, stop, report)
+        except LoaderRefusedError as error:
+            raise PlanRefusedError(str(error), error.names) from error
+        except PlanRefusedError:
+            # It waits for what comes after a load.
+            self._end_loader()
+            raise
+        except LoaderError as error:
+            self._end_loader()
+            if not stop():
+                self._failed[content_digest] = count + 1, str(error)
+            raise
+        self._failed.pop(content_digest, None)
+        self._last_s = time.perf_counter() - begin
+        return {"phase": "ready", "load_s": self._last_s, **self.status()}
+
+    def _load(
+        self, content_digest: str, path: str, document: str, stop: Stop, report: Report
+    ) -> None:
+        loader = self._loader
+        if loader is None:
+            msg = "there is no loader"
+            raise LoaderError(msg)
+        report({"load": "starting", "percent": 0})
+        loader.wait_ready(stop)
+        limit_s = max(_LEAST_S, _TIMES * self._last_s)
+
+        def show(phase: dict[str, Any]) -> None:
+            report({"load": phase["phase"], "percent": phase["percent"]})
+
+        reply = loader.load(path, document, limit_s, stop, show)
+        form = StateForm.from_json(reply["form"])
+        live = self._live_state()
+        _check_form(form, live.form)
+        facts = LoadFacts.from_json(reply)
+        self._first = self._first or facts
+        facts.check(self._first)
+        # The one that is stored takes the place of the version before.
+        with self._memory.lock if self._memory is not None else contextlib.nullcontext():
+            if self._memory is not None:
+                self._memory.in_arena = None
+            failpoints.hit("worker.store")
+            stored, fds = loader.store(limit_s)
+            if "arena" in stored:
+                self._open_arena(stored, fds, live)
+            assert self._memory is not None  # noqa: S101 - it was just made
+            digests = tuple(bytes.fromhex(digest) for digest in stored["digests"])
+            self._memory.in_arena = LoadedVersion(content_digest, digests)
+        if self._layout is None:
+            self._layout = read_document(path, document).manifest.layout
+
+    def _open_arena(self, stored: Mapping[str, Any], fds: list[int], live: ModelState) -> None:
+        arena = RankArena(stored["arena"], fds, live.form.spans, self._device)
+        if self._memory is None:
+            self._memory = ExchangedMemory(live, arena.memory, self._ops, self._threads)
+        else:
+            self._memory.replace_arena(arena.memory)
+        if self._arena is not None:
+            self._arena.close()
+        self._arena, self._arena_bytes = arena, int(stored["nbytes"])
+
+    def _live_state(self) -> ModelState:
+        return state_of(self._model, weight_paths(self._model))
+
+    def _versions(self) -> list[LoadedVersion]:
+        memory = self._memory
+        if memory is None:
+            return []
+        return [version for version in (memory.in_model, memory.in_arena) if version is not None]
+
+    def _end_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.end()
+            self._loader = None
+
+    def check(self, layout: Layout) -> str:
+        """Accept some tensors of a version by names, dtypes and shapes; returns "": all are placed.
+
+        Raises:
+            PlanRefusedError: They are others than the engine's checkpoint has; named.
+        """
+        if self._layout is not None:
+            check_same(layout, self._layout, whole=False)
+        return ""
+
+    def prepare(self, request: TransformRequest, stop: Stop) -> tuple[Prepared, Mapping[str, Any]]:
+        """See `VersionTransform`.
+
+        Raises:
+            NeedsLoadError: The version is not loaded, or an exchange broke off since it was.
+        """
+        del stop
+        content_digest = request.staged.manifest.content_digest
+        memory = self._memory
+        found = memory.has(content_digest) if memory is not None else None
+        if memory is None or found is None:
+            raise NeedsLoadError
+        memory.check_unmoved(self._live_state())
+        return _TwinPrepared(request.apply_id, found), self.status()
+
+    def writer(self, target: Prepared, live: str) -> Writer:
+        """See `VersionTransform`."""
+        del live
+        assert self._memory is not None  # noqa: S101 - what is prepared lies there
+        return _TwinWriter(self._memory, _own(target).version)
+
+    def invalidate(self, target: Prepared) -> None:
+        """See `VersionTransform`: nothing was found in the live weights."""
+
+    def compare(self, target: Prepared, stop: Stop) -> list[str]:
+        """See `VersionTransform`."""
+        assert self._memory is not None  # noqa: S101 - what is prepared lies there
+        return self._memory.unlike(_own(target).version, stop=stop)
+
+
+def _own(prepared: Prepared) -> _TwinPrepared:
+    assert isinstance(prepared, _TwinPrepared)  # noqa: S101 - a rank keeps to one transform
+    return prepared
+
+
+def _check_form(loaded: StateForm, live: StateForm) -> None:
+    wrong = loaded.differences(live)
+    if wrong:
+        msg = (
+            "vLLM holds these otherwise in this engine than after a second load of it; this model "
+            "cannot be updated"
+        )
+        raise PlanRefusedError(msg, wrong)

@@ -1,0 +1,171 @@
+"""vLLM's own first load of a model, of bytes that come from us.
+
+The names of vLLM that it uses are alike in 0.26 to 0.33. vLLM itself loads so for its weight cache,
+in a process per rank, without a worker and a model runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.vllm.plan.capture import capture_plan
+from weightsync.vllm.plan.live_params import LiveParameters, view_of
+from weightsync.vllm.twin.loader_config import fresh_config
+from weightsync.vllm.twin.version_source import ReadWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightsync.model.manifest import Layout
+    from weightsync.vllm.plan.load_plan import LoadPlan
+    from weightsync.vllm.twin.version_source import VersionSource
+
+__all__ = ["LoaderGroup", "VllmLoad"]
+
+
+class LoaderGroup:
+    """The loaders of one engine: vLLM's layers ask for their groups when they are built.
+
+    Args:
+        config: VLLM's VllmConfig.
+        rank: In the executor.
+        local_rank: On this host.
+        rendezvous: `file://` path where the loaders of the engine meet, and nobody else.
+
+    Attributes:
+        device: Where models are loaded.
+    """
+
+    def __init__(self, config: Any, rank: int, local_rank: int, rendezvous: str) -> None:
+        # What it changes of torch and vLLM when it is imported is changed in the live rank too.
+        importlib.import_module(str(config.parallel_config.worker_cls).rpartition(".")[0])
+        from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            # Names shared memory of vLLM's CPU ranks, which is the live ranks' otherwise.
+            os.environ["VLLM_DIST_IDENT"] = rendezvous.rpartition("/")[2]
+        with set_current_vllm_config(fresh_config(config)):
+            init_worker_distributed_environment(
+                config, rank, rendezvous, local_rank, current_platform.dist_backend
+            )
+        init_workspace_manager(self.device)
+
+
+class VllmLoad:
+    """Loads versions of one model.
+
+    Args:
+        config: VLLM's VllmConfig.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def run(self, source: VersionSource) -> tuple[torch.nn.Module, set[str]]:
+        """Return a model with a version, by vLLM's loaders, and the names whose bytes were read."""
+        watch = ReadWatch(source)
+
+        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
+            loader.get_all_weights = lambda *_: iter(source)
+            own(model, model_config)
+
+        with watch:
+            model = self._load(load)
+        return model, watch.read
+
+    def capture(self, layout: Layout) -> LoadPlan:
+        """Return the copies that vLLM's loaders make of a layout before anything is computed.
+
+        Raises:
+            PlanRefusedError: They do more than copy, or refuse a tensor; with names.
+        """
+        found: list[LoadPlan] = []
+
+        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
+            del loader, model_config, own
+            live = LiveParameters(model)
+            found.append(capture_plan(model, live, layout, dict)[0])
+            raise _CapturedError
+
+        with contextlib.suppress(_CapturedError):
+            self._load(load)
+        return found[0]
+
+    def run_plan(self, plan: LoadPlan, source: VersionSource, *, poison: bool) -> torch.nn.Module:
+        """Return a model with a version, its bytes copied by a plan.
+
+        Args:
+            plan: Of its layout.
+            source: The version.
+            poison: Whether memory that nothing initialises is filled with what no weight is, so
+                that a byte which the plan leaves out shows.
+        """
+
+        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
+            del loader, model_config, own
+            _copy(model, plan, source)
+
+        with _poisoned() if poison else contextlib.nullcontext():
+            return self._load(load)
+
+    def _load(self, load: Any) -> torch.nn.Module:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        class Loader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types here
+            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+                _end_poison()
+                load(self, model, model_config, super().load_weights)
+
+        config = fresh_config(self._config)
+        with set_current_vllm_config(config):
+            loaded: torch.nn.Module = Loader(config.load_config).load_model(
+                vllm_config=config, model_config=config.model_config
+            )
+        return loaded
+
+
+class _CapturedError(Exception):
+    """All that was wanted of a load is known."""
+
+
+def _copy(model: torch.nn.Module, plan: LoadPlan, source: VersionSource) -> None:
+    live, staged = LiveParameters(model), source.staged
+    with torch.no_grad():
+        for item in plan.slices:
+            place = view_of(live.tensor(item.param), item.target)
+            place.copy_(staged.slice(item), non_blocking=True)
+    if torch.cuda.is_available():
+        # What is computed next reads it, and what was mapped is unmapped some time.
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    # https://docs.pytorch.org/docs/stable/deterministic.html: with both, new memory is filled.
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    try:
+        yield
+    finally:
+        _end_poison()
+        settings.fill_uninitialized_memory = before
+
+
+def _end_poison() -> None:
+    # Only while modules are built: it could choose other kernels for what is computed.
+    torch.use_deterministic_algorithms(mode=False)
