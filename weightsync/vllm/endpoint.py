@@ -79,7 +79,10 @@ class Bridge:
             return
         count = getattr(args, "api_server_count", None) or 1
         if count > 1:
-            msg = f"weightsync needs one API server process, not {count}; pass --api-server-count 1"
+            msg = (
+                f"weightsync needs one API server process, not {count} (vllm serve starts one per "
+                "data parallel rank by itself); pass --api-server-count 1"
+            )
             raise RuntimeError(msg)
         from vllm import __version__ as vllm_version
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.engine import (
+    BETWEEN_STEPS,
     EngineHealth,
     EngineInfo,
     EngineState,
@@ -72,13 +73,16 @@ class VllmEngine:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
         self._served = ""
-        self._switching = Switching(self._workers.call, self._generation, len(ranks))
+        able = self._vllm.capabilities
+        self._switching = Switching(
+            self._workers.call, self._generation, len(ranks), possible=BETWEEN_STEPS in able
+        )
         self._info = EngineInfo(
             engine_id=secrets.token_hex(8),
             vllm_version=vllm_version,
             ranks=ranks,
-            capabilities=self._vllm.capabilities,
-            refusals=config_refusals(config),
+            capabilities=able,
+            refusals=config_refusals(config, self._vllm.cores),
             state=self._state,
             reason=self._reason,
             model=str(config.model_config.model),

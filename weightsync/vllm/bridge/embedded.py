@@ -61,7 +61,7 @@ def _parse(flags: Sequence[str]) -> Any:
     if (args.api_server_count or 1) > 1:
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
-            "several API server processes are not supported; leave --api-server-count out",
+            "several API server processes are not supported; pass --api-server-count 1",
         )
     return args
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.llm_calls import guarded
+from weightsync.vllm.bridge.llm_calls import error_text, guarded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,7 +31,9 @@ class GenerationControl:
     """Knows whether vLLM may take steps, and waits for it no longer than a lease lasts.
 
     A call that takes longer is given up, not cancelled. vLLM is stopped again when it returns, and
-    until then nothing else is asked of it: nobody knows in which order it would do both.
+    until then nothing else is asked of it: nobody knows in which order it would do both. The same
+    is done after a call that failed on one of several engine cores, for the others may have done
+    it. All cores stand before any resumes, and all are labelled before any resumes.
 
     Args:
         vllm: What is asked.
@@ -60,15 +62,15 @@ class GenerationControl:
         if self._unsettled is not None and not self._unsettled.done():
             raise WeightSyncError(
                 Reason.ENGINE_FENCED,
-                f"{self._late} and has not yet; wait for it, or restart vLLM",
+                f"{self._late} and has not yet stood still since; wait for it, or restart vLLM",
             )
 
     async def stop(self, spec: PauseSpec) -> str:
         """Return, with the mode that was used, when generation stands still.
 
         Raises:
-            WeightSyncError: ENGINE_FENCED: vLLM took too long. ENGINE_AWAY: it did not do it, and
-                generates as before.
+            WeightSyncError: ENGINE_FENCED: vLLM took too long, or one of several engine cores did
+                not do it. ENGINE_AWAY: it did not do it, and generates as before.
         """
         generated = self.generating
         try:
@@ -92,14 +94,31 @@ class GenerationControl:
         """Label outputs with a version and generate; returns whether there is such a label.
 
         Raises:
-            WeightSyncError: ENGINE_FENCED: vLLM took too long. ENGINE_AWAY: it did not do it.
+            WeightSyncError: ENGINE_FENCED: vLLM took too long, or one of several engine cores did
+                not do it. ENGINE_AWAY: it did not do it.
         """
+        stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
+        one = self._vllm.cores.count == 1
+        start = self._start_one(version) if one else self._start_all(version, stood=stood)
+        return await self._owed(start, "resume")
+
+    async def _start_one(self, version: int) -> bool:
         # Both are sent before an answer is waited for; vLLM does them one after the other.
-        label = self._vllm.set_version(str(version)) if version else asyncio.sleep(0, result=False)
-        labelled, _ = await self._owed(asyncio.gather(label, self._resume()), "resume")
+        labelled, _ = await asyncio.gather(self._set_version(version), self._resume())
         return labelled
+
+    async def _start_all(self, version: int, *, stood: bool) -> bool:
+        """Start several engine cores: where they step together, a resume waits for all of them."""
+        if not stood:
+            await self._vllm.pause("keep", clear_cache=False)
+        labelled = await self._set_version(version)
+        await self._resume()
+        return labelled
+
+    async def _set_version(self, version: int) -> bool:
+        return bool(version) and await self._vllm.set_version(str(version))
 
     def label(self, version: int) -> asyncio.Task[bool]:
         """Begin to label outputs with a version, behind all that vLLM was asked before.
@@ -122,7 +141,7 @@ class GenerationControl:
         waiting = asyncio.ensure_future(self._pause("wait", clear_cache=spec.clear_cache))
         done, _ = await asyncio.wait({waiting}, timeout=spec.wait_timeout_s)
         if done:
-            await guarded(waiting)
+            await self._owed(waiting, "pause")
             return "wait"
         # A second pause replaces the mode; the first one is answered at the engine's next idle
         # moment, which the second one brings about.
@@ -142,15 +161,29 @@ class GenerationControl:
     async def _owed(self, call: Awaitable[T], what: str) -> T:
         task = asyncio.ensure_future(call)
         done, _ = await asyncio.wait({task}, timeout=self.patience_s)
-        if done:
-            return await guarded(task)
-        self._late = f"vLLM did not answer a {what} within {self.patience_s:g} s"
-        self._unsettled = asyncio.create_task(self._settle(task))
-        self._on_late(self._late)
-        raise WeightSyncError(Reason.ENGINE_FENCED, f"{self._late}; restart vLLM if it stays so")
+        if not done:
+            raise self._given_up(task, f"vLLM did not answer a {what} within {self.patience_s:g} s")
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._vllm.cores.count > 1:
+            raise self._given_up(
+                task, f"an engine core of vLLM failed in a {what} ({error_text(error)})"
+            )
+        return await guarded(task)
+
+    def _given_up(self, call: asyncio.Future[Any], why: str) -> WeightSyncError:
+        """Fence, stop vLLM again behind that call, and return what its caller is told."""
+        self._late = why
+        self._unsettled = asyncio.create_task(self._settle(call))
+        self._on_late(why)
+        return WeightSyncError(Reason.ENGINE_FENCED, f"{why}; restart vLLM if it stays so")
 
     async def _settle(self, late: asyncio.Future[Any]) -> None:
         with contextlib.suppress(Exception):
             await late
-        await guarded(self._vllm.pause("keep", clear_cache=False))
-        self.generating = False
+        try:
+            await self._vllm.pause("keep", clear_cache=False)
+        except Exception:
+            # It counts as generating: nothing is written, and a start stops it first.
+            logger.exception("weightsync: vLLM could not be stopped again")
+        else:
+            self.generating = False

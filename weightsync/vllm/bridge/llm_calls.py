@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD
+from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.engine_cores import EngineCores
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -38,11 +39,15 @@ class VllmCalls:
 
     Args:
         llm: vLLM's AsyncLLM, on the loop that calls us.
+
+    Attributes:
+        cores: Its engine cores.
     """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._core = llm.engine_core
+        self.cores = EngineCores(llm.engine_core)
 
     @property
     def config(self) -> Any:
@@ -52,7 +57,10 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD}
+        found = {"cache_keep", LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS}
+        if self.cores.count == self.config.parallel_config.pipeline_parallel_size == 1:
+            # Tensor parallel ranks vote, and no step runs meanwhile; who else steps has no vote.
+            found.add(BETWEEN_STEPS)
         if hasattr(self.llm, "update_weight_version"):
             found.add("weight_version")
         return frozenset(found)
@@ -68,9 +76,9 @@ class VllmCalls:
         return len(self.llm.output_processor.request_states)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        """Return when no step runs and none will be started, except to drain in mode `wait`.
+        """Return when no core runs a step or will start one, except to drain in mode `wait`.
 
-        Asks the engine core itself: AsyncLLM.pause_generation sleeps 20 ms after it.
+        Asks the engine cores themselves: AsyncLLM.pause_generation sleeps 20 ms after it.
         """
         if clear_cache:
             await self._clear_mm_cache()
@@ -79,7 +87,7 @@ class VllmCalls:
         await ask(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
-        """Let steps run again; without effect when they do."""
+        """Let steps run again on every core; without effect when they do."""
         await self.llm.resume_generation()
 
     async def set_version(self, label: str) -> bool:
@@ -94,7 +102,12 @@ class VllmCalls:
 
         Never with a timeout: vLLM would leave the late replies in its queues.
         """
-        replies: list[dict[str, Any]] = await self.llm.collective_rpc(method, args=(dict(args),))
+        replies: list[dict[str, Any]]
+        if self.cores.count == 1:
+            replies = await self.llm.collective_rpc(method, args=(dict(args),))
+        else:
+            answers = await self.cores.ask("collective_rpc", method, None, (dict(args),), None)
+            replies = [reply for answer in answers for reply in answer]
         return replies
 
     async def _clear_mm_cache(self) -> None:

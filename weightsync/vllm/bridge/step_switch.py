@@ -28,6 +28,7 @@ class Switching:
         rpc: Calls a worker method on every rank.
         generation: Labels outputs.
         ranks: How many ranks answer.
+        possible: Whether all of them vote, and no step runs meanwhile.
 
     Attributes:
         running: Whether the ranks have not all answered yet.
@@ -38,8 +39,11 @@ class Switching:
         rpc: Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]],
         generation: GenerationControl,
         ranks: int,
+        *,
+        possible: bool = True,
     ) -> None:
         self.running = False
+        self._possible = possible
         self._rpc = rpc
         self._generation = generation
         self._ranks = ranks
@@ -54,6 +58,12 @@ class Switching:
         Raises:
             WeightSyncError: ENGINE_REFUSED.
         """
+        if not self._possible:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                "pipeline stages and data parallel ranks do not take a version between the same "
+                "two steps; use another pause mode",
+            )
         if served != order.base_digest:
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED,

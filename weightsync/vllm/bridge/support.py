@@ -9,6 +9,7 @@ from weightsync.vllm.bridge.pause_lease import MAX_LEASE_S
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
+    from weightsync.vllm.bridge.engine_cores import EngineCores
 
 __all__ = ["check_pause", "config_refusals"]
 
@@ -37,30 +38,79 @@ def check_pause(spec: PauseSpec, lease_s: float) -> None:
         )
 
 
-def config_refusals(config: Any) -> tuple[str, ...]:
+def config_refusals(config: Any, cores: EngineCores) -> tuple[str, ...]:
     """Return why an engine of this VllmConfig is not supported; empty when it is.
 
     Args:
         config: vLLM's VllmConfig.
+        cores: The engine cores that this process reaches.
     """
-    checks = (*_parallel_checks(config.parallel_config), *_model_checks(config))
+    parallel = config.parallel_config
+    checks = (
+        *_reach_checks(parallel, cores),
+        *_parallel_checks(parallel),
+        *_model_checks(config),
+    )
     return tuple(sentence for refused, sentence in checks if refused)
+
+
+def _reach_checks(parallel: Any, cores: EngineCores) -> tuple[tuple[bool, str], ...]:
+    """Every rank must be reached from here, and reach the segments of this host."""
+    size = parallel.data_parallel_size
+    balanced = _any(parallel, "data_parallel_external_lb", "data_parallel_hybrid_lb")
+    local = getattr(parallel, "data_parallel_size_local", size)
+    apart = size > 1 and not (cores.answer_each and hasattr(parallel, "data_parallel_index"))
+    return (
+        (
+            balanced,
+            (
+                "an external or hybrid data parallel load balancer is not supported, because each "
+                "API server reaches only its own engine cores; start vLLM without "
+                "--data-parallel-external-lb, --data-parallel-hybrid-lb and --data-parallel-rank"
+            ),
+        ),
+        (
+            int(getattr(parallel, "_api_process_count", 1) or 1) > 1,
+            (
+                "several API server processes are not supported, and vllm serve starts one per "
+                "data parallel rank; pass --api-server-count 1"
+            ),
+        ),
+        (
+            _any(parallel, "use_ray") or getattr(parallel, "data_parallel_backend", "") == "ray",
+            (
+                "Ray is not supported, because its workers may be on other hosts than the weights; "
+                "pass --distributed-executor-backend mp and --data-parallel-backend mp"
+            ),
+        ),
+        (
+            getattr(parallel, "nnodes", 1) > 1 or (local < size and not balanced),
+            (
+                "ranks on other hosts are not supported, because they do not reach the weights in "
+                "this host's memory; start one vLLM per host"
+            ),
+        ),
+        (
+            apart or (cores.count != size and not balanced),
+            (
+                f"{cores.count} engine cores answer for data parallel size {size}, or not one by "
+                "one; use a vLLM release from 0.26 to 0.33"
+            ),
+        ),
+    )
+
+
+def _any(parallel: Any, *names: str) -> bool:
+    return any(getattr(parallel, name, False) for name in names)
 
 
 def _parallel_checks(parallel: Any) -> tuple[tuple[bool, str], ...]:
     return (
         (
-            parallel.data_parallel_size > 1,
+            _any(parallel, "enable_elastic_ep"),
             (
-                f"data parallel size {parallel.data_parallel_size} is not supported; "
-                "start one vLLM per replica"
-            ),
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            (
-                f"pipeline parallel size {parallel.pipeline_parallel_size} is not supported; "
-                "use tensor parallelism"
+                "elastic expert parallelism is not supported, because workers that join later get "
+                "weights that nobody has proved; start vLLM without --enable-elastic-ep"
             ),
         ),
         (
@@ -68,15 +118,11 @@ def _parallel_checks(parallel: Any) -> tuple[tuple[bool, str], ...]:
             "prefill context parallelism is not supported; set its size to 1",
         ),
         (
-            bool(getattr(parallel, "enable_eplb", False)),
+            _any(parallel, "enable_eplb"),
             (
                 "expert load balancing (EPLB) is not supported, because it moves experts between "
                 "ranks while the engine runs; start vLLM without --enable-eplb"
             ),
-        ),
-        (
-            int(getattr(parallel, "_api_process_count", 1) or 1) > 1,
-            "several API server processes are not supported; pass --api-server-count 1",
         ),
     )
 
@@ -86,20 +132,6 @@ def _model_checks(config: Any) -> tuple[tuple[bool, str], ...]:
         (
             config.lora_config is not None,
             "LoRA is not supported; start vLLM without --enable-lora",
-        ),
-        (
-            config.model_config.quantization is not None,
-            (
-                f"quantisation {config.model_config.quantization} is not supported; "
-                "serve an unquantised checkpoint"
-            ),
-        ),
-        (
-            bool(getattr(config.model_config, "use_mla", False)),
-            (
-                "multi-head latent attention (MLA) is not supported yet, because vLLM computes "
-                "from matrices that it makes of kv_b_proj; start vLLM with VLLM_MLA_DISABLE=1"
-            ),
         ),
         (
             config.speculative_config is not None,

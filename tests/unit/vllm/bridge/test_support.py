@@ -1,0 +1,80 @@
+"""What cannot work is refused at start, in one sentence that names the remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightsync.vllm.bridge.engine_cores import EngineCores
+from weightsync.vllm.bridge.support import config_refusals
+
+
+def _refusals(
+    parallel: dict[str, Any], *, cores: int | None = None, client: Any = None
+) -> tuple[str, ...]:
+    sizes = {
+        "data_parallel_size": 1,
+        "data_parallel_index": 0,
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
+    }
+    sizes |= parallel
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        model_config=SimpleNamespace(quantization=None, use_mla=False),
+        lora_config=None,
+        speculative_config=None,
+    )
+    engines = range(sizes["data_parallel_size"] if cores is None else cores)
+    client = client or SimpleNamespace(core_engines=list(engines), call_utility_all_async=None)
+    return config_refusals(config, EngineCores(client))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
+        {"data_parallel_size": 2, "data_parallel_size_local": 2},
+        {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"nnodes": 1, "_api_process_count": 1, "use_ray": False, "enable_elastic_ep": False},
+    ],
+    ids=["one", "stages", "replicas", "experts", "defaults"],
+)
+def test_all_ranks_that_are_reached_from_here_are_supported(parallel: dict[str, Any]) -> None:
+    assert _refusals(parallel) == ()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "cores", "sentence"),
+    [
+        ({"data_parallel_size": 2, "data_parallel_external_lb": True}, 1, "load balancer"),
+        ({"data_parallel_size": 4, "data_parallel_hybrid_lb": True}, 2, "load balancer"),
+        ({"data_parallel_size": 2, "_api_process_count": 2}, 2, "--api-server-count 1"),
+        ({"use_ray": True}, 1, "--distributed-executor-backend mp"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, 2, "--data-parallel-backend"),
+        ({"nnodes": 2}, 1, "one vLLM per host"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, 2, "one vLLM per host"),
+        ({"data_parallel_size": 2}, 1, "1 engine cores answer for data parallel size 2"),
+        ({"data_parallel_size": 2, "data_parallel_index": None}, 2, "from 0.26 to 0.33"),
+        ({"enable_elastic_ep": True}, 1, "--enable-elastic-ep"),
+        ({"enable_eplb": True}, 1, "--enable-eplb"),
+        ({"prefill_context_parallel_size": 2}, 1, "prefill context"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    parallel: dict[str, Any], cores: int, sentence: str
+) -> None:
+    (told,) = _refusals(parallel, cores=cores)
+    assert sentence in told
+    assert ". " not in told
+
+
+def test_engine_cores_that_cannot_be_asked_one_by_one_are_refused() -> None:
+    (told,) = _refusals(
+        {"data_parallel_size": 2}, client=SimpleNamespace(core_engines=[b"0", b"1"])
+    )
+    assert "not one by one" in told
