@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from weightsync_client.push_reasons import Fallback, Streamed, Way
+from weightsync_client.rank_types import LoaderState, LoaderStatus, RankResult, Transform
 
 __all__ = [
     "ApplyOutcome",
@@ -19,6 +20,8 @@ __all__ = [
     "EngineStatus",
     "LayoutCheck",
     "LiveCheck",
+    "LoaderState",
+    "LoaderStatus",
     "ModelStatus",
     "PauseMode",
     "PauseUsed",
@@ -34,6 +37,7 @@ __all__ = [
     "SlotStatus",
     "Status",
     "TensorInfo",
+    "Transform",
     "Verification",
     "Version",
     "VersionChange",
@@ -95,11 +99,12 @@ class ApplyOutcome(enum.StrEnum):
 
 
 class ApplyStrategy(enum.StrEnum):
-    """How an apply writes parameters: all of them, or what differs from the live version."""
+    """How an apply writes: all parameters, what differs, or by exchange with what was loaded."""
 
     UNSPECIFIED = enum.auto()
     COPY = enum.auto()
     PATCH = enum.auto()
+    TWIN = enum.auto()
 
 
 class LayoutCheck(enum.StrEnum):
@@ -188,32 +193,6 @@ class Phases:
 
 
 @dataclass(frozen=True, slots=True)
-class RankResult:
-    """What one rank reports.
-
-    Attributes:
-        rank: Data, pipeline and tensor parallel rank, as dp/pp/tp.
-        version: What its live parameters hold; 0: no whole version.
-        content_digest: What its live parameters were proved to hold; empty: nothing.
-        error: Why it refused or failed; empty: it did not.
-        h2d_bytes: Bytes sent to its device for this version.
-        device_room_bytes: Memory of its device that it may take to stage versions.
-        device_used_bytes: Memory of its device that it has taken, scratch included.
-    """
-
-    rank: str
-    version: int
-    content_digest: str
-    written_bytes: int
-    commit_s: float
-    verify_s: float
-    error: str
-    h2d_bytes: int = 0
-    device_room_bytes: int = 0
-    device_used_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PauseUsed:
     """How generation was paused, the server's defaults filled in."""
 
@@ -229,6 +208,7 @@ class ApplyPlan:
 
     Attributes:
         predicted_pause_s: Time without generation; 0: never measured.
+        rollback_resident: A rollback afterwards reads nothing from the store and loads nothing.
     """
 
     write_bytes: int
@@ -236,6 +216,7 @@ class ApplyPlan:
     memory_bytes: int
     read_from_store: bool
     strategy: ApplyStrategy
+    rollback_resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class App:
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, supervisor, processes, metrics)
         servicer = WeightSyncServicer(model, pushes, applier, status, lender, ingesters.endpoints)
-        track(metrics, model, processes, pushes)
+        track(metrics, model, processes, pushes, supervisor)
         census = InvariantMonitor(
             model.table,
             model.epochs,

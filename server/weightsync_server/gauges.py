@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weightsync import clock
 
 if TYPE_CHECKING:
+    from weightsync_server.engine import EngineSupervisor
     from weightsync_server.model import Model
     from weightsync_server.ops.metrics import Metrics
     from weightsync_server.push import PushService
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["track"]
 
 
-def track(metrics: Metrics, model: Model, processes: Processes, pushes: PushService) -> None:
+def track(
+    metrics: Metrics,
+    model: Model,
+    processes: Processes,
+    pushes: PushService,
+    engine: EngineSupervisor,
+) -> None:
     """Have every gauge read at each scrape.
 
     Args:
@@ -23,9 +30,11 @@ def track(metrics: Metrics, model: Model, processes: Processes, pushes: PushServ
         model: The one model.
         processes: Those that the server keeps.
         pushes: Uploads.
+        engine: The engine.
     """
     _track_versions(metrics, model)
     _track_memory(metrics, model)
+    _track_loaders(metrics, engine)
     metrics.track(
         "weightsync_fetchers", "Fetcher processes alive.", lambda: processes.fetchers.alive
     )
@@ -95,3 +104,18 @@ def _track_memory(metrics: Metrics, model: Model) -> None:
         lambda: sum(slot.state in ("receiving", "staged", "live") for slot in slots.status()),
     )
     metrics.track("weightsync_slots", "Slots configured.", lambda: len(slots.slots))
+
+
+def _track_loaders(metrics: Metrics, engine: EngineSupervisor) -> None:
+    def up() -> bool:
+        return engine.loads is not None and engine.loads.up
+
+    def arena_bytes() -> int:
+        return engine.loads.arena_bytes if engine.loads is not None else 0
+
+    metrics.track("weightsync_loader_up", "1 while every rank's loader can load.", up)
+    metrics.track(
+        "weightsync_arena_bytes",
+        "Memory that holds what was loaded beside generation, over all ranks; 0: nothing is.",
+        arena_bytes,
+    )

@@ -71,13 +71,18 @@ class StatusSource:
         table, serving = self._model.table, self._model.serving
         live, back = serving.live, serving.rollback_to
         committed = (r.version for r in table.list() if r.durability == pb.DURABILITY_COMMITTED)
-        resident = back and table.get(back).residency == pb.RESIDENCY_STAGED
+        left = table.get(back) if back else None
+        resident = (
+            left is not None
+            and left.residency == pb.RESIDENCY_STAGED
+            and self._keeper.rollback_loaded(left.content_digest)
+        )
         return pb.ModelStatus(
             model=table.name,
             live_version=live,
             live_content_digest=table.get(live).content_digest if live else "",
             rollback_version=back,
-            rollback_resident=bool(resident),
+            rollback_resident=resident,
             newest_version=max(committed, default=0),
             epoch=self._model.epochs.newest,
             engine=self._keeper.status(),

@@ -14,6 +14,7 @@ __all__ = [
     "LAYOUT_CHECK",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
+    "VERSION_LOADS",
     "Engine",
     "EngineHealth",
     "EngineInfo",
@@ -35,6 +36,9 @@ LAYOUT_CHECK = "checks_layouts"
 
 #: The capability of engines whose ranks read a version while it still comes in.
 READ_AHEAD = "reads_arrivals"
+
+#: The capability of engines whose ranks can load a version beside generation.
+VERSION_LOADS = "loads_versions"
 
 
 class EngineState(enum.StrEnum):

@@ -325,6 +325,8 @@ class _ApplyStrategyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ApplySt
     """Every parameter in full."""
     APPLY_STRATEGY_PATCH: _ApplyStrategy.ValueType  # 2
     """Only the elements that differ from the live version, where that is less work."""
+    APPLY_STRATEGY_TWIN: _ApplyStrategy.ValueType  # 3
+    """All of it was loaded beside generation and is exchanged with what is live."""
 
 class ApplyStrategy(_ApplyStrategy, metaclass=_ApplyStrategyEnumTypeWrapper):
     """How an apply writes parameters."""
@@ -335,7 +337,69 @@ APPLY_STRATEGY_COPY: ApplyStrategy.ValueType  # 1
 """Every parameter in full."""
 APPLY_STRATEGY_PATCH: ApplyStrategy.ValueType  # 2
 """Only the elements that differ from the live version, where that is less work."""
+APPLY_STRATEGY_TWIN: ApplyStrategy.ValueType  # 3
+"""All of it was loaded beside generation and is exchanged with what is live."""
 Global___ApplyStrategy: _TypeAlias = ApplyStrategy  # noqa: Y015
+
+class _Transform:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransformEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transform.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFORM_UNSPECIFIED: _Transform.ValueType  # 0
+    """Not known."""
+    TRANSFORM_PLAN: _Transform.ValueType  # 1
+    """Every live byte is a copy of one of the version's."""
+    TRANSFORM_TWIN: _Transform.ValueType  # 2
+    """vLLM computes the live bytes: a loader beside the rank loads each version before it is applied."""
+
+class Transform(_Transform, metaclass=_TransformEnumTypeWrapper):
+    """What leads from a version's bytes to a rank's live bytes."""
+
+TRANSFORM_UNSPECIFIED: Transform.ValueType  # 0
+"""Not known."""
+TRANSFORM_PLAN: Transform.ValueType  # 1
+"""Every live byte is a copy of one of the version's."""
+TRANSFORM_TWIN: Transform.ValueType  # 2
+"""vLLM computes the live bytes: a loader beside the rank loads each version before it is applied."""
+Global___Transform: _TypeAlias = Transform  # noqa: Y015
+
+class _LoaderState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LoaderStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LoaderState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOADER_STATE_UNSPECIFIED: _LoaderState.ValueType  # 0
+    """There is none: versions go through the plan."""
+    LOADER_STATE_STARTING: _LoaderState.ValueType  # 1
+    """It comes up."""
+    LOADER_STATE_PROVING: _LoaderState.ValueType  # 2
+    """It loads the engine's own checkpoint, which must come out as vLLM's own load did."""
+    LOADER_STATE_READY: _LoaderState.ValueType  # 3
+    """It waits; what it loaded last lies beside the live weights."""
+    LOADER_STATE_LOADING: _LoaderState.ValueType  # 4
+    """It loads a version."""
+    LOADER_STATE_FAILED: _LoaderState.ValueType  # 5
+    """The last load failed; another loader takes its place."""
+
+class LoaderState(_LoaderState, metaclass=_LoaderStateEnumTypeWrapper):
+    """What a rank's loader does."""
+
+LOADER_STATE_UNSPECIFIED: LoaderState.ValueType  # 0
+"""There is none: versions go through the plan."""
+LOADER_STATE_STARTING: LoaderState.ValueType  # 1
+"""It comes up."""
+LOADER_STATE_PROVING: LoaderState.ValueType  # 2
+"""It loads the engine's own checkpoint, which must come out as vLLM's own load did."""
+LOADER_STATE_READY: LoaderState.ValueType  # 3
+"""It waits; what it loaded last lies beside the live weights."""
+LOADER_STATE_LOADING: LoaderState.ValueType  # 4
+"""It loads a version."""
+LOADER_STATE_FAILED: LoaderState.ValueType  # 5
+"""The last load failed; another loader takes its place."""
+Global___LoaderState: _TypeAlias = LoaderState  # noqa: Y015
 
 class _EngineState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -1348,6 +1412,9 @@ class RankResult(_message.Message):
     H2D_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_ROOM_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_USED_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFORM_FIELD_NUMBER: _builtins.int
+    TRANSFORM_REASON_FIELD_NUMBER: _builtins.int
+    LOADER_FIELD_NUMBER: _builtins.int
     rank: _builtins.str
     """Data, pipeline and tensor parallel rank, as dp/pp/tp."""
     version: _builtins.int
@@ -1364,6 +1431,10 @@ class RankResult(_message.Message):
     """Memory of its device that the rank may take to stage versions. 0: no device, or no room."""
     device_used_bytes: _builtins.int
     """Memory of its device that the rank has taken, scratch included."""
+    transform: Global___Transform.ValueType
+    """How versions become live on this rank."""
+    transform_reason: _builtins.str
+    """Why that is not the plan; empty: it is, or the reason is an earlier server's."""
     @_builtins.property
     def commit(self) -> _duration_pb2.Duration:
         """Time to write."""
@@ -1371,6 +1442,10 @@ class RankResult(_message.Message):
     @_builtins.property
     def verify(self) -> _duration_pb2.Duration:
         """Time to prove."""
+
+    @_builtins.property
+    def loader(self) -> Global___LoaderStatus:
+        """Its loader; unset: it has none."""
 
     def __init__(
         self,
@@ -1385,14 +1460,67 @@ class RankResult(_message.Message):
         h2d_bytes: _builtins.int = ...,
         device_room_bytes: _builtins.int = ...,
         device_used_bytes: _builtins.int = ...,
+        transform: Global___Transform.ValueType = ...,
+        transform_reason: _builtins.str = ...,
+        loader: Global___LoaderStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "verify", b"verify"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "loader", b"loader", "verify", b"verify"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "device_room_bytes", b"device_room_bytes", "device_used_bytes", b"device_used_bytes", "error", b"error", "h2d_bytes", b"h2d_bytes", "rank", b"rank", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "content_digest", b"content_digest", "device_room_bytes", b"device_room_bytes", "device_used_bytes", b"device_used_bytes", "error", b"error", "h2d_bytes", b"h2d_bytes", "loader", b"loader", "rank", b"rank", "transform", b"transform", "transform_reason", b"transform_reason", "verify", b"verify", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankResult: _TypeAlias = RankResult  # noqa: Y015
+
+@_typing.final
+class LoaderStatus(_message.Message):
+    """The loader of a rank whose versions are loaded beside generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PERCENT_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    state: Global___LoaderState.ValueType
+    """What it does."""
+    version: _builtins.int
+    """The version that it loads, or loaded last; 0: none."""
+    percent: _builtins.int
+    """How much of its present phase is done, in per cent."""
+    arena_bytes: _builtins.int
+    """Memory that holds what it loaded, in bytes, on the device of the rank or, of a CPU's, in the
+    host's memory.
+    """
+    restarts: _builtins.int
+    """How often a loader had to be started again."""
+    last_error: _builtins.str
+    """Why the last load failed; empty: it did not."""
+    @_builtins.property
+    def load(self) -> _duration_pb2.Duration:
+        """How long the last load took."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___LoaderState.ValueType = ...,
+        version: _builtins.int = ...,
+        percent: _builtins.int = ...,
+        arena_bytes: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+        last_error: _builtins.str = ...,
+        load: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "last_error", b"last_error", "load", b"load", "percent", b"percent", "restarts", b"restarts", "state", b"state", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoaderStatus: _TypeAlias = LoaderStatus  # noqa: Y015
 
 @_typing.final
 class ApplyPlan(_message.Message):
@@ -1405,6 +1533,7 @@ class ApplyPlan(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     READ_FROM_STORE_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
+    ROLLBACK_RESIDENT_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes that each rank would write, summed over ranks."""
     memory_bytes: _builtins.int
@@ -1413,6 +1542,8 @@ class ApplyPlan(_message.Message):
     """True when the version must first be read from the store."""
     strategy: Global___ApplyStrategy.ValueType
     """How parameters would be written."""
+    rollback_resident: _builtins.bool
+    """True when a rollback afterwards reads nothing from the store and loads nothing."""
     @_builtins.property
     def predicted_pause(self) -> _duration_pb2.Duration:
         """Predicted time without generation, from the bytes and the last apply. Zero: never measured."""
@@ -1425,10 +1556,11 @@ class ApplyPlan(_message.Message):
         memory_bytes: _builtins.int = ...,
         read_from_store: _builtins.bool = ...,
         strategy: Global___ApplyStrategy.ValueType = ...,
+        rollback_resident: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_pause", b"predicted_pause"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "memory_bytes", b"memory_bytes", "predicted_pause", b"predicted_pause", "read_from_store", b"read_from_store", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "memory_bytes", b"memory_bytes", "predicted_pause", b"predicted_pause", "read_from_store", b"read_from_store", "rollback_resident", b"rollback_resident", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2387,7 +2519,7 @@ class ModelStatus(_message.Message):
     rollback_version: _builtins.int
     """The version that Rollback would go to; 0: none."""
     rollback_resident: _builtins.bool
-    """True when the rollback version lies in memory."""
+    """True when the rollback version lies in memory, and where versions are loaded, loaded."""
     newest_version: _builtins.int
     """Newest committed version; 0: none."""
     epoch: _builtins.int

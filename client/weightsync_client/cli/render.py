@@ -85,6 +85,19 @@ def _ranks(ranks: tuple[types.RankResult, ...]) -> None:
             used, room = size(rank.device_used_bytes), size(rank.device_room_bytes)
             note = f", {used} of its device taken, room for {room}{note}"
         typer.echo(f"  rank {rank.rank}: {state} {rank.content_digest}{note}")
+        if rank.loader is not None:
+            _loader(rank, rank.loader)
+
+
+def _loader(rank: types.RankResult, loader: types.LoaderStatus) -> None:
+    what = f" version {loader.version}" if loader.version else ""
+    done = f", {loader.percent} %" if loader.state is types.LoaderState.LOADING else ""
+    typer.echo(
+        f"    versions are loaded beside generation ({rank.transform_reason or 'as before'})\n"
+        f"    loader {loader.state.value}{what}{done}, {size(loader.arena_bytes)} of memory, "
+        f"last load {loader.load_s:.1f} s, started again {loader.restarts} times"
+        + (f"\n    last failure: {loader.last_error}" if loader.last_error else "")
+    )
 
 
 def show_apply(report: types.ApplyReport) -> None:
@@ -92,11 +105,12 @@ def show_apply(report: types.ApplyReport) -> None:
     if report.plan is not None:
         plan = report.plan
         store = ", after reading it from the store" if plan.read_from_store else ""
+        back = "" if plan.rollback_resident else "; a rollback would have to read or load it first"
         pause = f"about {plan.predicted_pause_s * 1e3:.1f} ms" if plan.predicted_pause_s else ""
         typer.echo(
             f"version {report.version} would be applied by {plan.strategy.value}: "
             f"{size(plan.write_bytes)} written, {size(plan.memory_bytes)} of memory more, "
-            f"pause {pause or 'not known yet'}{store}"
+            f"pause {pause or 'not known yet'}{store}{back}"
         )
         return
     phases = report.phases
@@ -185,6 +199,7 @@ def show_status(status: types.Status) -> None:
         )
         vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
         typer.echo(f"  engine {engine.state}{reason} {engine.kind}{vllm}")
+        _ranks(engine.ranks)
         if model.apply_id:
             typer.echo(f"  apply {model.apply_id} in progress")
         for slot in model.slots:

@@ -51,10 +51,12 @@ _NAMES: dict[type[enum.StrEnum], dict[int, str]] = {
         types.EngineState,
         types.LayoutCheck,
         types.LiveCheck,
+        types.LoaderState,
         types.PauseMode,
         types.PushKind,
         types.Residency,
         types.Serving,
+        types.Transform,
     )
 }
 
@@ -123,6 +125,21 @@ def _rank(m: pb.RankResult) -> types.RankResult:
         m.h2d_bytes,
         m.device_room_bytes,
         m.device_used_bytes,
+        _enum(types.Transform, m.transform),
+        m.transform_reason,
+        _loader(m.loader) if m.HasField("loader") else None,
+    )
+
+
+def _loader(m: pb.LoaderStatus) -> types.LoaderStatus:
+    return types.LoaderStatus(
+        _enum(types.LoaderState, m.state),
+        m.version,
+        m.percent,
+        m.arena_bytes,
+        m.restarts,
+        m.last_error,
+        _seconds(m.load),
     )
 
 
@@ -154,6 +171,7 @@ def to_report(m: pb.ApplyReport) -> types.ApplyReport:
         m.plan.memory_bytes,
         m.plan.read_from_store,
         _enum(types.ApplyStrategy, m.plan.strategy),
+        m.plan.rollback_resident,
     )
     return types.ApplyReport(
         apply_id=m.apply_id,

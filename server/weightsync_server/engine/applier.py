@@ -169,7 +169,7 @@ class Applier:
             durable = request.require_durable or not request.HasField("require_durable")
             target = await self._ready(session, live, record, timeout, durable=durable)
             if request.dry_run:
-                predicted = self._plan(target, spec, read_from_store=absent)
+                predicted = self._plan(target, live, spec, read_from_store=absent)
                 await self._drop(session, live, target)
                 report = replies.planned(target, live.record.version, spec, predicted)
                 return pb.ApplyVersionResponse(report=report)
@@ -307,7 +307,7 @@ class Applier:
         await session.hold(target)
         self._supervisor.show(target, whole=result.compared_all)
         if result.paused_s:
-            done = replies.strategy(patched=result.patched)
+            done = replies.strategy(target, patched=result.patched)
             self._rates[done, plan.spec.mode == BETWEEN_STEPS] = (
                 result.written_bytes / result.paused_s
             )
@@ -331,9 +331,14 @@ class Applier:
             await session.hold(plan.base)
 
     def _plan(
-        self, target: PreparedVersion, spec: PauseSpec, *, read_from_store: bool
+        self,
+        target: PreparedVersion,
+        live: PreparedVersion,
+        spec: PauseSpec,
+        *,
+        read_from_store: bool,
     ) -> pb.ApplyPlan:
-        strategy = replies.strategy(patched=target.patched)
+        strategy = replies.strategy(target, patched=target.patched)
         rate = self._rates.get((strategy, spec.mode == BETWEEN_STEPS))
         return pb.ApplyPlan(
             bytes=target.bytes,
@@ -342,6 +347,8 @@ class Applier:
             memory_bytes=sum(segment.capacity for segment in target.lease.segments),
             read_from_store=read_from_store,
             strategy=strategy,
+            # What is left lies in a slot, and beside the live weights where it was loaded.
+            rollback_resident=live.record.residency == pb.RESIDENCY_STAGED,
         )
 
 
@@ -357,8 +364,8 @@ def _check_capable(session: EngineSession, spec: PauseSpec) -> None:
     if spec.mode == BETWEEN_STEPS and BETWEEN_STEPS not in session.info.capabilities:
         raise WeightSyncError(
             Reason.ENGINE_REFUSED,
-            "the plugin in vLLM cannot change weights between two steps; install this weightsync "
-            "release there too, or use another pause mode",
+            "this engine cannot change weights between two steps: it has pipeline stages or data "
+            "parallel ranks, or an older weightsync release in vLLM; use another pause mode",
         )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from weightsync.engine import EngineInfo
     from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.engine.version_loads import LoadScheduler
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["EngineCondition"]
@@ -63,8 +64,15 @@ class EngineCondition:
         self.refused = ""
         self._metrics.set_served({})
 
-    def status(self, live: PreparedVersion | None) -> pb.EngineStatus:
-        """Return what GetStatus shows of the engine, and of what every rank holds."""
+    def status(
+        self, live: PreparedVersion | None, loads: LoadScheduler | None = None
+    ) -> pb.EngineStatus:
+        """Return what GetStatus shows of the engine, and of what every rank holds.
+
+        Args:
+            live: What they hold; None: not known.
+            loads: Has the ranks load versions; None: they do not.
+        """
         info = self.info
         return pb.EngineStatus(
             state=self.state,
@@ -72,7 +80,7 @@ class EngineCondition:
             engine_id=info.engine_id if info else "",
             vllm_version=info.vllm_version if info else "",
             kind=info.kind if info else "",
-            ranks=replies.current_ranks(live) if live else [],
+            ranks=replies.current_ranks(live, loads) if live else [],
             capabilities=sorted(info.capabilities) if info else [],
         )
 

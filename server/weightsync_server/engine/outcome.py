@@ -67,6 +67,11 @@ class PreparedVersion:
         """Whether every rank would write only what changes."""
         return all(report.patched for report in self.reports)
 
+    @property
+    def twin(self) -> bool:
+        """Whether it was loaded beside generation, and is exchanged with what is live."""
+        return any(report.transform == "twin" for report in self.reports)
+
 
 @dataclass
 class Pause:

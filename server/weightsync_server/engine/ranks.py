@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.status_page import PAGE_BYTES, PageReader
+from weightsync_server.engine.rank_pages import RankPages
 from weightsync_server.engine.refusals import refusal
 from weightsync_server.engine.worker_reports import (
+    RankLoad,
     RankState,
     read_commit,
+    read_common,
+    read_load,
     read_names,
     read_report,
     shards_read,
@@ -65,11 +67,11 @@ class Ranks:
     def __init__(self, engine: Engine, names: Sequence[str], segments: SegmentServer) -> None:
         self.names = tuple(names)
         self._engine = engine
+        self._pages = RankPages(self.names, segments)
         self._segments = segments
-        self._page = f"page-{secrets.token_hex(8)}"
-        self._pages = [PageReader() for _ in self.names]
-        for name, page in zip(self.names, self._pages, strict=True):
-            segments.publish(f"{self._page}/{name}", os.dup(page.segment.fd), PAGE_BYTES)
+        # Of what is loaded, which may take longer than what else a rank does meanwhile; None: no
+        # version was loaded yet.
+        self._load_pages: RankPages | None = None
         self._outstanding: asyncio.Task[Any] | None = None
         self._asking = ""
 
@@ -85,35 +87,49 @@ class Ranks:
 
     def close(self) -> None:
         """Withdraw the pages."""
-        for name, page in zip(self.names, self._pages, strict=True):
-            self._segments.withdraw(f"{self._page}/{name}")
-            page.close()
+        self._pages.close()
+        if self._load_pages is not None:
+            self._load_pages.close()
 
     async def states(self, timeout_s: float) -> list[RankState]:
         """Ask what every rank holds."""
         replies = await self._call("weightsync_state", {}, timeout_s)
         return [
-            RankState(rank, str(r.get("content_digest", "")), bool(r.get("dirty", True)))
+            RankState(
+                rank,
+                str(r.get("content_digest", "")),
+                bool(r.get("dirty", True)),
+                transform=str(r.get("transform", "plan")),
+            )
             if r.get("ok")
             else RankState(rank, "", dirty=True, answered=False)
             for rank, r in zip(self.names, replies, strict=True)
         ]
 
-    async def capture(self, document: str, timeout_s: float) -> None:
+    async def capture(self, document: str, timeout_s: float) -> tuple[str, str]:
         """Build the load plan for a layout; the engine must be paused.
+
+        Returns the names of the tensors that no rank loads, for `prepare`, and why the versions of
+        this engine must be loaded: a rank has no plan of its own checkpoint; "": each has one.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED with the rank's reason.
         """
-        await self._done("weightsync_capture", {"document": document}, timeout_s, _STUCK)
+        args = {"document": document}
+        replies = await self._done("weightsync_capture", args, timeout_s, _STUCK)
+        why = next((str(r.get("why")) for r in replies if r.get("transform") == "twin"), "")
+        return ("", why) if why else (read_common(replies, "ignored"), "")
 
-    async def check(self, document: str) -> None:
+    async def check(self, document: str) -> str:
         """Ask whether the model takes the tensors of a document, in whatever state the engine is.
 
+        Returns the names, as `name_sets` packs them, of those that no rank has a place for.
+
         Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+            WeightSyncError: ENGINE_REFUSED, naming those that a rank does not take.
         """
-        await self._done("weightsync_check", {"document": document}, QUICK_S, _STUCK)
+        args = {"document": document}
+        return read_common(await self._done("weightsync_check", args, QUICK_S, _STUCK), "unplaced")
 
     async def prepare(
         self,
@@ -125,6 +141,7 @@ class Ranks:
         proof_only: bool = False,
         base: str = "",
         prefetched: str = "",
+        unloaded: str = "",
         on_read: Callable[[int], None] | None = None,
     ) -> list[Report]:
         """Map, match and digest a staged version on every rank while generation runs.
@@ -137,24 +154,26 @@ class Ranks:
             proof_only: Whether ranks that hold it do not claim that: it is no version.
             base: Apply id of what is live: where little differs from it, only that is prepared.
             prefetched: What the version was called when it was read while it came in.
+            unloaded: From the capture of its layout; "": there was none.
             on_read: Called with n, time and again, when no rank reads the first n shards any more,
                 in the order of `Layout.largest_first`.
         """
         args = {
             "apply_id": apply_id,
             "document": document,
-            "page": self._page,
+            "page": self._pages.name,
             "compare_live": compare_live,
             "proof_only": proof_only,
             "base": base,
             "ahead": prefetched,
+            "unloaded": unloaded,
         }
         return await self._report("weightsync_prepare", args, timeout_s, on_read)
 
     async def verify(self, apply_id: str, timeout_s: float) -> list[Report]:
         """Compare live parameters with a prepared version while generation runs."""
         # Should it take too long, whatever comes next ends it.
-        args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
+        args = {"apply_id": apply_id, "page": self._pages.name, "gives_way": True}
         return await self._report("weightsync_verify", args, timeout_s)
 
     async def start_check(self, apply_id: str) -> str:
@@ -162,7 +181,7 @@ class Ranks:
 
         Returns the ticket for `reports`.
         """
-        args = {"apply_id": apply_id, "page": self._page, "gives_way": True}
+        args = {"apply_id": apply_id, "page": self._pages.name, "gives_way": True}
         return await self._start("weightsync_verify", args, QUICK_S)
 
     async def start_prefetch(self, apply_id: str, document: str) -> None:
@@ -177,7 +196,7 @@ class Ranks:
         args = {
             "apply_id": apply_id,
             "document": document,
-            "page": self._page,
+            "page": self._pages.name,
         }
         await self._start("weightsync_ahead", args, QUICK_S)
 
@@ -230,6 +249,28 @@ class Ranks:
             mapped.update(map(str, reply["mapped"]))
         return frozenset(mapped)
 
+    async def start_load(self, group: str, document: str) -> str:
+        """Let every rank load a version beside generation; returns the ticket for `loading`.
+
+        Args:
+            group: Names the loaders of this engine, which start and end together.
+            document: Segment that tells where the version lies.
+        """
+        ticket = secrets.token_hex(8)
+        if self._load_pages is None:
+            self._load_pages = RankPages(self.names, self._segments)
+        args = {"group": group, "document": document, "page": self._load_pages.name}
+        args |= {"apply_id": f"load-{ticket}", "ticket": ticket}
+        await self._done("weightsync_load", args, QUICK_S, _STUCK)
+        return ticket
+
+    def loading(self, ticket: str) -> list[RankLoad]:
+        """Return how far every rank is with a load, or what it ended with."""
+        if self._load_pages is None:
+            return [RankLoad(rank) for rank in self.names]
+        pages = zip(self.names, self._load_pages.read(), strict=True)
+        return [read_load(rank, ticket, page) for rank, page in pages]
+
     async def _report(
         self,
         method: str,
@@ -272,7 +313,7 @@ class Ranks:
                     "prepare_timeout or look at vLLM's log",
                 )
             await asyncio.sleep(_POLL_S)
-            pages = [page.read() for page in self._pages]
+            pages = self._pages.read()
             for index, page in enumerate(pages):
                 reports[index] = reports[index] or read_report(self.names[index], ticket, page)
             if on_read is not None:
@@ -281,11 +322,12 @@ class Ranks:
 
     async def _done(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""
-    ) -> None:
-        """Return when every rank has done what it was called for, or raise what one refused."""
+    ) -> list[dict[str, Any]]:
+        """Return the replies when every rank has done its part, or raise what one refused."""
         replies = await self._call(method, args, timeout_s, remedy)
         for rank, reply in zip(self.names, replies, strict=True):
             _check(rank, reply)
+        return replies
 
     async def _call(
         self, method: str, args: dict[str, Any], timeout_s: float, remedy: str = ""

@@ -88,7 +88,7 @@ class Reconciler:
             await self._session.engine.fence("the server asks every rank what it holds")
         # A rank may be at work for a server that died, and would refuse the prepare.
         await self._session.release_prepared()
-        states = await self._session.ranks.states(QUICK_S)
+        states = await self._session.states()
         self._quarantine.answered()
         known = self._known_version(states)
         if known is not None:
@@ -178,7 +178,7 @@ class Reconciler:
             current = await self._last_good(fresh=not _written(states))
             adopted = current is None
             if current is None:
-                current = await self._prepare(await self._adopt(), compare_live=True)
+                current = await self._compared(await self._adopt())
             try:
                 # What an adoption that broke off has proved is what the rank started with.
                 if adopted and not _written(states, current.digest):
@@ -214,6 +214,17 @@ class Reconciler:
                 logger.critical("version %d is lost: %s", version, error.message)
         return None
 
+    async def _compared(self, checkpoint: VersionRecord) -> PreparedVersion:
+        """Compare the live parameters with the engine's own checkpoint, as its versions are made.
+
+        Where what the loaders copied is not what is live, vLLM has computed something of it.
+        """
+        current = await self._prepare(checkpoint, compare_live=True)
+        if _proved(current) or not self._session.load_versions(_names(current)):
+            return current
+        current.lease.release()
+        return await self._prepare(checkpoint, compare_live=True)
+
     async def _prove_plan(self) -> None:
         """Compare the live parameters with the engine's own checkpoint; nothing is kept of that.
 
@@ -225,6 +236,8 @@ class Reconciler:
             self._model.adoption.borrow(files) as lease,
         ):
             current = await self._ask(lease, compare_live=True, proof_only=True)
+            if not _proved(current) and self._session.load_versions(_names(current)):
+                current = await self._ask(lease, compare_live=True, proof_only=True)
             await self._session.release_prepared()
         self._check_plan(current)
 
@@ -232,7 +245,8 @@ class Reconciler:
         if not _proved(current):
             raise _not_copies(current)
         self._session.plan_proved = True
-        logger.info("the load plan is proved against the engine's checkpoint")
+        what = "a second load" if current.twin else "the load plan"
+        logger.info("%s is proved against the engine's checkpoint", what)
 
     async def _stand_still(self, stack: contextlib.AsyncExitStack) -> None:
         health = await self._session.engine.health()
@@ -356,12 +370,18 @@ def _proved(current: PreparedVersion) -> bool:
     return all(report.proved for report in current.reports)
 
 
+def _names(current: PreparedVersion) -> str:
+    """Return the parameters that differ, the first ones."""
+    names = sorted({name for report in current.reports for name in report.mismatched})
+    return ", ".join(names[:10])
+
+
 def _not_copies(current: PreparedVersion) -> WeightSyncError:
     # A loader that does more than copy is found here: its parameters are not its tensors.
-    names = sorted({name for report in current.reports for name in report.mismatched})
+    what = "what a second load makes" if current.twin else "plain copies"
     return WeightSyncError(
         Reason.ENGINE_UNSUPPORTED,
-        "the engine's live parameters are not plain copies of its checkpoint "
-        f"({', '.join(names[:10])}); this model cannot be updated in place, unless its files were "
-        "changed since vLLM loaded them: then restart vLLM",
+        f"the engine's live parameters are not {what} of its checkpoint ({_names(current)}); this "
+        "model cannot be updated in place, unless its files were changed since vLLM loaded them: "
+        "then restart vLLM",
     )

@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["refusal"]
+__all__ = ["no_place", "refusal"]
 
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
@@ -42,6 +42,16 @@ def refusal(
         Reason.ENGINE_AWAY,
         f"rank {rank} failed: {error or 'no reason given'}; try again",
         retry_after_s=1.0,
+    )
+
+
+def no_place(names: Sequence[str]) -> WeightSyncError:
+    """Return why tensors that no rank has a place for are refused."""
+    sentence = "the model has no place for these tensors; leave them out"
+    return WeightSyncError(
+        Reason.ENGINE_REFUSED,
+        f"every rank refused: {sentence}{_listed(sentence, names, len(names))}",
+        metadata={"tensors": _fitting(names)},
     )
 
 

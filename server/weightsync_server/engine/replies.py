@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync_server.engine.journal import Entry
     from weightsync_server.engine.outcome import CutoverResult, PreparedVersion
+    from weightsync_server.engine.version_loads import LoadScheduler
 
 __all__ = [
     "applied",
@@ -23,13 +24,28 @@ __all__ = [
 ]
 
 
-def strategy(*, patched: bool) -> pb.ApplyStrategy.ValueType:
-    """Return how parameters are written, as replies tell it."""
+def strategy(target: PreparedVersion, *, patched: bool) -> pb.ApplyStrategy.ValueType:
+    """Return how parameters are written, as replies tell it.
+
+    Args:
+        target: What is written.
+        patched: Whether only what changes is.
+    """
+    if target.twin:
+        return pb.APPLY_STRATEGY_TWIN
     return pb.APPLY_STRATEGY_PATCH if patched else pb.APPLY_STRATEGY_COPY
 
 
-def current_ranks(current: PreparedVersion) -> list[pb.RankResult]:
-    """Return what every rank was last proved to hold."""
+def current_ranks(
+    current: PreparedVersion, loads: LoadScheduler | None = None
+) -> list[pb.RankResult]:
+    """Return what every rank was last proved to hold.
+
+    Args:
+        current: It.
+        loads: Has the ranks load versions; None: they do not, or that is not asked.
+    """
+    loaders = loads.status() if loads is not None else {}
     return [
         pb.RankResult(
             rank=report.rank,
@@ -37,6 +53,9 @@ def current_ranks(current: PreparedVersion) -> list[pb.RankResult]:
             content_digest=current.digest,
             device_room_bytes=report.device.room,
             device_used_bytes=report.device.used,
+            transform=_transform(current),
+            transform_reason=loads.why if loads is not None else "",
+            loader=loaders.get(report.rank),
         )
         for report in current.reports
     ]
@@ -73,12 +92,13 @@ def applied(
                 h2d_bytes=staged.get(rank.rank, 0) + rank.device.sent,
                 device_room_bytes=rank.device.room,
                 device_used_bytes=rank.device.used,
+                transform=_transform(target),
             )
             for rank in result.ranks
         ],
         pause=pause_options(spec, result.pause_mode),
         durability=target.record.durability,
-        strategy=strategy(patched=result.patched),
+        strategy=strategy(target, patched=result.patched),
     )
 
 
@@ -120,7 +140,10 @@ def planned(
         previous_version=live,
         phases=pb.PhaseDurations(prepare=duration(target.seconds)),
         ranks=[
-            pb.RankResult(rank=report.rank, written_bytes=report.bytes) for report in target.reports
+            pb.RankResult(
+                rank=report.rank, written_bytes=report.bytes, transform=_transform(target)
+            )
+            for report in target.reports
         ],
         pause=pause_options(spec),
         plan=plan,
@@ -148,3 +171,7 @@ def proof(current: PreparedVersion) -> pb.VerifyVersionResponse:
         content_digest=current.digest,
         ranks=ranks,
     )
+
+
+def _transform(version: PreparedVersion) -> pb.Transform.ValueType:
+    return pb.TRANSFORM_TWIN if version.twin else pb.TRANSFORM_PLAN

@@ -10,13 +10,15 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from weightsync.engine import EngineState, PauseSpec
+from weightsync.engine import VERSION_LOADS, EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Layout, Manifest, ShardEntry
+from weightsync.model.name_sets import unpack
 from weightsync.shm.staged_version import StagedVersion
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
-from weightsync_server.engine.refusals import refusal
+from weightsync_server.engine.refusals import no_place, refusal
+from weightsync_server.engine.version_loads import LoadScheduler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine, EngineInfo
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.engine.worker_reports import RankState, Report
+    from weightsync_server.ops.metrics import LoaderMetrics
     from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
     from weightsync_server.residency.segments import SegmentAllocator
+    from weightsync_server.residency.stager import Stager
 
 __all__ = ["EngineSession"]
 
@@ -49,6 +54,9 @@ class EngineSession:
         info: What it said.
         ranks: Its workers.
         lease_s: How long a pause lasts without renewal.
+        stager: Gives leases on versions that ranks load.
+        loaders: Where their loads are counted.
+        loads: Has the ranks load versions; None: they write them by load plans.
         live: What every rank is proved to hold; None: not known.
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
@@ -59,7 +67,10 @@ class EngineSession:
     info: EngineInfo
     segments: SegmentServer
     lease_s: float
+    stager: Stager
+    loaders: LoaderMetrics
     ranks: Ranks = field(init=False)
+    loads: LoadScheduler | None = field(default=None, init=False)
     live: PreparedVersion | None = None
     plan_proved: bool = False
     tidy: bool = False
@@ -72,6 +83,8 @@ class EngineSession:
 
     def close(self) -> None:
         """Withdraw the status pages and let go of the live version's segments."""
+        if self.loads is not None:
+            self.loads.close()
         self.ranks.close()
         if self.live is not None:
             self.live.lease.release()
@@ -134,8 +147,12 @@ class EngineSession:
         prefetched: str,
         digests: StagedDigests | None,
     ) -> PreparedVersion:
+        unloaded = ""
         start = time.perf_counter()
+        deadline = start + timeout_s
         for attempt in range(2):
+            if self.loads is not None:
+                await self.loads.ensure(lease.record, deadline - time.perf_counter())
             if digests is not None:
                 # What was digested before the ranks read it proves nothing of what they read.
                 await digests.cancel()
@@ -147,12 +164,17 @@ class EngineSession:
                 proof_only=proof_only,
                 base=base,
                 prefetched=prefetched,
-                on_read=digests.begin if digests is not None else None,
+                unloaded=unloaded,
+                on_read=digests.begin if digests is not None and self.loads is None else None,
             )
-            if attempt or not any(report.phase == "needs_capture" for report in reports):
+            if attempt or not (need := _need(reports)):
                 break
-            await self._capture(lease.staged_id, timeout_s)
-        for report in reports:
+            if need == "needs_load" and self.loads is not None:
+                self.loads.forget()
+            elif self.loads is None:
+                unloaded = await self._capture(lease.staged_id, timeout_s)
+        # Who needs a capture has nothing to say of what another one refused.
+        for report in sorted(reports, key=lambda report: report.phase == "needs_capture"):
             if report.phase != "ready":
                 raise refusal(
                     report.rank,
@@ -161,20 +183,48 @@ class EngineSession:
                     names=report.names,
                     count=report.count,
                 )
-        if digests is not None and not any(report.unlike for report in reports):
+        if digests is not None and self.loads is not None:
+            # It was proved when the ranks had read it to load it; they read it no more.
+            digests.trust(frozenset(range(len(lease.segments))))
+        elif digests is not None and not any(report.unlike for report in reports):
             digests.trust(frozenset.intersection(*(report.shards for report in reports)))
         seconds = time.perf_counter() - start
         return PreparedVersion(apply_id, lease.record, lease, tuple(reports), seconds)
 
-    async def _capture(self, document: str, timeout_s: float) -> None:
+    def load_versions(self, differing: str) -> bool:
+        """Have versions loaded beside generation from now on, where that is possible.
+
+        Args:
+            differing: Parameters that are not what the load plan makes of the engine's checkpoint.
+        """
+        if self.loads is not None or VERSION_LOADS not in self.info.capabilities:
+            return False
+        self._load_versions(f"vLLM computes these from the weights: {differing}")
+        return True
+
+    def _load_versions(self, why: str) -> None:
+        logger.info("versions of this engine are loaded beside generation: %s", why)
+        self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, why)
+
+    async def states(self) -> list[RankState]:
+        """Ask what every rank holds, and how its versions are made live."""
+        states = await self.ranks.states(QUICK_S)
+        if self.loads is None and any(state.transform == "twin" for state in states):
+            self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, "")
+        return states
+
+    async def _capture(self, document: str, timeout_s: float) -> str:
         health = await self.engine.health()
         if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
-            await self.ranks.capture(document, timeout_s)
-            return
+            unloaded, why = await self.ranks.capture(document, timeout_s)
+            if why:
+                self._load_versions(why)
+            return unloaded
         spec = PauseSpec(mode="keep", clear_cache=False)
         async with self.paused(spec):
             try:
-                await self.ranks.capture(document, timeout_s)
+                unloaded, _ = await self.ranks.capture(document, timeout_s)
+                return unloaded
             finally:
                 # Capture writes nothing, so the engine goes on with what it had.
                 if not self.ranks.hung:
@@ -195,9 +245,11 @@ class EngineSession:
         document = StagedVersion(Manifest(layout, (b"",) * len(tensors)), ("",))
         segment = await allocator.write(document.to_segment)
         try:
-            await self.ranks.check(segment.id)
+            unplaced = await self.ranks.check(segment.id)
         finally:
             allocator.retire(segment)
+        if unplaced and (names := unpack(unplaced, (tensor.name for tensor in tensors))):
+            raise no_place(sorted(names))
         return True
 
     @contextlib.asynccontextmanager
@@ -299,6 +351,12 @@ class EngineSession:
         except WeightSyncError as error:
             # Memory of the workers only; the next release drops it as well.
             logger.warning("the ranks keep what they prepared for now: %s", error.message)
+
+
+def _need(reports: Sequence[Report]) -> str:
+    """Return what ranks need that are not ready, if that is all they say; "": nothing."""
+    phases = {report.phase for report in reports} - {"ready"}
+    return phases.pop() if phases in ({"needs_capture"}, {"needs_load"}) else ""
 
 
 async def _bounded(call: Awaitable[_T], seconds: float, what: str) -> _T:

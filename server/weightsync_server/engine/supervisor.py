@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from weightsync.engine import Engine
     from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.apply_limits import ApplyLimits
     from weightsync_server.engine.journal import Journal
     from weightsync_server.engine.model_parts import ModelParts
     from weightsync_server.engine.outcome import PreparedVersion
+    from weightsync_server.engine.version_loads import LoadScheduler
     from weightsync_server.ops.metrics import Metrics
 
 __all__ = ["EngineSupervisor"]
@@ -82,6 +84,7 @@ class EngineSupervisor:
         self.quarantine = QuarantinedLeases()
         self.prefetcher = Prefetcher(self._wake.set)
         model.accepted.ask = self._takes
+        model.table.on_change.append(self._version_changed)
         if limits.read_ahead:
             model.incoming.listener = self.prefetcher.note
         self._lock = asyncio.Lock()
@@ -100,6 +103,8 @@ class EngineSupervisor:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        with contextlib.suppress(ValueError):
+            self._model.table.on_change.remove(self._version_changed)
         self._forget()
 
     @property
@@ -107,9 +112,21 @@ class EngineSupervisor:
         """Whether the engine generates on one verified version."""
         return self._condition.serving
 
+    @property
+    def loads(self) -> LoadScheduler | None:
+        """Has the ranks load versions; None: they do not, or the engine is away."""
+        return self._session.loads if self._session is not None else None
+
     def status(self) -> pb.EngineStatus:
         """Return what GetStatus shows of the engine."""
-        return self._condition.status(self._session.live if self._session else None)
+        session = self._session
+        if session is None:
+            return self._condition.status(None)
+        return self._condition.status(session.live, session.loads)
+
+    def rollback_loaded(self, content_digest: str) -> bool:
+        """Tell whether an engine whose versions are loaded has one loaded; any other: True."""
+        return self.loads is None or self.loads.resident(content_digest)
 
     def suspect(self, reason: str) -> None:
         """Ask the ranks again before anything else: nobody knows what they hold."""
@@ -259,11 +276,28 @@ class EngineSupervisor:
 
     async def _occupy(self, session: EngineSession) -> None:
         """Give the ranks something to do beside generation: one thing at a time."""
+        if session.loads is not None:
+            self._load_newest(session, session.loads)
         await self.checks.begin(session)
         if self.checks.running:
             self.prefetcher.interrupted()
         else:
             await self.prefetcher.begin(session)
+
+    def _load_newest(self, session: EngineSession, loads: LoadScheduler) -> None:
+        """Let the ranks load the version that is likely to be applied next, if it is staged."""
+        try:
+            newest = self._model.table.newest_applicable()
+        except WeightSyncError:
+            return
+        live = session.live.record.version if session.live is not None else 0
+        if newest.version > live and newest.residency == pb.RESIDENCY_STAGED:
+            loads.begin(newest)
+
+    def _version_changed(self, record: VersionRecord) -> None:
+        """Load a version as soon as it is committed, not at the next look at the engine."""
+        if self.loads is not None and record.commit is not None and self.loads.wants(record):
+            self._wake.set()
 
     async def _write_down(self) -> None:
         # What the disk refused when it became live is written as soon as the disk takes it.
@@ -290,7 +324,12 @@ class EngineSupervisor:
         if info.refusals:
             raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, "; ".join(info.refusals))
         self._session = EngineSession(
-            self._engine, info, self._segments, self._limits.pause_lease_s
+            self._engine,
+            info,
+            self._segments,
+            self._limits.pause_lease_s,
+            self._model.stager,
+            self._metrics.loaders,
         )
 
     async def _reconcile(self) -> None:

@@ -6,15 +6,21 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.name_sets import common
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "DeviceUse",
     "RankCommit",
+    "RankLoad",
     "RankState",
     "Report",
     "read_commit",
+    "read_common",
+    "read_load",
     "read_names",
     "read_report",
     "shards_read",
@@ -46,7 +52,7 @@ class Report:
 
     Attributes:
         rank: `dp/pp/tp`.
-        phase: `ready`, `failed` or `needs_capture`.
+        phase: `ready`, `failed`, `needs_capture` or `needs_load`.
         error: One sentence when it failed.
         refused: Whether the model cannot take these tensors, now or ever.
         names: Those at fault, at most 10.
@@ -59,6 +65,7 @@ class Report:
         device: What it told about its device.
         shards: Those that lie in its device's memory, whole and as the manifest tells.
         unlike: Names of tensors that lie there and are not as it tells, at most 10.
+        transform: What the version went through, `plan` or `twin`.
     """
 
     rank: str
@@ -75,6 +82,7 @@ class Report:
     device: DeviceUse = NO_DEVICE
     shards: frozenset[int] = frozenset()
     unlike: tuple[str, ...] = ()
+    transform: str = "plan"
 
 
 @dataclass(frozen=True)
@@ -102,18 +110,68 @@ class RankCommit:
 class RankState:
     """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown.
 
-    One that has not `answered` may hold anything.
+    One that has not `answered` may hold anything. `transform` is what its versions go through.
     """
 
     rank: str
     content_digest: str
     dirty: bool
     answered: bool = True
+    transform: str = "plan"
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """How far a rank is with loading a version beside generation.
+
+    Attributes:
+        rank: `dp/pp/tp`.
+        phase: `starting`, `capturing`, `loading`, `ready` or `failed`.
+        percent: Of that phase.
+        report: What it ended with; None: it has not ended.
+        cached: Whether it had it from before, when it was live, and loaded nothing.
+        holds: Content digests of what lies in its live weights and beside them.
+        seconds: How long the load took.
+        arena_bytes: Memory that holds what was loaded.
+        restarts: How often its loader had to be started again.
+    """
+
+    rank: str
+    phase: str = "starting"
+    percent: int = 0
+    report: Report | None = None
+    cached: bool = False
+    holds: frozenset[str] = frozenset()
+    seconds: float = 0.0
+    arena_bytes: int = 0
+    restarts: int = 0
 
 
 def read_names(reply: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of those at fault."""
     return tuple(map(str, reply.get("names", ())))
+
+
+def read_common(replies: Sequence[Mapping[str, Any]], field: str) -> str:
+    """Return the tensor names that every rank names, as `name_sets` packs them; "": one names none.
+
+    A rank knows only its own part of the model: what one does not load another one may.
+
+    Args:
+        replies: Of all ranks.
+        field: Where each names some.
+
+    Raises:
+        WeightSyncError: FAULT: the ranks do not speak of the same tensors.
+    """
+    texts = [str(reply.get(field, "")) for reply in replies]
+    if not all(texts):
+        return ""
+    try:
+        return common(texts)
+    except ValueError as error:
+        msg = f"the ranks disagree on {field} tensors ({error}); restart vLLM"
+        raise WeightSyncError(Reason.FAULT, msg) from error
 
 
 def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report | None:
@@ -135,6 +193,27 @@ def read_report(rank: str, ticket: str, page: dict[str, Any] | None) -> Report |
         device=_device(page),
         shards=frozenset(map(int, page.get("shards", ()))),
         unlike=tuple(map(str, page.get("unlike", ()))),
+        transform=str(page.get("transform", "plan")),
+    )
+
+
+def read_load(rank: str, ticket: str, page: dict[str, Any] | None) -> RankLoad:
+    """Return what a rank tells of the load of a ticket."""
+    if page is None or page.get("ticket") != ticket:
+        return RankLoad(rank)
+    report = read_report(rank, ticket, page)
+    if report is None:
+        return RankLoad(rank, str(page.get("load", "starting")), int(page.get("percent", 0)))
+    return RankLoad(
+        rank,
+        report.phase,
+        100,
+        report,
+        bool(page.get("held_before")),
+        frozenset(map(str, page.get("held", ()))),
+        float(page.get("load_s", 0.0)),
+        int(page.get("arena_bytes", 0)),
+        int(page.get("loader_restarts", 0)),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.ops.meters import DeltaCounts
 
-__all__ = ["INVARIANTS", "PHASES", "DeltaMetrics", "Metrics"]
+__all__ = ["INVARIANTS", "PHASES", "DeltaMetrics", "LoaderMetrics", "Metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ INVARIANTS = (
 )  # fmt: skip
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
-LONG_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LONG_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 #: Phase, buckets, help.
 _PHASES = (
@@ -81,7 +81,7 @@ class Metrics:
         self.bounds = DeadlineMonitor()
         self._model = model
         self._phases = {
-            phase: self._histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
+            phase: self.histogram(f"weightsync_{phase}_duration_seconds", text, buckets)
             for phase, buckets, text in _PHASES
         }
         self._pushes = self.counters(
@@ -117,6 +117,7 @@ class Metrics:
         for invariant in INVARIANTS:
             self._violations.labels(invariant)
         self.deltas = DeltaMetrics(self)
+        self.loaders = LoaderMetrics(self)
         self._state()
         info = Gauge("weightsync_build_info", "1.", ["version"], registry=self.registry)
         info.labels(__version__).set(1)
@@ -146,7 +147,8 @@ class Metrics:
             "When all live parameters were last compared and held the version, Unix time.",
         )
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+    def histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        """Return a new histogram of this model."""
         histogram = Histogram(name, text, ["model"], buckets=tuple(buckets), registry=self.registry)
         return histogram.labels(self._model)
 
@@ -299,3 +301,32 @@ class DeltaMetrics:
     def count_fold(self) -> None:
         """Count a delta that is kept in full now."""
         self._folds.inc()
+
+
+class LoaderMetrics:
+    """Counts of the loads of one model's versions beside generation.
+
+    Args:
+        metrics: Those of the model; they hold these.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._seconds = metrics.histogram(
+            "weightsync_load_seconds",
+            "Time to load one version beside generation, slowest rank.",
+            LONG_BUCKETS,
+        )
+        self._restarts = metrics.counter(
+            "weightsync_loader_restarts_total", "Loaders started again, over all ranks."
+        )
+
+    def count(self, seconds: float, restarts: int) -> None:
+        """Count a load that every rank has ended.
+
+        Args:
+            seconds: Of the slowest rank; 0: nothing had to be loaded.
+            restarts: Loaders that were started again since the load before.
+        """
+        if seconds:
+            self._seconds.observe(seconds)
+        self._restarts.inc(restarts)

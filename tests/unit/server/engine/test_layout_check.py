@@ -12,6 +12,7 @@ from tests.unit.server.engine.plant import Engine, Plant, checkpoint, plant, sha
 from tests.unit.server.world import begin, make_shard
 from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.name_sets import pack
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
@@ -58,6 +59,23 @@ async def test_it_is_refused_by_name_without_a_byte_or_a_pause(
     # The slot is free again.
     await it.push(2)
     assert (await it.apply(2)).version == 2
+
+
+async def test_a_name_that_no_rank_has_a_place_for_is_refused(it: Plant) -> None:
+    added = {"d": ("U8", (1,), b"x"), "e": ("U8", (1,), b"y")}
+
+    def placed(*names: str, of: Any) -> Any:
+        return lambda replies: [
+            {"ok": True, "rank": reply["rank"], "unplaced": pack(names, of)} for reply in replies
+        ]
+
+    it.engine.after["check"] = placed("e", of=added)
+    error = await _layout_refused(it, _with(added), "e")
+    assert "every rank refused: the model has no place for these tensors" in error.message
+    # One that some rank has a place for is taken.
+    it.engine.after["check"] = placed(of=["f"])
+    await it.here.push([_with({"f": ("U8", (1,), b"z")})], 2)
+    assert it.here.model.table.get(2).layout_check == _PASSED
 
 
 async def test_a_refusal_is_remembered(it: Plant) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.server.engine.plant import until
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.name_sets import pack, unpack
 from weightsync.shm.segment_socket import SegmentClient, SegmentServer
 from weightsync.shm.status_page import PageWriter
 from weightsync_server.engine.ranks import Ranks
@@ -340,10 +341,112 @@ async def test_nothing_is_unmapped_before_every_rank_tells_so(
     assert await ranks.unmap(["id"], {"c"}, 5) == mapped
 
 
+async def test_loads_are_told_on_pages_of_their_own(
+    ranks: Ranks, workers: Workers, server: SegmentServer
+) -> None:
+    ticket = await ranks.start_load("a" * 32, "document")
+    method, args = workers.calls[-1]
+    assert (method, args["group"], args["document"]) == ("weightsync_load", "a" * 32, "document")
+    assert args["ticket"] == ticket
+    pages = await asyncio.to_thread(_pages, workers, server)
+    await ranks.start_check("id")
+    assert workers.calls[-1][1]["page"] != args["page"], "a check would write over a load's end"
+    pages[0].write({"ticket": ticket, "phase": "running", "load": "loading", "percent": 7})
+    first, second = ranks.loading(ticket)
+    assert (first.rank, first.phase, first.percent, first.report) == (NAMES[0], "loading", 7, None)
+    assert (second.rank, second.phase, second.percent) == (NAMES[1], "starting", 0)
+    end = {"ticket": ticket, "phase": "ready", "held": ["c", "d"], "held_before": True}
+    pages[1].write(end | {"load_s": 2.5, "arena_bytes": 9, "loader_restarts": 3})
+    second = ranks.loading(ticket)[1]
+    assert second.report is not None
+    assert (second.phase, second.cached, second.holds) == ("ready", True, frozenset("cd"))
+    assert (second.seconds, second.arena_bytes, second.restarts) == (2.5, 9, 3)
+    pages[1].write(end | {"ticket": "of before"})
+    assert ranks.loading(ticket)[1].report is None, "another load's end"
+    for page in pages:
+        page.close()
+
+
+async def test_a_rank_that_begins_no_load_is_told(ranks: Ranks, workers: Workers) -> None:
+    workers.replies = [{"ok": True}, {"ok": False, "error": "it has no loader", "refused": True}]
+    with pytest.raises(WeightSyncError, match="rank 0/0/1 refused: it has no loader") as caught:
+        await ranks.start_load("a" * 32, "document")
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+
+
+@pytest.mark.parametrize(
+    ("replies", "why"),
+    [
+        ([{"ok": True}, {"ok": True}], ""),
+        ([{"ok": True}, {"ok": True, "transform": "twin", "why": "it packs"}], "it packs"),
+    ],
+)
+async def test_a_capture_tells_why_there_is_no_plan(
+    ranks: Ranks, workers: Workers, replies: list[dict[str, Any]], why: str
+) -> None:
+    workers.replies = replies
+    assert await ranks.capture("d", 5) == ("", why)
+
+
+async def test_a_state_tells_what_versions_go_through(ranks: Ranks, workers: Workers) -> None:
+    workers.replies = [{"ok": True, "transform": "twin"}, {"ok": True}]
+    assert [state.transform for state in await ranks.states(5)] == ["twin", "plan"]
+
+
 async def test_close_withdraws_the_pages(workers: Workers, server: SegmentServer) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     ranks = Ranks(workers, NAMES, server)  # type: ignore[arg-type]
-    assert len(server._published) == 2
+    assert len(server._published) == len(NAMES)
+    workers.replies = [{"ok": True}, {"ok": True}]
+    await ranks.start_load("group", "document")
+    # One for what a rank does, and one for what it loads meanwhile.
+    assert len(server._published) == 2 * len(NAMES)
     ranks.close()
     assert not server._published
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+_TENSORS = ("a", "b", "c")
+
+
+async def test_what_every_rank_ignores_is_told_to_all_of_them(
+    ranks: Ranks, workers: Workers
+) -> None:
+    workers.replies = [
+        {"ok": True, "ignored": pack({"a", "b"}, _TENSORS)},
+        {"ok": True, "ignored": pack({"b", "c"}, _TENSORS)},
+    ]
+    unloaded, _ = await ranks.capture("document", 10)
+    assert unpack(unloaded, _TENSORS) == {"b"}
+    task = asyncio.ensure_future(
+        ranks.prepare("id", "document", compare_live=False, timeout_s=10, unloaded=unloaded)
+    )
+    await until(lambda: len(workers.calls) == 2)
+    assert workers.calls[1][1]["unloaded"] == unloaded
+    task.cancel()
+
+
+async def test_a_name_has_no_place_only_where_no_rank_has_one(
+    ranks: Ranks, workers: Workers
+) -> None:
+    workers.replies = [
+        {"ok": True, "unplaced": pack({"a", "c"}, _TENSORS)},
+        {"ok": True, "unplaced": pack({"c"}, _TENSORS)},
+    ]
+    assert unpack(await ranks.check("document"), _TENSORS) == {"c"}
+    # One that does not tell has a place for all that it did not refuse.
+    del workers.replies[1]["unplaced"]
+    assert await ranks.check("document") == ""
+
+
+async def test_ranks_that_speak_of_different_tensors_are_at_fault(
+    ranks: Ranks, workers: Workers
+) -> None:
+    names = [f"n{number}" for number in range(9)]
+    workers.replies = [
+        {"ok": True, "ignored": pack((), _TENSORS)},
+        {"ok": True, "ignored": pack((), names)},
+    ]
+    with pytest.raises(WeightSyncError, match="disagree") as caught:
+        await ranks.capture("document", 10)
+    assert caught.value.reason is Reason.FAULT

@@ -71,6 +71,8 @@ def test_every_child_exists_from_the_start(metrics: Metrics) -> None:
         "weightsync_engine_up",
         "weightsync_last_apply_timestamp_seconds",
         "weightsync_live_check_timestamp_seconds",
+        "weightsync_load_seconds_count",
+        "weightsync_loader_restarts_total",
     ):
         assert samples[name, "m"] == 0
     assert samples["weightsync_build_info", __version__] == 1
@@ -133,6 +135,19 @@ def test_deltas_are_counted(metrics: Metrics) -> None:
     assert value("fallbacks_total", reason="too_dense") == 1
     assert value("fallbacks_total", reason="other") == 1
     assert value("folds_total") == 1
+
+
+def test_loads_are_counted(metrics: Metrics) -> None:
+    def value(name: str) -> float | None:
+        return metrics.registry.get_sample_value(f"weightsync_{name}", {"model": "m"})
+
+    metrics.loaders.count(400.0, 2)
+    metrics.loaders.count(0.0, 1)
+    assert (value("load_seconds_count"), value("load_seconds_sum")) == (1, 400)
+    assert value("loader_restarts_total") == 3
+    get = metrics.registry.get_sample_value
+    slow = get("weightsync_load_seconds_bucket", {"model": "m", "le": "600.0"})
+    assert slow == 1, "a load may take minutes"
 
 
 def test_ranks_that_are_gone_disappear(metrics: Metrics) -> None:

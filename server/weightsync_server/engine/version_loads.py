@@ -1,0 +1,258 @@
+"""Versions that every rank loads beside generation, where no load plan serves its model.
+
+A load belongs to nobody who waits for it: a caller that gives up leaves a version that is loaded.
+What lies in a slot is digested again when every rank has read it, before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.pause_options import duration
+from weightsync_server.engine.refusals import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.ranks import Ranks
+    from weightsync_server.engine.worker_reports import RankLoad
+    from weightsync_server.ops.metrics import LoaderMetrics
+    from weightsync_server.residency.stager import Stager
+
+__all__ = ["LoadScheduler"]
+
+logger = logging.getLogger(__name__)
+
+#: How often the ranks' pages are looked at, seconds.
+_POLL_S = 0.02
+#: How long a version may take to be staged for a load, seconds.
+_STAGE_S = 600.0
+#: From a failed load to the next one, seconds: doubled each time.
+_AGAIN_S, _MOST_S = 1.0, 60.0
+#: A loader that can load is in one of these.
+_UP = (pb.LOADER_STATE_READY, pb.LOADER_STATE_PROVING, pb.LOADER_STATE_LOADING)
+
+
+@dataclass
+class _Load:
+    """One load.
+
+    Attributes:
+        record: What is loaded.
+        task: Ends with it.
+        ticket: The ranks' name for it; "": they were not asked yet.
+    """
+
+    record: VersionRecord
+    task: asyncio.Task[None] = field(init=False)
+    ticket: str = ""
+
+
+class LoadScheduler:
+    """Has the ranks load one version at a time.
+
+    Args:
+        ranks: Of the engine.
+        stager: Gives leases on what they read.
+        metrics: Where loads are counted.
+        why: Why its versions must be loaded; one sentence of a rank.
+    """
+
+    def __init__(self, ranks: Ranks, stager: Stager, metrics: LoaderMetrics, why: str) -> None:
+        self.why = why
+        self._ranks = ranks
+        self._stager = stager
+        self._metrics = metrics
+        self._group = secrets.token_hex(16)
+        self._load: _Load | None = None
+        self._last: list[RankLoad] = []
+        self._failures = 0
+        self._not_before = 0.0
+        self._error = ""
+        self._proved = False
+        #: Content digest of what was loaded last.
+        self._loaded = ""
+        #: Of what the model was found not to take.
+        self._refused = ""
+        #: Of what was live when it was loaded: it lies beside it after an apply.
+        self._resident: frozenset[str] = frozenset()
+
+    @property
+    def running(self) -> bool:
+        """Whether the ranks load."""
+        return self._load is not None and not self._load.task.done()
+
+    @property
+    def version(self) -> int:
+        """The version that is or was loaded last; 0: none."""
+        return self._load.record.version if self._load is not None else 0
+
+    def progress(self) -> Sequence[RankLoad]:
+        """Return how far every rank is with what it loads, or has loaded last."""
+        if not self.running or self._load is None or not self._load.ticket:
+            return self._last
+        now, before = self._ranks.loading(self._load.ticket), {x.rank: x for x in self._last}
+        # What a rank does not tell before its load has ended is as it was.
+        return [_known(load, before.get(load.rank, load)) for load in now]
+
+    @property
+    def up(self) -> bool:
+        """Whether every rank's loader can load, and none has failed since it last did."""
+        loads = self.progress()
+        return bool(loads) and all(self._state(load) in _UP for load in loads) and not self._error
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory that holds what was loaded, over all ranks."""
+        return sum(load.arena_bytes for load in self.progress())
+
+    def status(self) -> dict[str, pb.LoaderStatus]:
+        """Return what GetStatus shows of every rank's loader, by the rank."""
+        return {load.rank: self._status(load) for load in self.progress()}
+
+    def _status(self, load: RankLoad) -> pb.LoaderStatus:
+        return pb.LoaderStatus(
+            state=self._state(load),
+            version=self.version,
+            percent=load.percent,
+            arena_bytes=load.arena_bytes,
+            restarts=load.restarts,
+            last_error=self._error,
+            load=duration(load.seconds),
+        )
+
+    def _state(self, load: RankLoad) -> pb.LoaderState.ValueType:
+        if not self.running:
+            return pb.LOADER_STATE_FAILED if self._error else pb.LOADER_STATE_READY
+        if load.phase == "starting":
+            return pb.LOADER_STATE_STARTING
+        return pb.LOADER_STATE_LOADING if self._proved else pb.LOADER_STATE_PROVING
+
+    def resident(self, content_digest: str) -> bool:
+        """Tell whether every rank has a version beside its live weights, or live."""
+        return content_digest in self._resident
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        if self._load is not None:
+            self._load.task.cancel()
+
+    def forget(self) -> None:
+        """Take note that a rank has not got any more what all had loaded."""
+        self._loaded, self._resident = "", frozenset()
+
+    def begin(self, record: VersionRecord) -> None:
+        """Let the ranks load a version soon, unless they do, or need not."""
+        if self.wants(record) and not self.running and clock.monotonic() >= self._not_before:
+            self._start(record)
+
+    def wants(self, record: VersionRecord) -> bool:
+        """Tell whether a version is none that was loaded last, or refused."""
+        return record.content_digest not in (self._loaded, self._refused)
+
+    async def ensure(self, record: VersionRecord, timeout_s: float) -> None:
+        """Return when every rank has loaded a version.
+
+        Args:
+            record: It.
+            timeout_s: Longest wait, seconds.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED with names: the model cannot take it. ENGINE_AWAY: it
+                failed; try again. DEADLINE_EXCEEDED: the load goes on.
+        """
+        if not self.running and self._loaded == record.content_digest:
+            return
+        deadline = clock.monotonic() + timeout_s
+        while self.running and self._load is not None and self._load.record is not record:
+            await self._wait(self._load, deadline)
+        load = self._load if self.running and self._load is not None else self._start(record)
+        await self._wait(load, deadline)
+        load.task.result()
+
+    async def _wait(self, load: _Load, deadline: float) -> None:
+        done, _ = await asyncio.wait({load.task}, timeout=max(0.0, deadline - clock.monotonic()))
+        if not done:
+            slowest = min(self.progress(), key=lambda rank: (rank.report is not None, rank.percent))
+            raise WeightSyncError(
+                Reason.DEADLINE_EXCEEDED,
+                f"version {load.record.version} is still being loaded (rank {slowest.rank}: "
+                f"{slowest.phase}, {slowest.percent} %); it goes on, apply again or raise "
+                "prepare_timeout",
+                retry_after_s=1.0,
+            )
+
+    def _start(self, record: VersionRecord) -> _Load:
+        self._load = load = _Load(record)
+        load.task = asyncio.create_task(self._run(load), name=f"load of version {record.version}")
+        load.task.add_done_callback(_retrieve)
+        return load
+
+    async def _run(self, load: _Load) -> None:
+        self._loaded, record = "", load.record
+        lease = await self._stager.lease(record, _STAGE_S, for_engine=True, durable=False)
+        with lease:
+            try:
+                load.ticket = await self._ranks.start_load(self._group, lease.staged_id)
+                await self._ended(load.ticket)
+            except WeightSyncError as error:
+                self._failed(error)
+                if error.reason is Reason.ENGINE_REFUSED:
+                    self._refused = record.content_digest
+                raise
+            if not all(rank.cached for rank in self._last):
+                # What they read may have been damaged before they did.
+                await self._stager.verify(lease)
+        self._failures, self._error, self._proved = 0, "", True
+        self._loaded = record.content_digest
+        self._resident = frozenset.intersection(*(rank.holds for rank in self._last))
+
+    async def _ended(self, ticket: str) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            loads = self._ranks.loading(ticket)
+            failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)
+            if failed is not None:
+                raise refusal(
+                    failed.rank,
+                    failed.error,
+                    lasting=failed.refused,
+                    names=failed.names,
+                    count=failed.count,
+                )
+            if all(load.report is not None for load in loads):
+                restarts = sum(x.restarts for x in loads) - sum(x.restarts for x in self._last)
+                self._metrics.count(max(load.seconds for load in loads), max(0, restarts))
+                self._last = loads
+                return
+
+    def _failed(self, error: WeightSyncError) -> None:
+        # Loaders meet when they start: one of them alone could not be replaced.
+        self._group = secrets.token_hex(16)
+        self._failures += 1
+        self._error, self._resident = error.message, frozenset()
+        wait_s = min(_MOST_S, _AGAIN_S * 2 ** (self._failures - 1))
+        self._not_before = clock.monotonic() + wait_s
+        logger.warning("a version could not be loaded: %s", error.message)
+
+
+def _known(load: RankLoad, before: RankLoad) -> RankLoad:
+    if load.report is not None:
+        return load
+    return replace(
+        load, seconds=before.seconds, arena_bytes=before.arena_bytes, restarts=before.restarts
+    )
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    # Nobody may be there to look at its outcome.
+    if not task.cancelled():
+        task.exception()

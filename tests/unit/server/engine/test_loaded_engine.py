@@ -1,0 +1,166 @@
+"""A server and an engine whose versions are loaded beside generation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.server.engine.loading_engine import LoadingEngine
+from tests.unit.server.engine.plant import plant, until
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import supervisor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> LoadingEngine:
+    return LoadingEngine(tmp_path / "segments.sock")
+
+
+async def test_a_proof_at_the_start_that_fails_goes_on_to_loads(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        (rank,) = (await it.ready()).ranks
+        assert engine.serves == it.here.model.serving.live == 1
+        assert "commit" not in engine.events, "its own checkpoint is live: nothing is written"
+        assert rank.transform == pb.TRANSFORM_TWIN
+        assert rank.transform_reason == "vLLM computes these from the weights: b"
+        assert rank.loader.state == pb.LOADER_STATE_READY
+        assert (rank.loader.version, rank.loader.arena_bytes) == (1, 64)
+        assert engine.loaded == [rank.content_digest]
+        assert it.keeper.loads is not None
+        assert it.keeper.loads.up
+        assert it.count("weightsync_load_seconds_count") == 1
+
+
+async def test_a_capture_that_finds_no_plan_goes_on_to_loads(tmp_path: Path) -> None:
+    engine = LoadingEngine(tmp_path / "segments.sock", why="experts are repacked")
+    async with plant(tmp_path, engine) as it:
+        (rank,) = (await it.ready()).ranks
+        assert engine.calls.count("capture") == 1
+        assert rank.transform == pb.TRANSFORM_TWIN
+        assert rank.transform_reason == "experts are repacked"
+        assert len(engine.loaded) == 1
+
+
+async def test_an_engine_without_loaders_is_refused_as_before(tmp_path: Path) -> None:
+    engine = LoadingEngine(tmp_path / "segments.sock", able=False)
+    async with plant(tmp_path, engine) as it:
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        assert "not plain copies of its checkpoint (b)" in status.reason
+        assert "load" not in engine.calls
+
+
+async def test_a_second_load_that_is_not_what_is_live_is_refused(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.wrong_load = True
+    async with plant(tmp_path, engine) as it:
+        status = await it.until(pb.ENGINE_STATE_FENCED)
+        await until(lambda: "fence" in engine.events)
+        assert "not what a second load makes of its checkpoint (b)" in status.reason
+        assert engine.serves == 0
+        assert "commit" not in engine.events
+
+
+async def test_an_apply_takes_what_was_loaded_and_tells_so(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        planned = await it.apply(2, dry_run=True)
+        assert planned.plan.strategy == pb.APPLY_STRATEGY_TWIN
+        assert [rank.transform for rank in planned.ranks] == [pb.TRANSFORM_TWIN]
+        report = await it.apply(2)
+        assert report.strategy == pb.APPLY_STRATEGY_TWIN
+        assert [rank.transform for rank in report.ranks] == [pb.TRANSFORM_TWIN]
+        assert engine.serves == 2
+        assert (await it.apply(2)).ranks[0].transform == pb.TRANSFORM_TWIN
+        assert (await it.rollback()).report.strategy == pb.APPLY_STRATEGY_TWIN
+        assert engine.serves == 1
+
+
+async def test_an_apply_of_copies_tells_that_it_is_one(tmp_path: Path) -> None:
+    async with plant(tmp_path) as it:
+        await it.ready()
+        await it.push(2)
+        assert [rank.transform for rank in (await it.apply(2, dry_run=True)).ranks] == [
+            pb.TRANSFORM_PLAN
+        ]
+        assert [rank.transform for rank in (await it.apply(2)).ranks] == [pb.TRANSFORM_PLAN]
+        assert it.keeper.loads is None
+
+
+async def test_an_apply_that_does_not_wait_for_its_load_changes_nothing(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        engine.go.clear()
+        await it.push(2)
+        with pytest.raises(WeightSyncError, match="still being loaded") as caught:
+            await it.apply(2, prepare_timeout={"nanos": 300_000_000})
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        assert engine.serves == 1
+        engine.go.set()
+        assert (await it.apply(2)).version == 2
+        assert len(engine.loaded) == 2, "the load went on"
+
+
+async def test_a_commit_does_not_wait_for_the_next_look_at_the_engine(
+    tmp_path: Path, engine: LoadingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        monkeypatch.setattr(supervisor, "_HEALTH_S", 3600.0)
+        # The look that is under way is the last one that comes by itself.
+        await asyncio.sleep(0.1)
+        await it.push(2)
+        await until(lambda: len(engine.loaded) == 2, 5)
+        assert engine.loaded[1] == it.here.model.table.get(2).content_digest
+        assert engine.serves == 1, "it was loaded, not applied"
+
+
+async def test_a_commit_wakes_nobody_where_versions_are_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with plant(tmp_path) as it:
+        await it.ready()
+        monkeypatch.setattr(supervisor, "_HEALTH_S", 3600.0)
+        await asyncio.sleep(0.1)
+        await it.push(2)
+        assert not it.keeper._wake.is_set()
+
+
+async def test_a_server_that_starts_beside_such_an_engine_goes_on_with_loads(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+    before = engine.events.count("pause")
+    async with plant(tmp_path, engine, store=store) as it:
+        (rank,) = (await it.ready()).ranks
+        assert it.here.model.serving.live == engine.serves == 2
+        assert engine.events.count("pause") == before
+        assert (rank.transform, rank.transform_reason) == (pb.TRANSFORM_TWIN, "")
+
+
+async def test_a_server_that_stopped_hears_of_no_version(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        observers = it.here.model.table.on_change
+        count = len(observers)
+        await it.keeper.stop()
+        assert len(observers) == count - 1
