@@ -4,9 +4,11 @@ Parts: limits (what the device and its bus do), pause (a pause with nothing in i
 reload and ipc, and torchforge's way), nccl (vLLM's nccl backend, two GPUs), apply and exact (ours,
 caches kept and computed again), durable and compiled (apply's times with a store on the disk of
 build/bench, and with vLLM's default compilation), apply2 (ours with TP 2, two GPUs), push (ours,
-without an engine).
-Every part but limits measures the limits too, and every figure that has a limit or a peer stands
-beside it under "beside". What failed stands under "errors", and the other figures are there.
+without an engine), models (every kind of model, one after the other; model: one of them), moe30 (a
+mixture of experts of 31 GB in block fp8).
+Every part but limits, models and model measures the limits too, and every figure that has a limit
+or a peer stands beside it under "beside". What failed stands under "errors", and the other figures
+are there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import traceback
 
 from benchmarks import report
 from benchmarks.gpu.cleanup import adopt_orphans, end_children, watchdog
+from benchmarks.gpu.kinds import KINDS
 from benchmarks.gpu.parts import PARTS, Order
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.shape import FULL, SMALL
@@ -49,6 +52,7 @@ def main() -> None:
         requests=options.requests,
         executor=options.executor,
         small=options.small,
+        kinds=options.kinds,
     )
     _describe(results, order)
     with watchdog(results, options.budget_s + _OVERTIME_S, as_json=options.json):
@@ -81,7 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--executor", default="mp", choices=["mp", "uni"], help="of vLLM's workers (default mp)"
     )
+    parser.add_argument(
+        "--kinds", type=_kinds, default=(), help=f"of models: {','.join(KINDS)} (default all)"
+    )
     return parser
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(","))
+    for name in found:
+        if name not in KINDS:
+            msg = f"{name} is no kind of model; there are {', '.join(KINDS)}"
+            raise argparse.ArgumentTypeError(msg)
+    return found
 
 
 def _device() -> str:

@@ -17,9 +17,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.gpu.engine import Site
 from benchmarks.gpu.ours import Ours
+from weightsync_client import Client
 
-__all__ = ["measure_between"]
+__all__ = ["measure_between", "switch_between"]
 
 _SWITCH = "weightsync_switch"
 
@@ -32,31 +34,40 @@ async def measure_between(ours: Ours) -> None:
     """
     results = ours.site.results
     stalls: list[float] = []
-    with results.attempt("our apply between two steps"), _watched(ours.site.llm) as switches:
+    with results.attempt("our apply between two steps"):
         await ours.site.calm()
         for _ in results.rounds(ours.rounds, "our apply between two steps", 45.0):
             await ours.trainer.do("change")
             pushed = await ours.trainer.do("push", address=ours.address)
             ours.version = pushed["version"]
-            begin = time.perf_counter()
-            report = await asyncio.to_thread(ours.client.apply, ours.version, pause="between_steps")
-            started, ended = switches[-1]
-            await ours.site.load.spoken(time.perf_counter())
-            around = max(ours.site.load.gaps(started, ended))
-            stalls.append(around - _usual(results.samples["token_gap_p50_s"]))
-            results.add(
-                between_steps_stall_s=stalls[-1],
-                between_steps_switch_s=report.phases.paused_total_s,
-                between_steps_commit_s=report.phases.commit_s,
-                between_steps_verify_s=report.phases.verify_s,
-                between_steps_max_gap_s=max(ours.site.load.gaps(begin, ended)),
-            )
+            figures = await switch_between(ours.site, ours.client, ours.version)
+            stalls.append(figures["between_steps_stall_s"])
+            results.add(**figures)
             await ours.site.calm()
         results.facts["between_steps_first_stall_s"] = round(stalls[0], 6)
 
 
-def _usual(gaps: list[float]) -> float:
-    return statistics.median(gaps)
+async def switch_between(site: Site, client: Client, version: int) -> dict[str, float]:
+    """Apply a version between two steps; return its figures.
+
+    Args:
+        site: The engine; requests run, and their usual gaps are known.
+        client: Of its server.
+        version: Which.
+    """
+    begin = time.perf_counter()
+    with _watched(site.llm) as switches:
+        report = await asyncio.to_thread(client.apply, version, pause="between_steps")
+    started, ended = switches[-1]
+    await site.load.spoken(time.perf_counter())
+    usual = statistics.median(site.results.samples["token_gap_p50_s"])
+    return {
+        "between_steps_stall_s": max(site.load.gaps(started, ended)) - usual,
+        "between_steps_switch_s": report.phases.paused_total_s,
+        "between_steps_commit_s": report.phases.commit_s,
+        "between_steps_verify_s": report.phases.verify_s,
+        "between_steps_max_gap_s": max(site.load.gaps(begin, ended)),
+    }
 
 
 @contextlib.contextmanager

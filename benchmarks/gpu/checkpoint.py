@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import shutil
@@ -14,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.gpu.shape import Shape
+from benchmarks.gpu.spec import ModelSpec, TensorSpec
+from weightsync.model.dtypes import torch_dtype
 from weightsync.model.layout import build_header
 
 __all__ = ["Files", "roomy", "write_checkpoint"]
@@ -23,7 +23,13 @@ __all__ = ["Files", "roomy", "write_checkpoint"]
 _SHARD_BYTES = 256 << 20
 #: Random values that all tensors are cut from; a prime number, so that no two are alike.
 _POOL = 16_777_259
+_PRIME = 7919
 _STD = 0.02
+#: Of fp8 values, whose scales make weights of them as large as the others. The low four bits of
+#: values below 128 can be anything, and none becomes a NaN.
+_FP8_STD, _FP8_MOST = 30.0, 120.0
+#: What a name ends with that is the inverse scale of a block of fp8 values.
+_SCALES = "weight_scale_inv"
 _THREADS = 8
 _SPARE = 1 << 30
 
@@ -41,51 +47,74 @@ def roomy(nbytes: int) -> Path:
     raise OSError(msg)
 
 
-def write_checkpoint(folder: Path, shape: Shape) -> None:
+def write_checkpoint(folder: Path, spec: ModelSpec) -> None:
     """Write a checkpoint that vLLM loads; norms are one, everything else is random."""
-    import torch
-
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    pool = torch.empty(_POOL, dtype=torch.bfloat16).normal_(std=_STD)
-    ones = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    (folder / "config.json").write_text(json.dumps(shape.config))
-    shards = list(_cut(shape.tensors))
+    pools = _Pools()
+    (folder / "config.json").write_text(json.dumps(spec.config))
+    shards = list(_cut(spec.tensors))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    places = {name: number for number, name in enumerate(shape.tensors)}
+    places = {name: number for number, name in enumerate(spec.tensors)}
 
     def write(file: str, shard: list[str]) -> None:
-        sizes = {name: math.prod(shape.tensors[name]) for name in shard}
         with (folder / file).open("wb") as out:
-            out.write(_header({name: shape.tensors[name] for name in shard}))
-            for name, size in sizes.items():
-                source = ones if name.endswith("norm.weight") else pool
-                for part in _cycle(source, places[name] * 7919, size):
-                    out.write(part.view(torch.uint8).numpy().data)
+            out.write(_header({name: spec.tensors[name] for name in shard}))
+            for name in shard:
+                for part in pools.values(name, spec.tensors[name], places[name]):
+                    out.write(part.numpy().data)
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(write, names, shards))
     weights = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": shape.nbytes}, "weight_map": weights}
+    index = {"metadata": {"total_size": spec.nbytes}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _cut(tensors: Mapping[str, tuple[int, ...]]) -> Iterator[list[str]]:
+class _Pools:
+    """Values that all tensors are cut from, as bytes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        values = torch.empty(_POOL).normal_(std=_STD)
+        fp8 = (values * (_FP8_STD / _STD)).clamp_(-_FP8_MOST, _FP8_MOST)
+        scales = (values.abs() / _STD + 4) * (_STD / _FP8_STD / 4)
+        self._values = {
+            "BF16": values.bfloat16(),
+            "F32": values,
+            "F8_E4M3": fp8.to(torch.float8_e4m3fn),
+        }
+        self._scales = {"BF16": scales.bfloat16(), "F32": scales}
+        self._ones = torch.ones(1, dtype=torch.bfloat16)
+
+    def values(self, name: str, tensor: TensorSpec, number: int) -> Iterator[Any]:
+        """Yield the bytes of a tensor in pieces; two numbers give two contents."""
+        import torch
+
+        if name.endswith("norm.weight"):
+            yield self._ones.expand(tensor.elements).contiguous().view(torch.uint8)
+            return
+        pool = (self._scales if name.endswith(_SCALES) else self._values)[tensor.dtype]
+        for part in _cycle(pool, number * _PRIME, tensor.elements):
+            yield part.view(torch.uint8)
+
+
+def _cut(tensors: Mapping[str, TensorSpec]) -> Iterator[list[str]]:
     group: list[str] = []
     held = 0
-    for name, shape in tensors.items():
-        size = 2 * math.prod(shape)
-        if group and held + size > _SHARD_BYTES:
+    for name, tensor in tensors.items():
+        if group and held + tensor.nbytes > _SHARD_BYTES:
             yield group
             group, held = [], 0
         group.append(name)
-        held += size
+        held += tensor.nbytes
     yield group
 
 
-def _header(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+def _header(tensors: Mapping[str, TensorSpec]) -> bytes:
     # As the client makes them: a push then fits the segments, and the layout, of the checkpoint.
-    text, _ = build_header((name, "BF16", shape) for name, shape in tensors.items())
+    text, _ = build_header((name, *tensor) for name, tensor in tensors.items())
     return len(text).to_bytes(8, "little") + text
 
 
@@ -107,7 +136,7 @@ class Files:
         writable: Whether writes to the tensors reach the files.
 
     Attributes:
-        tensors: bfloat16, by name.
+        tensors: By name.
     """
 
     def __init__(self, folder: Path, *, writable: bool = False) -> None:
@@ -127,10 +156,11 @@ class Files:
                 if name == "__metadata__":
                     continue
                 begin, end = entry["data_offsets"]
-                flat = torch.frombuffer(
-                    held, dtype=torch.bfloat16, count=(end - begin) // 2, offset=8 + size + begin
-                )
-                self.tensors[name] = flat.view(entry["shape"])
+                count, offset = end - begin, 8 + size + begin
+                flat = torch.frombuffer(held, dtype=torch.uint8, count=count, offset=offset)
+                dtype = torch_dtype(entry["dtype"])
+                assert dtype is not None
+                self.tensors[name] = flat.view(dtype).view(entry["shape"])
 
     def fill(self, tensors: Iterable[tuple[str, Any]]) -> None:
         """Copy tensors of any device into the files, several at a time."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu.results import Results
 from benchmarks.servers import descendants
 
-__all__ = ["adopt_orphans", "end_children", "scratch", "watchdog"]
+__all__ = ["adopt_orphans", "end_children", "end_processes", "scratch", "watchdog"]
 
 _SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
@@ -51,6 +51,13 @@ def end_children() -> None:
         while _below() and time.monotonic() < deadline:
             _reap()
             time.sleep(0.05)
+
+
+def end_processes(pid: int) -> None:
+    """End a process and all below it at once."""
+    for each in descendants(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def _below() -> list[int]:

@@ -8,7 +8,7 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ from benchmarks.engine import Load, set_environment
 from benchmarks.gpu.results import Results
 from weightsync.vllm.bridge.llm_calls import VllmCalls
 
-__all__ = ["Setup", "Site", "Stops", "generating", "plugins_on_path"]
+__all__ = [
+    "Setup",
+    "Site",
+    "Stops",
+    "engine_arguments",
+    "generating",
+    "plugins_on_path",
+    "prepare_environment",
+]
 
 _LENGTH = 4000
 _SMALL_LENGTH = 900
@@ -49,6 +57,9 @@ class Setup:
         executor: vLLM's distributed_executor_backend.
         compiled: Whether vLLM compiles and captures as it does by default, in place of CUDA graphs
             for decoding alone.
+        memory_share: vLLM's gpu_memory_utilization.
+        arguments: More of vLLM's engine, by the names of AsyncEngineArgs.
+        variables: More environment variables of vLLM.
     """
 
     folder: Path
@@ -59,6 +70,9 @@ class Setup:
     backend: str = ""
     executor: str = "mp"
     compiled: bool = False
+    memory_share: float = _MEMORY_SHARE
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,37 +186,43 @@ async def generating(setup: Setup, results: Results) -> AsyncIterator[Site]:
         llm.shutdown()
 
 
-def _start(setup: Setup) -> Any:
-    _prepare_environment(setup)
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
+def engine_arguments(setup: Setup) -> dict[str, Any]:
+    """Return what vLLM's engine is started with, by the names of AsyncEngineArgs."""
     cuda = setup.device == "cuda"
     special: dict[str, Any] = {}
     if cuda:
         if not setup.compiled:
             # CUDA graphs for decoding, and no compilation.
             special["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        special["gpu_memory_utilization"] = _MEMORY_SHARE
+        special["gpu_memory_utilization"] = setup.memory_share
     if setup.backend:
         special["weight_transfer_config"] = {"backend": setup.backend}
-    arguments = AsyncEngineArgs(
-        model=str(setup.checkpoint),
-        dtype="bfloat16",
-        max_model_len=(_LENGTH if cuda else _SMALL_LENGTH) + _ROOM,
-        max_num_seqs=setup.requests,
-        enforce_eager=not cuda,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        tensor_parallel_size=setup.tp,
-        distributed_executor_backend=setup.executor,
-        worker_extension_cls="benchmarks.gpu.extension.GpuProbe",
+    return {
+        "model": str(setup.checkpoint),
+        "dtype": "bfloat16",
+        "max_model_len": (_LENGTH if cuda else _SMALL_LENGTH) + _ROOM,
+        "max_num_seqs": setup.requests,
+        "enforce_eager": not cuda,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": setup.tp,
+        "distributed_executor_backend": setup.executor,
+        "worker_extension_cls": "benchmarks.gpu.extension.GpuProbe",
         **special,
-    )
-    return AsyncLLM.from_engine_args(arguments)
+        **setup.arguments,
+    }
 
 
-def _prepare_environment(setup: Setup) -> None:
+def _start(setup: Setup) -> Any:
+    prepare_environment(setup)
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(setup)))
+
+
+def prepare_environment(setup: Setup) -> None:
+    """Set what vLLM's processes inherit; call it before vllm is imported."""
     given = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     set_environment(str(setup.folder), plain=True)
     if given is not None:
@@ -214,6 +234,7 @@ def _prepare_environment(setup: Setup) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(setup.tp)))
     for name, value in _NO_MULTICAST.items():
         os.environ.setdefault(name, value)
+    os.environ |= setup.variables
     plugins_on_path(setup.folder)
 
 

@@ -88,6 +88,24 @@ class GpuProbe:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def bench_digests(self) -> dict[str, str]:
+        """Return digests of all that the model, and its draft, compute from."""
+        from benchmarks.gpu.live_digests import live_digests
+
+        self._bench_wait()
+        found = live_digests(self.model_runner.get_model())
+        draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        if draft is not None:
+            found |= {f"draft.{name}": digest for name, digest in live_digests(draft).items()}
+        return found
+
+    def bench_process(self) -> dict[str, Any]:
+        """Return the worker's process id, and with which CUDA graphs it runs."""
+        import os
+
+        graphs = getattr(self.model_runner.compilation_config, "cudagraph_mode", None)
+        return {"pid": os.getpid(), "cuda_graphs": getattr(graphs, "name", str(graphs))}
+
     def bench_room(self, size: int) -> None:
         """Give our rank another budget of device memory."""
         self._weightsync_rank.set_budget(size)

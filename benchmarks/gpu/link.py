@@ -21,11 +21,23 @@ class TrainerLink:
 
     Args:
         process: The trainer.
+        start_s: Longest time until it has loaded its checkpoint.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, start_s: float) -> None:
         self._process = process
+        self._start_s = start_s
+        self._ready = False
         self._turn = asyncio.Lock()
+
+    async def ready(self) -> None:
+        """Return when it has loaded its checkpoint.
+
+        Raises:
+            TimeoutError: It takes too long.
+        """
+        async with self._turn:
+            await self._until_ready()
 
     async def do(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Return the trainer's answer.
@@ -36,12 +48,18 @@ class TrainerLink:
         writer = self._process.stdin
         assert writer is not None
         async with self._turn:
+            await self._until_ready()
             writer.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
             await writer.drain()
-            return await self.answer()
+            return await self._answer()
 
-    async def answer(self) -> dict[str, Any]:
-        """Return the next line that the trainer writes."""
+    async def _until_ready(self) -> None:
+        if not self._ready:
+            async with asyncio.timeout(self._start_s):
+                await self._answer()
+            self._ready = True
+
+    async def _answer(self) -> dict[str, Any]:
         reader = self._process.stdout
         assert reader is not None
         line = await reader.readline()
@@ -56,13 +74,16 @@ class TrainerLink:
 
 
 @contextlib.asynccontextmanager
-async def training(device: str, checkpoint: Path, start_s: float) -> AsyncIterator[TrainerLink]:
+async def training(
+    device: str, checkpoint: Path, start_s: float, *, wait: bool = True
+) -> AsyncIterator[TrainerLink]:
     """Run a trainer until the block ends.
 
     Args:
         device: Where its weights lie.
         checkpoint: What it begins with.
         start_s: Longest time until it has loaded it.
+        wait: Until then; else the first question waits.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -72,9 +93,9 @@ async def training(device: str, checkpoint: Path, start_s: float) -> AsyncIterat
         limit=_LINE,
     )
     try:
-        link = TrainerLink(process)
-        async with asyncio.timeout(start_s):
-            await link.answer()
+        link = TrainerLink(process, start_s)
+        if wait:
+            await link.ready()
         yield link
     finally:
         assert process.stdin is not None

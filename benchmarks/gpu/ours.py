@@ -42,10 +42,12 @@ from pathlib import Path
 from benchmarks.engine import bridge
 from benchmarks.gpu.engine import Site
 from benchmarks.gpu.link import TrainerLink
+from benchmarks.gpu.loading import until_serving
+from benchmarks.gpu.results import Results
 from benchmarks.servers import weightsync_server
-from weightsync_client import ApplyReport, Client, EngineState, LiveCheck, RankResult
+from weightsync_client import ApplyReport, Client, LiveCheck, RankResult
 
-__all__ = ["Ours", "serving"]
+__all__ = ["Ours", "server_beside", "serving"]
 
 _READY_S = 150.0
 _SHARE = 0.01
@@ -66,37 +68,39 @@ async def serving(site: Site, folder: Path, store: str = "memory://") -> AsyncIt
         folder: For sockets, state and log.
         store: Where versions are kept. On disk, a push ends when it would survive a crash.
     """
+    begin = time.perf_counter()
+    async with bridge(site.llm), server_beside(folder, site.results, store) as client:
+        site.results.say("the server adopts the checkpoint")
+        await until_serving(client, seconds=_READY_S)
+        site.results.facts["adopt_s"] = round(time.perf_counter() - begin, 2)
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def server_beside(
+    folder: Path, results: Results, store: str = "memory://"
+) -> AsyncIterator[Client]:
+    """Run a server of the engine whose bridge is, or will be, in a folder until the block ends.
+
+    Args:
+        folder: For sockets, state and log.
+        results: Where the end of its log is told if the block fails.
+        store: Where versions are kept.
+    """
     address = f"unix:{folder}/push.sock"
-    async with bridge(site.llm):
-        bridge_socket = str(folder / "engine.sock")
-        server = weightsync_server(folder, [address], *_FLAGS, engine=bridge_socket, store=store)
-        begin = time.perf_counter()
-        # Starting and stopping wait, and the bridge lives on this loop.
-        await asyncio.to_thread(server.__enter__)
-        try:
-            with Client(address) as client:
-                site.results.say("the server adopts the checkpoint")
-                await _until_serving(client)
-                site.results.facts["adopt_s"] = round(time.perf_counter() - begin, 2)
-                yield client
-        except BaseException:
-            log = (folder / "server.log").read_text(errors="replace")[-3000:]
-            site.results.say(f"weightsync-server's log ends:\n{log}")
-            raise
-        finally:
-            await asyncio.to_thread(server.__exit__, None, None, None)
-
-
-async def _until_serving(client: Client) -> None:
-    deadline = time.monotonic() + _READY_S
-    while True:
-        engine = (await asyncio.to_thread(client.status)).models[0].engine
-        if engine.state == EngineState.SERVING:
-            return
-        if engine.state == EngineState.FENCED or time.monotonic() > deadline:
-            msg = f"the engine does not serve: {engine.state}, {engine.reason}"
-            raise RuntimeError(msg)
-        await asyncio.sleep(0.2)
+    engine = str(folder / "engine.sock")
+    server = weightsync_server(folder, [address], *_FLAGS, engine=engine, store=store)
+    # Starting and stopping wait, and the bridge lives on this loop.
+    await asyncio.to_thread(server.__enter__)
+    try:
+        with Client(address) as client:
+            yield client
+    except BaseException:
+        log = (folder / "server.log").read_text(errors="replace")[-3000:]
+        results.say(f"weightsync-server's log ends:\n{log}")
+        raise
+    finally:
+        await asyncio.to_thread(server.__exit__, None, None, None)
 
 
 @dataclass

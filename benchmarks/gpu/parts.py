@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,42 +17,22 @@ from benchmarks.gpu.checkpoint import roomy, write_checkpoint
 from benchmarks.gpu.cleanup import scratch
 from benchmarks.gpu.engine import Setup, Site, generating, plugins_on_path
 from benchmarks.gpu.link import TrainerLink, training
+from benchmarks.gpu.model_parts import measure_kind, measure_kinds
+from benchmarks.gpu.moe30 import measure_moe30
+from benchmarks.gpu.order import Order, needs_gpus, sockets, take_limits
 from benchmarks.gpu.ours import Ours, serving
 from benchmarks.gpu.pause import measure_pauses
 from benchmarks.gpu.peers import Peers
 from benchmarks.gpu.push import measure_hand_offs, measure_streams
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.shape import Shape
 
 __all__ = ["PARTS", "Order"]
 
-_LIMITS_S = 120.0
 _TRAINER_S = 120.0
 #: Where a durable store lies; a symbolic link leads it to another disk.
 _DISK = Path("build/bench")
 #: Layers of what the push part streams, at a tenth of the speed of what it hands over.
 _STREAM_LAYERS = 4
-
-
-@dataclass(frozen=True)
-class Order:
-    """What to measure.
-
-    Attributes:
-        shape: Of the model.
-        device: `cuda` or `cpu`.
-        rounds: How many of each.
-        requests: Running all the time.
-        executor: vLLM's distributed_executor_backend.
-        small: Whether the model is tiny.
-    """
-
-    shape: Shape
-    device: str
-    rounds: int
-    requests: int
-    executor: str
-    small: bool
 
 
 Part = Callable[[Order, Results], Coroutine[Any, Any, None]]
@@ -96,7 +73,7 @@ async def _peers(order: Order, results: Results) -> None:
 
 
 async def _nccl(order: Order, results: Results) -> None:
-    _needs_gpus(order, 2)
+    needs_gpus(order, 2)
     async with (
         _room(order, results, backend="nccl", trainer="cuda:1") as room,
         room.site.load.running(),
@@ -112,7 +89,7 @@ def _apply(tp: int, cache: str = "keep", *, durable: bool = False, compiled: boo
 
     async def part(order: Order, results: Results) -> None:
         if order.device == "cuda":
-            _needs_gpus(order, tp)
+            needs_gpus(order, tp)
         with _store(results, durable=durable) as store:
             async with _room(order, results, tp=tp, compiled=compiled) as room:
                 await measured(order, room, store)
@@ -137,15 +114,15 @@ def _apply(tp: int, cache: str = "keep", *, durable: bool = False, compiled: boo
 
 
 async def _push(order: Order, results: Results) -> None:
-    await _take_limits(order, results)
+    await take_limits(order, results)
     slim = replace(order.shape, layers=min(_STREAM_LAYERS, order.shape.layers))
     results.parameters |= {"bytes": order.shape.nbytes, "bytes_streamed": slim.nbytes}
-    with scratch(roomy(order.shape.nbytes)) as place, _sockets() as folder:
+    with scratch(roomy(order.shape.nbytes)) as place, sockets() as folder:
         plugins_on_path(folder)
         devices = ["cpu", *(["cuda"] if order.device == "cuda" else [])]
         for shape, measure in ((order.shape, measure_hand_offs), (slim, measure_streams)):
             results.say("writing a checkpoint")
-            await asyncio.to_thread(write_checkpoint, place / measure.__name__, shape)
+            await asyncio.to_thread(write_checkpoint, place / measure.__name__, shape.spec)
             own = folder / measure.__name__
             own.mkdir()
             await measure(results, own, place / measure.__name__, devices, order.rounds)
@@ -162,6 +139,9 @@ PARTS: dict[str, Part] = {
     "compiled": _apply(1, compiled=True),
     "apply2": _apply(2),
     "push": _push,
+    "models": measure_kinds,
+    "model": measure_kind,
+    "moe30": measure_moe30,
 }
 
 
@@ -180,7 +160,7 @@ async def _room(
     results.parameters |= {"executor": order.executor}
     if order.device == "cpu":
         results.parameters["cuda_graphs"] = "none"
-    await _take_limits(order, results)
+    await take_limits(order, results)
     results.parameters |= {
         "bytes": order.shape.nbytes,
         "bytes_per_rank": order.shape.nbytes // tp,
@@ -189,11 +169,11 @@ async def _room(
     }
     place = roomy(2 * order.shape.nbytes)
     results.parameters["files_on"] = str(place)
-    with scratch(place) as disk, _sockets() as folder:
+    with scratch(place) as disk, sockets() as folder:
         plugins_on_path(folder)
         results.say("writing checkpoints")
         for name in ("base", "other"):
-            await asyncio.to_thread(write_checkpoint, disk / name, order.shape)
+            await asyncio.to_thread(write_checkpoint, disk / name, order.shape.spec)
         setup = Setup(
             folder,
             disk / "base",
@@ -223,35 +203,3 @@ def _store(results: Results, *, durable: bool) -> Iterator[str]:
     with scratch(_DISK) as folder:
         results.parameters["store"] = f"file:// on {filesystem(folder)}"
         yield f"file://{folder.resolve()}"
-
-
-@contextlib.contextmanager
-def _sockets() -> Iterator[Path]:
-    with scratch(Path(tempfile.gettempdir())) as folder:
-        yield folder
-
-
-async def _take_limits(order: Order, results: Results) -> None:
-    """Measure the limits in a process of its own, which gives the device's memory back."""
-    with results.attempt("limits"):
-        flags = ["--device", order.device, "--rounds", str(order.rounds), "--json"]
-        child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "benchmarks.gpu", "--part", "limits", *flags),
-            *(["--small"] if order.small else []),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        async with asyncio.timeout(_LIMITS_S):
-            output, _ = await child.communicate()
-        line = json.loads(output.decode().splitlines()[-1])
-        results.facts |= {name: line[name] for name in limits.FIGURES if name in line}
-        results.errors += [f"limits: {error}" for error in line["errors"]]
-
-
-def _needs_gpus(order: Order, count: int) -> None:
-    import torch
-
-    found = torch.cuda.device_count() if order.device == "cuda" else 0
-    if found < count:
-        msg = f"this part needs {count} GPUs, and this host has {found}"
-        raise RuntimeError(msg)

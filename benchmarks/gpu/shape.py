@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.spec import ModelSpec, TensorSpec
+
 __all__ = ["FULL", "SMALL", "Shape"]
 
 _BYTES = 2
@@ -67,6 +69,12 @@ class Shape:
     def nbytes(self) -> int:
         """Bytes of all parameters."""
         return self.elements * _BYTES
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The checkpoint of it."""
+        tensors = {name: TensorSpec("BF16", shape) for name, shape in self.tensors.items()}
+        return ModelSpec(self.config, tensors)
 
     @property
     def config(self) -> dict[str, Any]:

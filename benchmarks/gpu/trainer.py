@@ -1,8 +1,8 @@
 """The trainer: a process of its own that holds the weights on a device and hands them over.
 
 `python -m benchmarks.gpu.trainer DEVICE FOLDER` loads a checkpoint, then answers one JSON line
-{"do": ..., ...} on standard input with one on standard output, until its input ends.
-`benchmarks.gpu.link` is the other end.
+{"do": ..., ...} on standard input with one on standard output, until its input ends; with
+`in_place` as a device it holds no copy. `benchmarks.gpu.link` is the other end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from benchmarks.gpu.checkpoint import Files
+from benchmarks.gpu.content import as_ints, gray_step
+from benchmarks.gpu.in_place import InPlaceTrainer
 
 if TYPE_CHECKING:
     from weightsync_client import Client
 
-__all__ = ["Trainer"]
+__all__ = ["IN_PLACE", "Trainer"]
 
-_MANTISSA = 4
+#: Of the trainer of that name, where a device is told.
+IN_PLACE = "in_place"
 
 
 class Trainer:
@@ -59,11 +62,9 @@ class Trainer:
     def change(self) -> dict[str, Any]:
         """Change every value; the last 15 contents differ from each other."""
         self._changes += 1
-        # A Gray code in the low bits of the mantissa: no value becomes infinite or NaN.
-        changes = self._changes % (1 << _MANTISSA) or 1 << (_MANTISSA - 1)
-        mask = changes & -changes
+        mask = gray_step(self._changes)
         for tensor in self.tensors.values():
-            tensor.view(self._torch.int16).bitwise_xor_(mask)
+            as_ints(tensor).bitwise_xor_(mask)
         self._settle()
         return {}
 
@@ -72,7 +73,7 @@ class Trainer:
         torch = self._torch
         changed = 0
         for tensor in self.tensors.values():
-            flat = tensor.view(torch.int16).view(-1)
+            flat = as_ints(tensor).view(-1)
             count = max(1, int(len(flat) * share))
             where = torch.randint(
                 len(flat), (count,), generator=self._random, device=self._device
@@ -188,7 +189,7 @@ class Trainer:
             self._torch.cuda.synchronize(self._device)
 
 
-def _serve(trainer: Trainer, out: TextIO) -> None:
+def _serve(trainer: Trainer | InPlaceTrainer, out: TextIO) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
@@ -205,7 +206,7 @@ def main() -> None:
     # Libraries print what they like; answers have a descriptor of their own.
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        trainer = Trainer(device, folder)
+        trainer = InPlaceTrainer(folder) if device == IN_PLACE else Trainer(device, folder)
         print(json.dumps({"ready": True}), file=out, flush=True)
         with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
             _serve(trainer, out)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ROWS", "Row", "beside"]
+__all__ = ["MOE30_ROWS", "ROWS", "Row", "beside"]
 
 Figures = Mapping[str, Any]
 
@@ -49,6 +49,33 @@ def _switch(figures: Figures) -> float:
     written = figures.get("commit_prestaged_s", figures["between_steps_commit_s"])
     return float(written) + float(figures["between_steps_verify_s"]) + 0.006
 
+
+def _exchange(figures: Figures) -> float:
+    """Return what may lie between two tokens where the new weights are exchanged for the old ones.
+
+    A twin's swap reads and writes both sides, which is two copies; a plan's copy is one.
+    """
+    copies = 1 if figures["transform"] == "plan" else 2
+    moved = copies * figures["live_bytes"] / 1e9 / figures["d2d_gbps"]
+    read = figures["live_bytes"] / 1e9 / figures["read_gbps"]
+    limit = figures["vllm_pause_floor_s"] + 1.25 * moved + 1.5 * read + 0.015
+    return float(min(limit, _PAUSE_S))
+
+
+def _arenas(count: int, more: float) -> Callable[[Figures], float]:
+    return lambda f: count * f["arena_bytes"] + more
+
+
+def _restart(figures: Figures) -> float:
+    return float(figures["vllm_start_s"]) + 2 * float(figures["twin_load_s"]) + 20
+
+
+def _constant(value: float) -> Callable[[Figures], float]:
+    return lambda _: value
+
+
+#: Whatever the limits of a run are, of a model of 31 GB.
+_PAUSE_S = 0.075
 
 _H2D = "bytes per rank / pinned host to device"
 _PAGEABLE = "bytes per rank / pageable host to device"
@@ -114,11 +141,37 @@ ROWS = (
     Row("staging_max_gap_s", "token_gap_p50_s + 0.005", _figure("token_gap_p50_s", 0.005), 1.0),
 )
 
+#: Of the part moe30.
+MOE30_ROWS = (
+    Row("vllm_pause_floor_s", "token_gap_p50_s", _figure("token_gap_p50_s")),
+    Row(
+        "pause_total_s",
+        "vllm_pause_floor_s + 1.25 of the bytes moved at the copy rate + 1.5 of one read of what "
+        "is live + 0.015, and 0.075",
+        _exchange,
+        1.0,
+    ),
+    Row("reload_over_pause", "100", _constant(100), 1.0, least=True),
+    Row("between_stall_s", _SWITCH, _switch),
+    Row("twin_load_s", "8 s", _constant(8), 1.0),
+    Row("twin_slowdown", "token gaps without it", _constant(1), 1.15),
+    Row("twin_max_gap_s", "token_gap_p50_s + 0.005", _figure("token_gap_p50_s", 0.005), 1.0),
+    Row("device_bytes_used", "the arena + 1.5 GB", _arenas(1, 1.5e9), 1.0),
+    Row("device_bytes_used_peak", "two arenas + 2 GB", _arenas(2, 2e9), 1.0),
+    Row("restart_to_serving_s", "vllm_start_s + two loads + 20 s", _restart, 1.0),
+    Row("push_s", "bytes, one thread's copy", lambda f: f["bytes"] / 1e9 / f["memcpy_gbps"]),
+)
 
-def beside(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Return, for each figure that a run has and can hold against something, what and how near."""
+
+def beside(figures: Figures, rows: Sequence[Row] = ROWS) -> dict[str, dict[str, Any]]:
+    """Return, for each figure that a run has and can hold against something, what and how near.
+
+    Args:
+        figures: All that the run has.
+        rows: What they are held against.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for row in ROWS:
+    for row in rows:
         value = figures.get(row.figure)
         if value is None:
             continue

@@ -62,7 +62,7 @@ def test_a_part_that_cannot_run_still_prints_its_line() -> None:
 
 
 def test_a_checkpoint_is_one_for_everybody(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, SMALL)
+    write_checkpoint(tmp_path, SMALL.spec)
     (file,) = tmp_path.glob("*.safetensors")
     with safe_open(file, framework="pt") as opened, Files(tmp_path) as files:
         assert set(opened.keys()) == set(SMALL.tensors) == set(files.tensors)
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_one_for_everybody(tmp_path: Path) -> None:
 
 
 def test_the_trainer_changes_everything_or_a_little_and_writes_it(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, SMALL)
+    write_checkpoint(tmp_path, SMALL.spec)
     trainer = Trainer("cpu", str(tmp_path))
     assert trainer.same_as(str(tmp_path)) == {"same": True}
     seen = set()

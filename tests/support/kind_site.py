@@ -1,0 +1,199 @@
+"""A vLLM of one kind of model on a GPU, a server beside it, and a fresh engine to compare with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.checkpoint import write_checkpoint
+from benchmarks.gpu.device_memory import DeviceMemory
+from benchmarks.gpu.in_place import InPlaceTrainer
+from benchmarks.servers import descendants, rss_anon
+from tests.support.models import save_tokenizer
+from tests.support.stock import push_folder
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.failpoints import VARIABLE
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import Client
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.kinds import Kind
+
+__all__ = ["LOGS", "Fresh", "KindSite"]
+
+#: Environment variable: a folder for the logs of every site that was stopped.
+LOGS = "WEIGHTSYNC_TEST_LOGS"
+
+_FLAGS = (
+    "--no-enforce-eager",
+    "--compilation-config",
+    '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
+    # Fixed sizes: engines of several tests start beside each other on one device.
+    "--gpu-memory-utilization",
+    "0.08",
+    "--kv-cache-memory-bytes",
+    str(256 << 20),
+    "--worker-extension-cls",
+    "benchmarks.gpu.extension.GpuProbe",
+)
+_ROOM = "4GiB"
+_PROMPTS = ("hello world", "the quick brown fox", "a")
+_READY_S = 150.0
+_WARM_S = 180.0
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What an engine that loaded a content by itself answers and holds."""
+
+    answers: list[Any]
+    digests: dict[str, str]
+
+
+class KindSite:
+    """Two contents of one kind, `a` and `b`; vLLM serves the first.
+
+    Args:
+        kind: Of the model.
+        root: For all of it; a short path, because unix sockets allow 107 bytes.
+    """
+
+    def __init__(self, kind: Kind, root: Path) -> None:
+        self.kind = kind
+        self.folders = {name: root / name for name in "ab"}
+        _write(kind, *self.folders.values())
+        self._plan = root / "plan"
+        self.vllm = self._vllm(root / "run", "a", bridge=True)
+        self._alone = self._vllm(root / "alone", "b", bridge=False)
+        self.server = WeightSyncServer(
+            root / "run",
+            root / "state",
+            flags=("--store", "memory://"),
+            variables={VARIABLE: f"@{self._plan}"},
+        )
+
+    def _vllm(self, run: Path, content: str, *, bridge: bool) -> VllmServer:
+        return VllmServer(
+            self.folders[content],
+            run,
+            dtype="bfloat16",
+            bridge=bridge,
+            flags=[*_FLAGS, *self.kind.flags],
+            variables={
+                "VLLM_SERVER_DEV_MODE": "1",
+                "WEIGHTSYNC_DEVICE_ROOM": _ROOM,
+                VARIABLE: f"@{self._plan}",
+                **self.kind.variables,
+            },
+        )
+
+    def start(self) -> Fresh:
+        """Start all; return what a fresh engine of the second content was, which is gone then."""
+        self._alone.launch()
+        try:
+            self.server.start()
+            self.vllm.start()
+            self._alone.ready()
+            _warm(self._alone)
+            fresh = Fresh(answers(self._alone), digests(self._alone))
+        finally:
+            self._alone.stop()
+        self.server.wait_serving(_READY_S)
+        _warm(self.vllm)
+        self.client = Client(self.server.address)
+        return fresh
+
+    def stop(self) -> None:
+        """Stop everything."""
+        if hasattr(self, "client"):
+            self.client.close()
+        try:
+            self.server.stop()
+        finally:
+            self.vllm.stop()
+            self._keep_logs()
+
+    def _keep_logs(self) -> None:
+        """Copy the logs to where a variable says: what is on a lent host is gone with it."""
+        if LOGS in os.environ:
+            target = Path(os.environ[LOGS]) / self.kind.name
+            target.mkdir(parents=True, exist_ok=True)
+            for run in (self.vllm.run_dir, self._alone.run_dir):
+                for log in run.glob("*.log"):
+                    shutil.copy(log, target / f"{run.name}-{log.name}")
+
+    def answers(self) -> list[Any]:
+        """What vLLM answers now: tokens and log probabilities."""
+        return answers(self.vllm)
+
+    def digests(self) -> dict[str, str]:
+        """Of all that its model computes from."""
+        return digests(self.vllm)
+
+    def push(self, content: str) -> int:
+        """Push a content as a new version; return its number."""
+        return push_folder(self.server.stub, self.folders[content]).version
+
+    def apply(self, version: int) -> pb.ApplyReport:
+        """Apply a version."""
+        request = pb.ApplyVersionRequest(model="default", version=version)
+        return self.server.stub.ApplyVersion(request, timeout=120).report
+
+    def rollback(self) -> pb.ApplyReport:
+        """Go back to the version before."""
+        return self.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=120).report
+
+    def verified(self) -> bool:
+        """Whether every rank proves to hold the live version."""
+        request = pb.VerifyVersionRequest(model="default")
+        return self.server.stub.VerifyVersion(request, timeout=120).verified
+
+    def arm(self, plan: str) -> None:
+        """Let server and vLLM fail as planned; empty: let nothing fail."""
+        if plan:
+            self._plan.write_text(plan)
+        else:
+            self._plan.unlink(missing_ok=True)
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes that vLLM's processes hold of the device, and of the host for itself."""
+        assert self.vllm.process is not None
+        # What is still being freed is not told apart from what stays.
+        time.sleep(0.5)
+        processes = descendants(self.vllm.process.pid)
+        return DeviceMemory().of(processes), rss_anon(processes)
+
+
+def _warm(vllm: VllmServer) -> None:
+    """Let kernels be compiled that are compiled when they are first run."""
+    body = {"model": "model", "prompt": _PROMPTS[0], "max_tokens": 4}
+    status, answer = vllm.request("/v1/completions", body, timeout=_WARM_S)
+    assert status == 200, answer
+
+
+def answers(vllm: VllmServer) -> list[Any]:
+    """Return what a vLLM answers: tokens and log probabilities."""
+    return [vllm.complete(prompt) for prompt in _PROMPTS]
+
+
+def digests(vllm: VllmServer) -> dict[str, str]:
+    """Return the digests of all that its model computes from, that of a lone rank."""
+    status, answer = vllm.request("/collective_rpc", {"method": "bench_digests"}, timeout=120)
+    assert status == 200, answer
+    (found,) = answer["results"]
+    assert found
+    return dict(found)
+
+
+def _write(kind: Kind, first: Path, second: Path) -> None:
+    write_checkpoint(first, kind.spec(small=True))
+    save_tokenizer(first)
+    shutil.copytree(first, second)
+    trainer = InPlaceTrainer(str(second))
+    trainer.change()
+    trainer.close()
