@@ -144,7 +144,9 @@ def test_every_query_of_the_dashboard_has_an_answer(scraped: Stack) -> None:
             continue
         # Panels leave a gap where nothing happened: quantiles of no sample, an unmoved annotation.
         found = [sample["value"][1] for sample in _ask(scraped, query)]
-        if not found or set(found) == {"NaN"}:
+        # This engine's versions are copied: nothing is loaded beside it.
+        loads = metric_names(query) == {"weightsync_load_seconds_bucket"}
+        if not found or (set(found) == {"NaN"} and not loads):
             empty[place] = (query, found)
     assert not empty
 

@@ -443,6 +443,6 @@ def test_every_failpoint_of_the_server_is_here() -> None:
         "apply.reconcile",
         "fetcher.persist",
     }
-    # Those of ingest processes are in test_ingest.py.
-    elsewhere = ("worker.", "bridge.", "ingest.")
+    # Those of ingest processes are in test_ingest.py, those of loaders in test_twin_vllm.py.
+    elsewhere = ("worker.", "loader.", "bridge.", "ingest.")
     assert here == {point for point in POINTS if not point.startswith(elsewhere)}

@@ -27,7 +27,7 @@ _BETWEEN = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[FaultySite]:
-    with running_site(2, rank=1) as site:
+    with running_site(2, rank="0/0/1") as site:
         yield site
 
 

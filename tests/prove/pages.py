@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.prove.parts import PARTS
 from tests.prove.proof import ROOT
@@ -28,6 +28,8 @@ _BLOCK = re.compile(r"(<!-- proof: ([^>]+) -->\n).*?(<!-- end of proof -->)", re
 #: What a line of a run looks like where nobody wrote it.
 _FIGURE = re.compile(r"\d+ of \d+ caught|\"violations\":|\d+ (?:tests )?passed|\| [^|]*\d[.,]\d")
 #: Of a line of JSON, what is no figure.
+#: Rows of one line that a page shows.
+_ROWS = 5
 _ABOUT = ("seed", "minutes", "benchmark", "parameters", "spread", "machine", "beside", "fuzz")
 
 
@@ -95,8 +97,22 @@ def _when(proof: Proof, older: Callable[[str], bool]) -> str:
 def _line(proof: Proof) -> str:
     if not proof.line.startswith("{"):
         return f"`{proof.line}`"
-    facts = {name: _flat(value) for name, value in json.loads(proof.line).items()}
-    return f"`{json.dumps({n: v for n, v in facts.items() if n not in _ABOUT})[1:-1]}`"
+    facts = {name: _flat(value) for name, value in _shown(json.loads(proof.line)).items()}
+    return f"`{json.dumps(facts)[1:-1]}`"
+
+
+def _shown(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a page tells of a line: of a long list, its last row, of each row the figures."""
+    found = {}
+    for name, value in facts.items():
+        if name in _ABOUT:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            kept = value if len(value) <= _ROWS else value[-1:]
+            found[name] = [_shown(row) for row in kept]
+        else:
+            found[name] = value
+    return found
 
 
 def _flat(value: object) -> object:

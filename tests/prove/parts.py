@@ -82,6 +82,8 @@ _GPU = (
     "compiled",
     "apply2",
     "push",
+    "models",
+    "moe30",
 )
 
 PARTS = (

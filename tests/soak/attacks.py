@@ -54,7 +54,11 @@ ATTACKS: dict[str, tuple[Callable[[Any, int], object], tuple[grpc.StatusCode, ..
         ),
         (_CODE.NOT_FOUND,),
     ),
-    "a pickle for a header": (_hostile(_PICKLE + b"abcd", len(_HEADER)), _INVALID),
+    # A real engine that serves is asked first whether it has a place for the tensor: it has none.
+    "a pickle for a header": (
+        _hostile(_PICKLE + b"abcd", len(_HEADER)),
+        (*_INVALID, _CODE.FAILED_PRECONDITION),
+    ),
     "a header longer than its shard": (_hostile(_GOOD, 1 << 40), _INVALID),
     "a digest of another kind": (
         lambda stub, _: stub.CommitPush(

@@ -202,7 +202,11 @@ class Outside:
             above = [version for version in committed if version > max(live, default=0)]
             version = max(above, default=0)
             number = self._controller.contents.known.get(committed.get(version, ""))
-            if number is None or not self._flip_in_memory(number):
+            if number is None:
+                return False
+            # An engine that is away lets no apply find it: it stays there for whoever reads.
+            self._controller.flipped.add(number)
+            if not self._flip_in_memory(number):
                 return False
             outcome = self._controller.apply_version(version)
             if outcome == "ok":

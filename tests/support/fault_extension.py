@@ -6,8 +6,8 @@ WEIGHTSYNC_TEST_FAULT holds one JSON object and is removed when the fault has be
 {"skip": PARAMETER}: does not write that parameter's slices, or what changes of it;
 {"stall": SECONDS}: the commit takes that much longer.
 
-Where WEIGHTSYNC_TEST_RANK is set, only the rank of that number comes by the failpoints `worker.*`:
-else all ranks would, and fail alike.
+Where WEIGHTSYNC_TEST_RANK is set to `dp/pp/tp`, only the rank of that name comes by the failpoints
+`worker.*`: else all ranks would, and fail alike.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 
 from weightsync import failpoints
 from weightsync.vllm.apply import expected_digests, host_ops, host_patch
+from weightsync.vllm.worker import worker_methods
+from weightsync.vllm.worker_protocol import rank_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,13 +103,19 @@ host_patch.HostPatch.verify = _faulty_patch_verify  # type: ignore[method-assign
 
 
 _hit, _lie = failpoints.hit, failpoints.lie
+#: What this rank calls itself, as soon as it was called.
+_own: set[str] = set()
+
+
+def _noted_name(parallel: Any, rank: int) -> str:
+    name = rank_name(parallel, rank)
+    _own.add(name)
+    return name
 
 
 def _meant(point: str) -> bool:
     rank = os.environ.get("WEIGHTSYNC_TEST_RANK", "")
-    if not rank or not point.startswith("worker."):
-        return True
-    return torch.distributed.is_initialized() and torch.distributed.get_rank() == int(rank)
+    return not rank or not point.startswith("worker.") or rank in _own
 
 
 def _hit_on_one(name: str) -> None:
@@ -120,6 +128,7 @@ def _lie_on_one(name: str) -> str | None:
 
 
 failpoints.hit, failpoints.lie = _hit_on_one, _lie_on_one
+setattr(worker_methods, "rank_name", _noted_name)  # noqa: B010 - it is not exported
 
 
 class FaultExtension:

@@ -26,13 +26,15 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["COMMIT_S", "LEASE_S", "FaultySite", "running_site"]
 
 _PROMPT = "the quick brown fox"
 #: Lease of a pause and longest commit, seconds: short, so that what hangs is noticed soon.
 LEASE_S, COMMIT_S = 2.0, 2.5
+#: Longest time until one verified version is served, seconds: a loader may have to start first.
+_SERVING_S = 150.0
 
 
 class FaultySite:
@@ -42,40 +44,58 @@ class FaultySite:
         tp: Tensor parallel size of vLLM.
         alike: Whether they alternate between `b` and `c`, which differ in few values, so that every
             apply is a patch; else between `a` and `b`, which differ in all.
-        rank: Which of vLLM's ranks alone comes by failpoints; None: all of them do.
+        rank: Which of vLLM's ranks alone comes by failpoints, `dp/pp/tp`; "": all of them do.
+        pp: Pipeline parallel size of vLLM.
+        dp: Data parallel size of vLLM.
+        variables: More environment variables of vLLM.
+        options: Of the checkpoints; see `make_checkpoint`.
 
     Attributes:
         served: Every answer seen while `watched`: a checkpoint's name or an HTTP status.
     """
 
-    def __init__(self, tp: int = 1, *, alike: bool = False, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        tp: int = 1,
+        *,
+        alike: bool = False,
+        rank: str = "",
+        pp: int = 1,
+        dp: int = 1,
+        variables: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        options = {"dtype": "bfloat16", **options}
         # Unix sockets allow 107 bytes, which pytest's own folders exceed.
         self.root = Path(tempfile.mkdtemp(prefix="wf-"))
         self.plan = self.root / "plan"
         self.folders = {
-            name: make_checkpoint(self.root / name, dtype="bfloat16", seed=seed)
+            name: make_checkpoint(self.root / name, seed=seed, **options)
             for seed, name in enumerate("ab")
         }
         self.folders["c"] = nudge_checkpoint(self.folders["b"], self.root / "c")
         self.pair = ("b", "c") if alike else ("a", "b")
         self._fault = self.root / "fault.json"
-        variables = {VARIABLE: f"@{self.plan}"}
+        points = {VARIABLE: f"@{self.plan}"}
         self.vllm = VllmServer(
             self.folders[self.pair[0]],
             self.root / "run",
             tp=tp,
-            dtype="bfloat16",
-            start_s=240.0 * tp,
+            pp=pp,
+            dp=dp,
+            dtype=options["dtype"],
+            start_s=240.0 * tp * pp * dp,
             flags=["--worker-extension-cls", "tests.support.fault_extension.FaultExtension"],
             variables={
-                **variables,
+                **points,
+                **(variables or {}),
                 "WEIGHTSYNC_TEST_FAULT": str(self._fault),
-                "WEIGHTSYNC_TEST_RANK": "" if rank is None else str(rank),
+                "WEIGHTSYNC_TEST_RANK": rank,
             },
         )
         flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
         self.server = WeightSyncServer(
-            self.root / "run", self.root / "state", flags=flags, variables=variables
+            self.root / "run", self.root / "state", flags=flags, variables=points
         )
         #: How an apply pauses.
         self.pause = pb.PauseOptions()
@@ -87,7 +107,7 @@ class FaultySite:
         """Start both, and learn what each checkpoint answers when nothing fails."""
         self.server.start()
         self.vllm.start()
-        self.server.wait_serving()
+        self.server.wait_serving(_SERVING_S)
         self.expected[self.pair[0]] = self._answer()
         for name in ("c", "b") if self.pair == ("a", "b") else ("c",):
             self.apply(self.push(name))
@@ -144,7 +164,7 @@ class FaultySite:
 
     def push(self, name: str = "") -> int:
         """Push a checkpoint as a new version; by default the one of the pair that is not live."""
-        live = self.server.wait_serving().live_version
+        live = self.server.wait_serving(_SERVING_S).live_version
         other = name or self.pair[self.content[live] == self.pair[0]]
         version = push_folder(self.server.stub, self.folders[other]).version
         self.content[version] = other
@@ -189,7 +209,7 @@ class FaultySite:
         if not self.vllm_lives():
             self.vllm.stop()
             self.vllm.start()
-        live = self.server.wait_serving().live_version
+        live = self.server.wait_serving(_SERVING_S).live_version
         assert self.server.stub.VerifyVersion(
             pb.VerifyVersionRequest(model="default"), timeout=60
         ).verified
@@ -281,11 +301,9 @@ class FaultySite:
 
 
 @contextlib.contextmanager
-def running_site(
-    tp: int = 1, *, alike: bool = False, rank: int | None = None
-) -> Iterator[FaultySite]:
+def running_site(tp: int = 1, **options: Any) -> Iterator[FaultySite]:
     """Start a site; everything is stopped at the end."""
-    site = FaultySite(tp, alike=alike, rank=rank)
+    site = FaultySite(tp, **options)
     try:
         site.start()
         yield site

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ARCHITECTURES", "make_checkpoint", "nudge_checkpoint", "perturb_checkpoint"]
+__all__ = [
+    "ARCHITECTURES",
+    "make_checkpoint",
+    "nudge_checkpoint",
+    "perturb_checkpoint",
+    "quantise_checkpoint",
+    "save_tokenizer",
+]
 
 #: Model families that `make_checkpoint` knows.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe", "deepseek_v2")
@@ -24,7 +31,8 @@ _CORPUS = (
 _VOCABULARY = 512
 
 
-def _tokenizer(directory: Path) -> None:
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of 512 tokens beside a checkpoint."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +140,7 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(config)
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
-    _tokenizer(directory)
+    save_tokenizer(directory)
     return directory
 
 
@@ -175,3 +183,54 @@ def perturb_checkpoint(source: Path, target: Path, names: set[str], scale: float
         scaled = {k: v * scale if k in names else v for k, v in tensors.items()}
         save_file(scaled, file, metadata={"format": "pt"})
     return target
+
+
+def quantise_checkpoint(source: Path, target: Path, block: int = 128) -> Path:
+    """Copy a checkpoint with its linear layers and experts as block fp8, each with its scales.
+
+    Embeddings, heads, norms and routers stay as they are.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+        block: Rows and columns that have one scale.
+    """
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    left = {"lm_head"}
+    for file in sorted(target.glob("*.safetensors")):
+        made = {}
+        for name, tensor in load_file(file).items():
+            module, _, kind = name.rpartition(".")
+            if tensor.dim() == 2 and module.endswith("_proj"):
+                made[name], made[f"{module}.{kind}_scale_inv"] = _quantised(tensor.float(), block)
+            else:
+                made[name] = tensor
+                left |= {module} if module.endswith(".gate") else set()
+        save_file(made, file, metadata={"format": "pt"})
+    # It lists tensors, of which there are more now.
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+        "modules_to_not_convert": sorted(left),
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _quantised(tensor: Any, block: int) -> tuple[Any, Any]:
+    """Return values of float8_e4m3fn and the factors that they are multiplied by."""
+    import torch
+
+    rows, columns = tensor.shape
+    blocks = tensor.view(rows // block, block, columns // block, block)
+    scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    values = blocks / scales[:, None, :, None]
+    return values.to(torch.float8_e4m3fn).view(rows, columns), scales

@@ -17,6 +17,7 @@ from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_shard, check_version, parse_header
 from weightsync.model.manifest import Manifest, ShardEntry
+from weightsync.model.name_sets import common
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.shm.segments import Segment
 from weightsync.shm.staged_version import StagedVersion
@@ -187,11 +188,14 @@ class BridgeClient:
         """Prepare a version; captures the load plan when asked to, under a pause if it serves."""
         apply_id = apply_id or secrets.token_hex(4)
         reports = self.job("prepare", apply_id, version, compare_live=compare_live, base=base)
-        if any(report["phase"] == "needs_capture" for report in reports):
+        if {report["phase"] for report in reports} - {"ready"} == {"needs_capture"}:
             replies = self.capture(version)
             if not all(reply["ok"] for reply in replies):
                 return apply_id, [{"phase": "failed", **reply} for reply in replies]
-            reports = self.job("prepare", apply_id, version, compare_live=compare_live)
+            unloaded = common(reply["ignored"] for reply in replies)
+            reports = self.job(
+                "prepare", apply_id, version, compare_live=compare_live, unloaded=unloaded
+            )
         return apply_id, reports
 
     def capture(self, version: Version) -> list[dict[str, Any]]:

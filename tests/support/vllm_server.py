@@ -26,8 +26,13 @@ __all__ = ["VllmServer", "cpu_environment"]
 _START_S = 240.0
 
 
-def cpu_environment(*, tp: int = 1, plain: bool = True) -> dict[str, str]:
-    """Return the environment variables with which vLLM runs on a small CPU machine."""
+def cpu_environment(*, workers: int = 1, plain: bool = True) -> dict[str, str]:
+    """Return the environment variables with which vLLM runs on a small CPU machine.
+
+    Args:
+        workers: How many it starts, a core for each.
+        plain: Whether CPU repacking is off.
+    """
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -36,8 +41,8 @@ def cpu_environment(*, tp: int = 1, plain: bool = True) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1" if plain else "0",
     }
-    if tp > 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(tp))
+    if workers > 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in range(workers))
     return variables
 
 
@@ -49,6 +54,9 @@ class VllmServer:
         model: Checkpoint directory.
         run_dir: For sockets and the log; a short path, because unix sockets allow 107 bytes.
         tp: Tensor parallel size.
+        pp: Pipeline parallel size; with stages vLLM compiles the model, for on a CPU it has no
+            eager ones.
+        dp: Data parallel size.
         dtype: vLLM's --dtype.
         plain: Whether CPU repacking is off.
         bridge: Whether our endpoint plugin is loaded; without it vLLM serves at once.
@@ -60,6 +68,8 @@ class VllmServer:
     model: Path
     run_dir: Path
     tp: int = 1
+    pp: int = 1
+    dp: int = 1
     dtype: str = "float32"
     plain: bool = True
     bridge: bool = True
@@ -95,7 +105,9 @@ class VllmServer:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype,
             "--port", str(self.port), "--host", "127.0.0.1", "--max-model-len", "512",
-            "--enforce-eager", "--tensor-parallel-size", str(self.tp), "--max-num-seqs", "8",
+            "--tensor-parallel-size", str(self.tp), "--pipeline-parallel-size", str(self.pp),
+            "--data-parallel-size", str(self.dp), "--max-num-seqs", "8",
+            "--enforce-eager" if self.pp == 1 else "--no-enforce-eager",
             "--disable-uvicorn-access-log", *self.flags,
         ]  # fmt: skip
 
@@ -108,7 +120,7 @@ class VllmServer:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ,
-            **cpu_environment(tp=self.tp, plain=self.plain),
+            **cpu_environment(workers=self.tp * self.pp * self.dp, plain=self.plain),
             "WEIGHTSYNC_ENGINE_SOCKET": f"unix:{self.engine_socket}",
             # Without the bridge the general plugin alone is loaded: it sets the layout.
             **({"VLLM_PLUGINS": "weightsync"} if self.bridge else {}),
@@ -159,11 +171,17 @@ class VllmServer:
         return False
 
     def request(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = 60.0,
+        core: int | None = None,
     ) -> tuple[int, Any]:
-        """Return status and decoded body of one HTTP call."""
+        """Return status and decoded body of one HTTP call; `core` is the engine core to answer."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
+        if core is not None:
+            headers["x-data-parallel-rank"] = str(core)
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
@@ -177,8 +195,8 @@ class VllmServer:
         except ValueError:
             return status, raw.decode(errors="replace")
 
-    def complete(self, prompt: str, tokens: int = 16) -> dict[str, Any]:
-        """Return the tokens and log probabilities of a greedy completion."""
+    def complete(self, prompt: str, tokens: int = 16, core: int | None = None) -> dict[str, Any]:
+        """Return the tokens and log probabilities of a greedy completion; see `request`."""
         status, answer = self.request(
             "/v1/completions",
             {
@@ -190,6 +208,7 @@ class VllmServer:
                 "ignore_eos": True,
                 "return_token_ids": True,
             },
+            core=core,
         )
         assert status == 200, (status, answer)
         choice = answer["choices"][0]

@@ -73,12 +73,19 @@ SYMBOLS: tuple[Symbol, ...] = (
         ("vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",),
         "seeing what loading makes of a model",
     ),
-    Symbol(("vllm.config.model:ModelConfig.use_mla",), "refusals"),
     Symbol(("vllm.config.parallel:ParallelConfig.enable_eplb",), "refusals"),
     Symbol(("vllm.platforms:current_platform",), "CPU switch"),
     Symbol(("vllm.platforms.interface:Platform.is_cpu",), "CPU switch"),
     Symbol(("vllm._custom_ops:_supports_onednn",), "CPU switch"),
     Symbol(("vllm.model_executor.layers.utils:check_cpu_sgl_kernel",), "CPU switch"),
+    Symbol(
+        (
+            "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply",
+            "vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE.check_grouped_gemm",
+        ),
+        "CPU switch, of experts; without it what they pack is refused",
+        needed=False,
+    ),
     Symbol(
         ("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm#layer.cpu_linear",),
         "finding repacked layers",
@@ -99,6 +106,18 @@ SYMBOLS: tuple[Symbol, ...] = (
         "pausing",
     ),
     Symbol(
+        (
+            "vllm.v1.engine.core_client:AsyncMPClient.call_utility_all_async",
+            "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async",
+        ),
+        "answers of every engine core",
+    ),
+    Symbol(
+        ("vllm.v1.engine.core_client:DPLBAsyncMPClient.call_utility_async",),
+        "pauses, labels and resumes that reach every engine core",
+    ),
+    Symbol(("vllm.v1.engine.core_client:MPClient.core_engines",), "engine cores"),
+    Symbol(
         ("vllm.v1.engine.output_processor:OutputProcessor.request_states",), "counting requests"
     ),
     Symbol(
@@ -116,7 +135,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     *_each(
         "vllm.config.parallel:ParallelConfig",
         "data_parallel_size data_parallel_rank tensor_parallel_size pipeline_parallel_size "
-        "_api_process_count",
+        "_api_process_count data_parallel_size_local data_parallel_external_lb "
+        "data_parallel_hybrid_lb data_parallel_backend enable_expert_parallel enable_elastic_ep "
+        "nnodes use_ray",
         "rank names and refusals",
     ),
     Symbol(

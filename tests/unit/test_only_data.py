@@ -30,6 +30,7 @@ ROOTS = (
     "weightsync.vllm.plugin",
     "weightsync.vllm.endpoint",
     "weightsync.vllm.worker.worker_methods",
+    "weightsync.vllm.twin.loader_main",
 )
 #: What bytes from outside pass through: a walk that misses one of these proves nothing.
 ON_THE_WAY = (
@@ -74,6 +75,15 @@ METHODS = frozenset(
 EXCEPTIONS = {
     ("weightsync.vllm.bridge.embedded", "importlib"): (
         "finds vLLM's own modules, whose places differ by release, by names written in our code"
+    ),
+    ("weightsync.vllm.cpu_plain", "importlib"): (
+        "finds vLLM's own modules, which not every release has, by names written in our code"
+    ),
+    ("weightsync.vllm.twin.vllm_load", "importlib"): (
+        "imports the module of vLLM's worker that the configuration of the engine names"
+    ),
+    ("weightsync.vllm.twin.loader_config", "pickle"): (
+        "reads what the parent wrote into a pipe that only the two have"
     ),
 }
 

@@ -40,9 +40,15 @@ class Cell:
     dtype: str
     tp: int
     tied: bool
+    expert_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.arch}-{self.dtype}-tp{self.tp}-{'tied' if self.tied else 'untied'}"
+        ranks = f"tp{self.tp}{'-ep' if self.expert_parallel else ''}"
+        return f"{self.arch}-{self.dtype}-{ranks}-{'tied' if self.tied else 'untied'}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("--enable-expert-parallel",) if self.expert_parallel else ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,6 +62,12 @@ PAIRWISE = (
     Cell("qwen3", "float32", 1, tied=True),
     Cell("gemma2", "bfloat16", 2, tied=True),
     Cell("gemma3", "bfloat16", 1, tied=True),
+    # Each rank has half of the experts; in the matrix half of each, and all of them.
+    Cell("qwen3_moe", "bfloat16", 2, tied=False, expert_parallel=True),
+)
+EXPERTS = (
+    Cell("qwen3_moe", "bfloat16", 1, tied=False),
+    Cell("qwen3_moe", "float32", 2, tied=False),
 )
 #: vLLM's Gemma models are always tied.
 ALL = tuple(
@@ -89,6 +101,7 @@ def _fresh(
         dtype=cell.dtype,
         plain=plain,
         bridge=False,
+        flags=cell.flags,
         variables=variables,
     )
     try:
@@ -129,7 +142,7 @@ def _check(cell: Cell, checkpoint: Callable[..., Path], run_dir: Path) -> None:
     place = run_dir / str(cell)
     with (
         _fresh(cell, second, run_dir) as fresh_answers,
-        running_bench(first, place, tp=cell.tp, dtype=cell.dtype) as bench,
+        running_bench(first, place, tp=cell.tp, dtype=cell.dtype, flags=cell.flags) as bench,
     ):
         expected = fresh_answers()
         a, b, c = (bench.staging.stage(folder) for folder in (first, second, near))
@@ -175,7 +188,8 @@ def test_equal_to_a_fresh_engine(
         pytest.param(cell, marks=pytest.mark.matrix if cell.tp == 1 else pytest.mark.battery)
         for cell in ALL
         if cell not in PAIRWISE
-    ],
+    ]
+    + [pytest.param(cell, marks=pytest.mark.matrix) for cell in EXPERTS],
     ids=str,
 )
 def test_equal_to_a_fresh_engine_in_all_cells(

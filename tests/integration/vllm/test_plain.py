@@ -16,6 +16,7 @@ _PROGRAM = """
 import json
 import torch
 from weightsync.vllm import plugin
+from weightsync.vllm.cpu_plain import leave_linear_plain
 from weightsync.vllm.plan.in_place import why_not_plain
 plugin._initialise_amx()
 import vllm._custom_ops
@@ -36,7 +37,7 @@ real, utils.check_cpu_sgl_kernel = utils.check_cpu_sgl_kernel, lambda *a: True
 operators, torch.ops._C = torch.ops._C, Packed
 seen["sgl"] = reason(torch.bfloat16, False)
 torch.ops._C, utils.check_cpu_sgl_kernel = operators, real
-plugin._turn_repacking_off()
+leave_linear_plain()
 seen["off"] = [reason(d, r) for d in (torch.float32, torch.bfloat16) for r in (True, False)]
 seen["untouched"] = why_not_plain(torch.nn.Linear(2, 2))
 print(json.dumps(seen))

@@ -26,13 +26,19 @@ def test_defaults_and_overrides() -> None:
     settings = EngineSettings.load({})
     assert settings.engine_socket == "/run/weightsync/engine.sock"
     assert settings.segment_socket == "/run/weightsync/segments.sock"
-    assert settings.cpu_plain_weights is False
-    settings = EngineSettings.load(
-        {"WEIGHTSYNC_ENGINE_SOCKET": "unix:/a/e.sock", "WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "1"}
-    )
-    assert (settings.segment_socket, settings.cpu_plain_weights) == ("/a/segments.sock", True)
+    settings = EngineSettings.load({"WEIGHTSYNC_ENGINE_SOCKET": "unix:/a/e.sock"})
+    assert settings.segment_socket == "/a/segments.sock"
     settings = EngineSettings.load({"WEIGHTSYNC_SEGMENT_SOCKET": "/b/s.sock"})
     assert settings.segment_socket == "/b/s.sock"
+
+
+@pytest.mark.parametrize(
+    ("text", "linear", "experts"),
+    [("", False, False), ("0", False, False), ("1", True, True), (" linear ", True, False)],
+)
+def test_what_is_plain_on_a_cpu(text: str, linear: bool, experts: bool) -> None:
+    settings = EngineSettings.load({"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": text})
+    assert (settings.cpu_plain_linear, settings.cpu_plain_experts) == (linear, experts)
 
 
 @pytest.mark.parametrize(
