@@ -38,6 +38,38 @@ extern "C" __global__ void copy_spans(const Span* spans) {
     if (rest < span.size) ((u8*)to)[rest] = ((const u8*)from)[rest];
 }
 
+extern "C" __global__ void exchange_spans(const Span* spans) {
+    const Span span = spans[blockIdx.x];
+    uint4* left = (uint4*)span.live;
+    uint4* right = (uint4*)span.staged;
+    const u32 count = span.size / 16, step = blockDim.x;
+    u32 at = threadIdx.x;
+    for (; at + (DEEP / 2 - 1) * step < count; at += DEEP / 2 * step) {
+        uint4 a[DEEP / 2], b[DEEP / 2];
+#pragma unroll
+        for (int i = 0; i < DEEP / 2; i++) {
+            a[i] = left[at + i * step];
+            b[i] = right[at + i * step];
+        }
+#pragma unroll
+        for (int i = 0; i < DEEP / 2; i++) {
+            left[at + i * step] = b[i];
+            right[at + i * step] = a[i];
+        }
+    }
+    for (; at < count; at += step) {
+        const uint4 kept = left[at];
+        left[at] = right[at];
+        right[at] = kept;
+    }
+    const u32 rest = count * 16 + threadIdx.x;
+    if (rest < span.size) {
+        const u8 kept = ((u8*)left)[rest];
+        ((u8*)left)[rest] = ((u8*)right)[rest];
+        ((u8*)right)[rest] = kept;
+    }
+}
+
 // Has this thread look at its share of `count` pairs of 16 bytes.
 template <typename Look>
 __device__ __forceinline__ void each_pair(const uint4* left, const uint4* right, u32 count,

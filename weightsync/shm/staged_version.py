@@ -9,9 +9,10 @@ import struct
 from dataclasses import dataclass
 
 from weightsync.model.manifest import Manifest
-from weightsync.shm.segments import Segment
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.shm.segments import MappedSegment, Segment
 
-__all__ = ["StagedVersion"]
+__all__ = ["StagedVersion", "read_document"]
 
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"WSSTAGE2"
@@ -56,3 +57,19 @@ class StagedVersion:
         if len(segments) != len(manifest.layout.shards):
             raise ValueError(f"{len(segments)} segments for {len(manifest.layout.shards)} shards")
         return cls(manifest, segments)
+
+
+def read_document(socket: str, document: str) -> StagedVersion:
+    """Return the staged version that a document segment describes.
+
+    Raises:
+        OSError: Nobody listens on the segment socket.
+        LookupError: The server has no such document.
+    """
+    with SegmentClient(socket) as client:
+        ((fd, size),) = client.map([document])
+    mapped = MappedSegment(fd, size)
+    staged = StagedVersion.from_view(mapped.view)
+    # Not in a `finally`: the traceback of a failure holds views, and closing would hide the reason.
+    mapped.close()
+    return staged
