@@ -117,11 +117,11 @@ def _fresh(
         vllm.stop()
 
 
-def _refusal(client: BridgeClient, version: Version) -> dict[str, Any]:
-    _, reports = client.prepare(version)
-    assert all(report["phase"] == "failed" for report in reports), reports
-    first: dict[str, Any] = reports[0]
-    return first
+def _why_no_plan(client: BridgeClient, version: Version) -> str:
+    """Return why the versions of an engine must be loaded, as its ranks tell it."""
+    replies = client.capture(version)
+    assert all(reply["ok"] and reply["transform"] == "twin" for reply in replies), replies
+    return str(replies[0]["why"])
 
 
 def _patch(bench: Bench, version: Version, number: int, base: str) -> str:
@@ -207,20 +207,20 @@ def test_equal_to_a_fresh_engine_in_all_cells(
     ],
     ids=str,
 )
-def test_repacked_engine_is_refused_in_prepare(
+def test_repacked_engine_has_no_plan(
     cell: Cell, checkpoint: Callable[..., Path], run_dir: Path
 ) -> None:
     model = checkpoint(cell.arch, seed=1, **cell.options)
     place = run_dir / f"packed-{cell}"
     with running_bench(model, place, tp=cell.tp, dtype=cell.dtype, plain=False) as bench:
         assert [reply["plain"] for reply in bench.client.call("hello")] == [False] * cell.tp
-        report = _refusal(bench.client, bench.staging.stage(model))
-        assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in report["error"]
+        why = _why_no_plan(bench.client, bench.staging.stage(model))
+        assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in why
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("arch", ["qwen2", "gemma2"])
-def test_bfloat16_without_the_switch_is_exact_or_refused(
+def test_bfloat16_without_the_switch_is_exact_or_has_no_plan(
     arch: str, checkpoint: Callable[..., Path], run_dir: Path
 ) -> None:
     # Whether vLLM repacks bfloat16 depends on the processor.
@@ -233,7 +233,7 @@ def test_bfloat16_without_the_switch_is_exact_or_refused(
     ):
         a, b = bench.staging.stage(first), bench.staging.stage(second)
         if not bench.client.call("hello")[0]["plain"]:
-            assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in _refusal(bench.client, a)["error"]
+            assert "WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in _why_no_plan(bench.client, a)
             return
         bench.client.adopt(a)
         bench.client.apply(b, 2)

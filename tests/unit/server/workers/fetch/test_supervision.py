@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.support.processes import descriptors, names, state
+from tests.support.processes import descriptors, names, open_files, state
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.workers.fetch import fetch_pool as pools
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
@@ -243,16 +243,14 @@ async def test_a_pool_that_cannot_start_leaves_nothing(
     fake.write_text(script)
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    # What earlier tests left to the collector shall not vanish in between.
-    gc.collect()
-    before, children = descriptors(), _children()
+    before, children = open_files(), _children()
     begun = time.monotonic()
     pool = FetcherPool(2, ready_timeout_s=0.5)
     with pytest.raises(WeightSyncError) as caught:
         await pool.start()
     assert caught.value.reason == Reason.FETCHER_FAILED
     assert time.monotonic() - begun < within
-    assert descriptors() == before
+    assert not open_files() - before
     assert _children() == children
 
 
