@@ -163,16 +163,17 @@ class VllmEngineProcess:
         Raises:
             RuntimeError: It answers as with another content, or not at all.
         """
-        answer = self._answer()
+        # The first answer of an engine takes what it compiles and allocates for it.
+        answer = self._answer(timeout_s=60)
         if answer is None or answer in self._answers.values():
             raise RuntimeError(f"vLLM answers {answer}: contents cannot be told apart")
         self._answers[content] = answer
 
-    def _answer(self) -> Any:
+    def _answer(self, timeout_s: float = 10) -> Any:
         # One token: a longer request may rightly begin under one version and end under another.
-        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
+        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 3}
         with self._one, contextlib.suppress(OSError):
-            status, answer = self._server.request("/v1/completions", {**body, "logprobs": 3}, 10)
+            status, answer = self._server.request("/v1/completions", body, timeout_s)
             return answer["choices"][0]["logprobs"] if status == 200 else None
         return None
 
