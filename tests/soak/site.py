@@ -171,9 +171,11 @@ class VllmEngineProcess:
 
     def _answer(self, timeout_s: float = 10) -> Any:
         # One token: a longer request may rightly begin under one version and end under another.
-        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0, "logprobs": 3}
+        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 1, "temperature": 0}
         with self._one, contextlib.suppress(OSError):
-            status, answer = self._server.request("/v1/completions", body, timeout_s)
+            status, answer = self._server.request(
+                "/v1/completions", {**body, "logprobs": 3}, timeout_s
+            )
             return answer["choices"][0]["logprobs"] if status == 200 else None
         return None
 
