@@ -25,7 +25,7 @@ def open_files() -> frozenset[tuple[str, str]]:
     found = set()
     for number in _list("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+            found.add((number, str(Path(f"/proc/self/fd/{number}").readlink())))
     return frozenset(found)
 
 

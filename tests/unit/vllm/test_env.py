@@ -80,12 +80,17 @@ def _config(model: Path | str, load_format: str = "auto") -> Any:
     )
 
 
+def _files(model: Path, load_format: str = "auto") -> list[Path]:
+    config = _config(model, load_format)
+    return checkpoint_files(config.model_config, config.load_config)
+
+
 def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
     for name in ("model-1.safetensors", "model-2.safetensors", "extra.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
     index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    names = [path.name for path in checkpoint_files(_config(tmp_path))]
+    names = [path.name for path in _files(tmp_path)]
     assert names == ["model-1.safetensors", "model-2.safetensors"]
     server = SegmentServer(tmp_path / "s.sock")
     offer = server.expect_offer("o")
@@ -103,9 +108,9 @@ def test_files_of_the_index_are_offered_and_no_others(tmp_path: Path) -> None:
 def test_mistral_format_is_chosen_as_vllm_does(tmp_path: Path) -> None:
     for name in ("consolidated.safetensors", "model.safetensors"):
         (tmp_path / name).touch()
-    (path,) = checkpoint_files(_config(tmp_path))
+    (path,) = _files(tmp_path)
     assert path.name == "consolidated.safetensors"
-    (path,) = checkpoint_files(_config(tmp_path, "safetensors"))
+    (path,) = _files(tmp_path, "safetensors")
     assert path.name == "model.safetensors"
 
 
@@ -114,7 +119,7 @@ def test_no_safetensors_no_adoption(tmp_path: Path, load_format: str) -> None:
     if load_format == "dummy":
         (tmp_path / "model.safetensors").touch()
     with pytest.raises(WeightSyncError) as caught:
-        checkpoint_files(_config(tmp_path, load_format))
+        _files(tmp_path, load_format)
     assert caught.value.reason is Reason.ENGINE_UNSUPPORTED
 
 

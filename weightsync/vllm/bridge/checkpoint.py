@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentClient
+from weightsync.vllm.bridge.renamed_file import renamed
+from weightsync.vllm.draft import draft_names
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from weightsync.shm.segment_socket import OfferedFile
 
 __all__ = ["checkpoint_files", "offer_files"]
 
 
-def _directory(config: Any) -> Path:
-    model = config.model_config.model
+def _directory(model_config: Any, load_config: Any) -> Path:
+    model = model_config.model
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -27,8 +31,8 @@ def _directory(config: Any) -> Path:
     return Path(
         snapshot_download(
             model,
-            revision=config.model_config.revision,
-            cache_dir=config.load_config.download_dir,
+            revision=model_config.revision,
+            cache_dir=load_config.download_dir,
             local_files_only=True,
         )
     )
@@ -43,17 +47,19 @@ def _indexed(directory: Path, index: str, files: list[Path]) -> list[Path]:
     return [file for file in files if file.name in named]
 
 
-def checkpoint_files(config: Any) -> list[Path]:
-    """Return the safetensors files that vLLM loads for a VllmConfig, sorted by name.
+def checkpoint_files(model_config: Any, load_config: Any) -> list[Path]:
+    """Return the safetensors files that vLLM loads for a model, sorted by name.
+
+    Args:
+        model_config: VLLM's ModelConfig.
+        load_config: VLLM's LoadConfig.
 
     Raises:
         WeightSyncError: ENGINE_UNSUPPORTED when it loads no safetensors files.
     """
-    load_format = str(
-        getattr(config.load_config.load_format, "value", config.load_config.load_format)
-    )
+    load_format = str(getattr(load_config.load_format, "value", load_config.load_format))
     try:
-        directory = _directory(config)
+        directory = _directory(model_config, load_config)
     except OSError as error:
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED, f"the engine's checkpoint was not found: {error}"
@@ -66,7 +72,7 @@ def checkpoint_files(config: Any) -> list[Path]:
     if not files or load_format not in ("auto", "hf", "safetensors", "fastsafetensors"):
         raise WeightSyncError(
             Reason.ENGINE_UNSUPPORTED,
-            f"the engine loads {config.model_config.model} in format {load_format}, which holds no "
+            f"the engine loads {model_config.model} in format {load_format}, which holds no "
             "safetensors files to prove the load plan with; serve a safetensors checkpoint",
         )
     return files
@@ -82,6 +88,22 @@ def _opened(path: Path) -> int:
         ) from error
 
 
+def _descriptors(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield name and descriptor of every file of the target's checkpoint and of the draft's."""
+    for path in checkpoint_files(config.model_config, config.load_config):
+        yield path.name, _opened(path)
+    if not (prefix := draft_names(config)):
+        return
+    spec = config.speculative_config
+    load_config = getattr(spec, "draft_load_config", None) or config.load_config
+    for path in checkpoint_files(spec.draft_model_config, load_config):
+        fd = _opened(path)
+        try:
+            yield prefix + path.name, renamed(fd, prefix)
+        finally:
+            os.close(fd)
+
+
 def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
     """Send read-only descriptors of the checkpoint files; returns their names in order.
 
@@ -91,10 +113,9 @@ def offer_files(config: Any, segment_socket: str, offer_id: str) -> list[str]:
     """
     with contextlib.ExitStack() as stack:
         offered: list[OfferedFile] = []
-        for path in checkpoint_files(config):
-            fd = _opened(path)
+        for name, fd in _descriptors(config):
             stack.callback(os.close, fd)
-            offered.append((path.name, os.fstat(fd).st_size, fd))
+            offered.append((name, os.fstat(fd).st_size, fd))
         try:
             client = stack.enter_context(SegmentClient(segment_socket))
             client.offer(offer_id, offered)

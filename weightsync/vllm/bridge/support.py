@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.pause_lease import MAX_LEASE_S
+from weightsync.vllm.draft import draft_refusals
 
 if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
@@ -133,11 +134,5 @@ def _model_checks(config: Any) -> tuple[tuple[bool, str], ...]:
             config.lora_config is not None,
             "LoRA is not supported; start vLLM without --enable-lora",
         ),
-        (
-            config.speculative_config is not None,
-            (
-                "draft and speculative models are not supported; start vLLM without "
-                "--speculative-config"
-            ),
-        ),
+        *draft_refusals(config),
     )

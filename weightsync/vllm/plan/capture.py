@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import textwrap
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ from weightsync.model.dtypes import safetensors_dtype, torch_dtype
 from weightsync.model.manifest import Layout
 from weightsync.vllm.plan.load_plan import LoadPlan, PlanRefusedError, Slice, Strides, check_overlap
 from weightsync.vllm.plan.loader_params import as_created
+from weightsync.vllm.plan.model_parts import draft_params, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weightsync.model.manifest import TensorEntry
     from weightsync.vllm.plan.live_params import LiveParameters
+    from weightsync.vllm.plan.model_parts import ModelPart
 
     #: Digests every parameter and buffer, by name.
     Digests = Callable[[], dict[str, bytes]]
@@ -71,6 +74,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, live: LiveParameters) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slices: list[Slice] = []
+        #: What the paths of the part begin with that is being loaded.
+        self.path = ""
         self.refused: dict[str, str] = {}
         self.current = ""
         self._derived: set[str] = set()
@@ -83,9 +88,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = live.tensor(name)
             self._homes.setdefault(_storage(tensor), []).append(_Home(name, tensor))
 
-    def feed(self, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of a layout, without bytes, as a checkpoint reader would."""
+    def feed(self, layout: Layout, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a part's tensors of a layout, without bytes, as a checkpoint reader would."""
         for entry in layout.tensors:
+            name = part.own_name(entry.name)
+            if name is None:
+                continue
             dtype = torch_dtype(entry.dtype)
             if dtype is None:
                 msg = f"this torch has no dtype {entry.dtype}; push the model in another dtype"
@@ -93,7 +101,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = torch.empty(entry.shape, dtype=dtype, device="meta")
             self._remember(tensor, _Origin(entry.name, 0, dtype))
             self.current = entry.name
-            yield entry.name, tensor
+            yield name, tensor
 
     def _remember(self, tensor: torch.Tensor, origin: _Origin) -> None:
         self._origins[_storage(tensor)] = origin
@@ -198,6 +206,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if home is None or home.tensor.dtype != target.dtype:
             self._refuse("it is loaded into memory that is no parameter")
             return
+        if not home.name.startswith(self.path):
+            # What a draft has from its target, the target loads.
+            return
         place = _strides(target, int(home.tensor.storage_offset()))
         part = _strides(source, -origin.offset)
         cast = origin.dtype != target.dtype
@@ -273,10 +284,13 @@ def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers]  # noqa: SLF001
 
 
-def _drive(model: Any, recorder: _Recorder, layout: Layout) -> None:
+def _drive(model: Any, recorder: _Recorder, layout: Layout, *, draft: bool) -> None:
     try:
         with as_created(model), torch.no_grad(), recorder:
-            model.load_weights(recorder.feed(layout))
+            for part in parts_of(model)[: None if draft else 1]:
+                recorder.path = part.path
+                loaders: Any = part.module
+                loaders.load_weights(recorder.feed(layout, part))
             recorder.finish()
     except (PlanRefusedError, MemoryError, OSError, torch.OutOfMemoryError):
         # What the host or the device lacks now says nothing of the tensors.
@@ -301,7 +315,12 @@ def _refusal(name: str, error: Exception) -> str:
 
 
 def capture_plan(
-    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None = None
+    model: Any,
+    live: LiveParameters,
+    layout: Layout,
+    digests: Digests | None = None,
+    *,
+    draft: bool = True,
 ) -> tuple[LoadPlan, float]:
     """Return the plan for a layout and the seconds it took. The model is as before, proved.
 
@@ -312,17 +331,19 @@ def capture_plan(
         live: Its parameters.
         layout: All tensors of a version.
         digests: Digests every parameter and buffer; None: `live` does.
+        draft: Whether the version brings a draft, where the model has one.
 
     Raises:
         PlanRefusedError: The loaders do more than copy, or refused a tensor; with names.
     """
     begin = time.perf_counter()
-    recorder = _recorded(model, live, layout, digests)
+    recorder = _recorded(model, live, layout, digests, draft=draft)
     if recorder.refused:
         name, why = next(iter(recorder.refused.items()))
         msg = f"tensor {name} cannot be copied into place: {why}; this model is not supported"
         raise PlanRefusedError(msg, list(recorder.refused))
-    return _plan_of(recorder, live, layout), time.perf_counter() - begin
+    plan = _plan_of(recorder, live, layout)
+    return replace(plan, draft=draft_params(model, plan.written)), time.perf_counter() - begin
 
 
 def unplaced(
@@ -358,14 +379,19 @@ def unplaced(
 
 
 def _recorded(
-    model: Any, live: LiveParameters, layout: Layout, digests: Digests | None
+    model: Any,
+    live: LiveParameters,
+    layout: Layout,
+    digests: Digests | None,
+    *,
+    draft: bool = True,
 ) -> _Recorder:
     digest_all = digests or live.digests
     before = digest_all()
     identity = _Identity(model)
     recorder = _Recorder(live)
     try:
-        _drive(model, recorder, layout)
+        _drive(model, recorder, layout, draft=draft)
     finally:
         replaced = identity.restore()
         changed = [name for name, digest in digest_all().items() if before.get(name) != digest]

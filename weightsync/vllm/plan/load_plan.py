@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import torch
 from weightsync.model.manifest import TensorEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from weightsync.model.manifest import Layout
 
@@ -105,6 +105,8 @@ class LoadPlan:
         same_as: For every tensor that no rank loads, the loaded one that it repeated in the
             adopted checkpoint (a tied output head), or "" when there was none; filled by the
             adoption.
+        draft: Those of the parameters that only a draft has. A version may leave all of them out,
+            and then leaves the draft as it is.
     """
 
     signature: str
@@ -113,11 +115,33 @@ class LoadPlan:
     param_dtypes: Mapping[str, str]
     exchanged: frozenset[str] = frozenset()
     same_as: dict[str, str] = field(default_factory=dict)
+    draft: frozenset[str] = frozenset()
 
     @cached_property
     def loaded(self) -> frozenset[str]:
         """Names of the tensors that are copied somewhere."""
         return frozenset(item.tensor for item in self.slices)
+
+    @cached_property
+    def drafted(self) -> frozenset[str]:
+        """Names of the tensors from which only the draft is loaded."""
+        rest = {item.tensor for item in self.slices if item.param not in self.draft}
+        return self.loaded - rest
+
+    def brings_draft(self, names: Collection[str]) -> bool:
+        """Whether a version with tensors of these names has any of the draft's."""
+        return not self.drafted.isdisjoint(names)
+
+    def asked_of(self, names: Collection[str]) -> LoadPlan:
+        """Return what a version must bring, as this plan of the adopted checkpoint has it.
+
+        Args:
+            names: Of the version's tensors.
+        """
+        if not self.draft or self.brings_draft(names):
+            return self
+        slices = tuple(item for item in self.slices if item.param not in self.draft)
+        return replace(self, slices=slices, draft=frozenset())
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -220,6 +244,7 @@ def check_against_base(layout: Layout, base: LoadPlan, *, alone: bool) -> None:
         PlanRefusedError: Naming the tensors.
     """
     names = {tensor.name for tensor in layout.tensors}
+    base = base.asked_of(names)
     known = check_known(layout, base)
     missing = [name for name in base.loaded if name not in names]
     if missing and len(known) == len(layout.tensors):
@@ -283,6 +308,7 @@ def check_coverage(plan: LoadPlan, base: LoadPlan) -> None:
     Raises:
         PlanRefusedError: Naming the parameters.
     """
+    base = base.asked_of(plan.tensors)
     partly = [name for name, count in base.written.items() if plan.written.get(name, 0) < count]
     if partly:
         msg = "the version leaves parts of these parameters unwritten; push all of the model"

@@ -28,6 +28,7 @@ from weightsync.vllm.plan.forward_tensors import forward_tensors
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.loader_params import note_parameters
+from weightsync.vllm.plan.model_parts import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -59,7 +60,13 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.Weak
 
 def made_by_loading(model: torch.nn.Module) -> frozenset[str] | None:
     """Return the paths of the tensors that loading made or changed; None: nobody watched it."""
-    return _made.get(model)
+    parts = parts_of(model)
+    seen = [(part.path, _made.get(part.module)) for part in parts]
+    made = {path + name for path, names in seen for name in names or ()}
+    if len(parts) > 1:
+        # When both are loaded, vLLM puts modules of the target into the place of the draft's.
+        made &= {path for path, _ in forward_tensors(model)}
+    return None if any(names is None for _, names in seen) else frozenset(made)
 
 
 def check_complete(model: torch.nn.Module, covered: Iterable[torch.Tensor]) -> None:

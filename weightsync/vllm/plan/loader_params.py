@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.vllm.plan.model_parts import parts_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -86,7 +88,11 @@ def as_created(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _substitutes(model: torch.nn.Module) -> Iterator[_Substitute]:
-    known = _created.get(model, {})
+    known = {
+        part.path + name: created
+        for part in parts_of(model)
+        for name, created in _created.get(part.module, {}).items()
+    }
     for prefix, module in model.named_modules():
         table = module._parameters  # noqa: SLF001 - as `named_parameters` reads it
         for key, live in table.items():

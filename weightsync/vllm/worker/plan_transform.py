@@ -24,6 +24,7 @@ from weightsync.vllm.plan.load_watch import check_complete
 from weightsync.vllm.plan.merge import merge_neighbours
 from weightsync.vllm.plan.plan_cache import find_plan
 from weightsync.vllm.worker.arrival_order import open_arrivals, turns
+from weightsync.vllm.worker.kept_draft import KeptDraft
 from weightsync.vllm.worker.rank_job import RefusedCallError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class PlanTransform:
         self._ops = ops
         self._threads = threads
         self._plans = plans
+        self._draft = KeptDraft(live)
 
     @property
     def proved(self) -> bool:
@@ -104,7 +106,11 @@ class PlanTransform:
     def _captured(self, staged: StagedVersion, socket: str) -> tuple[LoadPlan, float]:
         layout, base = staged.manifest.layout, self._plans.base
         with self._plans.remembering(layout.signature):
-            plan, seconds = capture_plan(self._model, self._live, layout, self._live_digests)
+            names = {tensor.name for tensor in layout.tensors}
+            draft = base is None or base.brings_draft(names)
+            plan, seconds = capture_plan(
+                self._model, self._live, layout, self._live_digests, draft=draft
+            )
             if base is not None:
                 check_coverage(plan, base)
             else:
@@ -155,6 +161,7 @@ class PlanTransform:
         failpoints.hit("worker.map")
         read = self._segments.read(request.socket, layout, staged.segments, plan)
         target = describe(request.apply_id, staged, plan, read, self._views.targets(plan))
+        self._draft.note(target.content_digest, plan)
         base = _of_plan(request.base)
         if base is not None and base.plan is not plan:
             base = None
@@ -200,7 +207,9 @@ class PlanTransform:
 
     def writer(self, target: Prepared, live: str) -> Writer:
         """See `VersionTransform`: a patch where its base is live, else all of it."""
-        return self._ops.writer(_own(target), live)
+        own = _own(target)
+        writer = self._ops.writer(own, live)
+        return self._draft.around(writer, own.content_digest, own.plan, live)
 
     def invalidate(self, target: Prepared) -> None:
         """See `VersionTransform`."""

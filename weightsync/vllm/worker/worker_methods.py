@@ -16,8 +16,10 @@ import torch
 from weightsync import failpoints
 from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.cuda.cuda_ops import CudaOps
+from weightsync.vllm.draft import draft_of
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.plan.model_parts import ModelWithDraft
 from weightsync.vllm.twin.twin_of_worker import twin_of
 from weightsync.vllm.worker.between_steps import switch
 from weightsync.vllm.worker.consensus import tensor_rank_group
@@ -40,7 +42,7 @@ _ATTRIBUTE = "_weightsync_rank"
 def _rank_of(worker: Any) -> Rank:
     found = getattr(worker, _ATTRIBUTE, None)
     if found is None:
-        model = worker.model_runner.get_model()
+        model = _model_of(worker)
         name = rank_name(worker.parallel_config, worker.rank)
         settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
@@ -54,6 +56,12 @@ def _rank_of(worker: Any) -> Rank:
         setattr(worker, _ATTRIBUTE, found)
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
+
+
+def _model_of(worker: Any) -> torch.nn.Module:
+    model: torch.nn.Module = worker.model_runner.get_model()
+    draft = draft_of(worker)
+    return ModelWithDraft(model, *draft) if draft else model
 
 
 def _divides_tensors(parallel: Any) -> bool:

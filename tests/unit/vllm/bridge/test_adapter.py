@@ -568,7 +568,7 @@ async def test_nonsense_is_refused(spec: PauseSpec, lease_s: float) -> None:
         ({"parallel": {"_api_process_count": 2}}, "API server"),
         ({"parallel": {"enable_eplb": True}}, "EPLB"),
         ({"lora": object()}, "LoRA"),
-        ({"speculative": object()}, "speculative"),
+        ({"speculative": SimpleNamespace(method="medusa", draft_parallel_config=None)}, "medusa"),
     ],
 )
 async def test_unsupported_engines_say_so_in_one_sentence(changes: Any, word: str) -> None:

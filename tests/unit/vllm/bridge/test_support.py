@@ -9,6 +9,7 @@ import pytest
 
 from weightsync.vllm.bridge.engine_cores import EngineCores
 from weightsync.vllm.bridge.support import config_refusals
+from weightsync.vllm.draft import draft_refusals
 
 
 def _refusals(
@@ -78,3 +79,36 @@ def test_engine_cores_that_cannot_be_asked_one_by_one_are_refused() -> None:
         {"data_parallel_size": 2}, client=SimpleNamespace(core_engines=[b"0", b"1"])
     )
     assert "not one by one" in told
+
+
+def _drafted(parallel: dict[str, Any] | None = None, **spec: Any) -> tuple[str, ...]:
+    draft = SimpleNamespace(tensor_parallel_size=1)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{"tensor_parallel_size": 1, "pipeline_parallel_size": 1, **(parallel or {})}
+        ),
+        speculative_config=SimpleNamespace(**{"draft_parallel_config": draft, **spec}),
+    )
+    return tuple(sentence for refused, sentence in draft_refusals(config) if refused)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model"])
+def test_speculation_whose_weights_an_update_reaches_is_supported(method: str) -> None:
+    assert _drafted(method=method) == ()
+
+
+@pytest.mark.parametrize(
+    ("spec", "parallel", "sentence"),
+    [
+        ({"method": "medusa"}, {}, "use eagle, eagle3, mtp, draft_model or ngram"),
+        ({"method": "eagle3", "parallel_drafting": True}, {}, "parallel_drafting to false"),
+        ({"method": "mtp"}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        ({"method": "eagle"}, {"tensor_parallel_size": 2}, "a draft on 1 of 2 ranks"),
+    ],
+)
+def test_other_speculation_is_refused_in_one_sentence(
+    spec: dict[str, Any], parallel: dict[str, Any], sentence: str
+) -> None:
+    (told,) = _drafted(parallel, **spec)
+    assert sentence in told
+    assert ". " not in told

@@ -1,0 +1,203 @@
+"""A draft model takes each version together with its target, or stays as it is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.drafts import joined, make_eagle, make_mtp, without
+from tests.support.models import make_checkpoint
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.errors import Reason
+from weightsync.failpoints import VARIABLE
+from weightsync_client import Client, ClientError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+_SERVING_S = 120.0
+_PROMPT = "the quick brown fox"
+
+
+class DraftedSite:
+    """A vLLM with a draft and a server beside it.
+
+    Args:
+        kind: `eagle`: a draft with a checkpoint of its own; `mtp`: one in the target's.
+        tp: Tensor parallel size.
+        root: Of all files; a short path.
+
+    Attributes:
+        versions: Folders to push: `a` is what the engine starts with, `b` another one.
+        fresh: What an engine that has just loaded `b` holds and answers.
+    """
+
+    def __init__(self, kind: str, tp: int, root: Path) -> None:
+        self.kind, self.root, self.tp = kind, root, tp
+        self.versions: dict[str, Path] = {}
+        self.vllm, other = (self._made(name, seed) for seed, name in enumerate("ab"))
+        self.plan = root / "plan"
+        self.vllm.variables = {**self.vllm.variables, VARIABLE: f"@{self.plan}"}
+        other.bridge = False
+        try:
+            other.start()
+            self.fresh = self._digests(other), self._answer(other)
+        finally:
+            other.stop()
+        self.server = WeightSyncServer(root / "a-run", root / "state")
+
+    @property
+    def own(self) -> str:
+        """What the names of the draft's tensors begin with."""
+        return "draft." if self.kind == "eagle" else "model.mtp_layers."
+
+    def _made(self, name: str, seed: int) -> VllmServer:
+        options: dict[str, Any] = {"seed": seed, "dtype": "bfloat16"}
+        target, draft = self.root / name, None
+        spec: dict[str, Any] = {"method": self.kind, "num_speculative_tokens": 1}
+        if self.kind == "eagle":
+            make_checkpoint(target, "llama", **options)
+            draft = make_eagle(self.root / f"{name}-draft", **options)
+            spec["model"] = str(draft)
+        else:
+            make_mtp(target, **options)
+        self.versions[name] = joined(self.root / f"{name}-version", target, draft)
+        return VllmServer(
+            target,
+            self.root / f"{name}-run",
+            tp=self.tp,
+            dtype="bfloat16",
+            flags=[
+                "--speculative-config",
+                json.dumps(spec),
+                "--worker-extension-cls",
+                "tests.support.draft_extension.DraftExtension",
+            ],
+            variables={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+
+    def start(self) -> None:
+        """Start both."""
+        self.server.start()
+        self.vllm.start()
+        self.server.wait_serving(_SERVING_S)
+
+    def stop(self) -> None:
+        """Stop both."""
+        try:
+            self.server.stop()
+        finally:
+            self.vllm.stop()
+
+    def digests(self) -> list[dict[str, str]]:
+        """Return what the draft of each rank holds."""
+        return self._digests(self.vllm)
+
+    def answer(self) -> Any:
+        """Ask it."""
+        return self._answer(self.vllm)
+
+    def client(self) -> Client:
+        """Return a trainer."""
+        return Client(self.server.address)
+
+    @staticmethod
+    def _digests(vllm: VllmServer) -> list[dict[str, str]]:
+        status, reply = vllm.request("/collective_rpc", {"method": "draft_digests"})
+        assert status == 200, reply
+        found: list[dict[str, str]] = reply["results"]
+        assert all(found), "no parameter is the draft's alone"
+        return found
+
+    @staticmethod
+    def _answer(vllm: VllmServer) -> Any:
+        body = {"model": "model", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0}
+        status, answer = vllm.request("/v1/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("eagle", 1),
+        ("mtp", 1),
+        pytest.param(("eagle", 2), marks=pytest.mark.battery),
+        pytest.param(("mtp", 2), marks=pytest.mark.battery),
+    ],
+    ids=lambda value: f"{value[0]}-tp{value[1]}",
+)
+def site(
+    request: pytest.FixtureRequest,
+) -> Iterator[DraftedSite]:
+    with tempfile.TemporaryDirectory(prefix="wd-") as root:
+        kind, tp = request.param
+        site = DraftedSite(kind, tp, Path(root))
+        try:
+            site.start()
+            yield site
+        finally:
+            site.stop()
+
+
+def _live(site: DraftedSite, name: str, folder: Path | None = None) -> None:
+    with site.client() as trainer:
+        version = trainer.push(folder or site.versions[name]).version
+        trainer.apply(version)
+        assert trainer.verify().verified
+
+
+def test_both_become_what_a_fresh_engine_loads_and_go_back(site: DraftedSite) -> None:
+    before = site.digests(), site.answer()
+    assert before != site.fresh
+    _live(site, "b")
+    assert (site.digests(), site.answer()) == site.fresh
+    with site.client() as trainer:
+        trainer.rollback(reason="test")
+    assert (site.digests(), site.answer()) == before
+
+
+def test_a_rank_that_fails_leaves_both_as_they_were(site: DraftedSite) -> None:
+    _live(site, "a")
+    before = site.digests(), site.answer()
+    site.plan.write_text("worker.written=1*error")
+    with site.client() as trainer, pytest.raises(ClientError):
+        trainer.apply(trainer.push(site.versions["b"]).version)
+    site.plan.unlink()
+    site.server.wait_serving(_SERVING_S)
+    assert (site.digests(), site.answer()) == before
+
+
+def test_a_version_without_a_draft_leaves_it_as_it_is(site: DraftedSite) -> None:
+    _live(site, "a")
+    draft = site.digests()
+    target = without(site.root / "target", site.versions["b"], site.own)
+    _live(site, "", target)
+    assert site.digests() == draft
+    assert site.answer() == site.fresh[1]
+    # A version that brings one comes, and goes.
+    _live(site, "b")
+    assert site.digests() == site.fresh[0]
+    with site.client() as trainer:
+        trainer.rollback(reason="test")
+        assert trainer.verify().verified
+    assert site.digests() == draft
+    assert site.answer() == site.fresh[1]
+
+
+def test_a_part_of_a_draft_is_refused_by_name(site: DraftedSite) -> None:
+    lacking = f"{site.own}{'' if site.kind == 'eagle' else '0.'}"
+    name = f"{lacking}{'layers.0.' if site.kind == 'eagle' else ''}self_attn.o_proj.weight"
+    part = without(site.root / "part", site.versions["b"], name)
+    before = site.digests(), site.answer()
+    with site.client() as trainer, pytest.raises(ClientError, match=name) as caught:
+        trainer.apply(trainer.push(part).version)
+    assert caught.value.reason is Reason.ENGINE_REFUSED
+    assert (site.digests(), site.answer()) == before

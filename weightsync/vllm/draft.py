@@ -1,0 +1,97 @@
+"""Which draft model an engine has, and how a version names the tensors of it.
+
+Speculation by n-grams or suffixes has no weights. What else vLLM offers is refused at start: it
+makes tensors of the draft's weights outside of the draft, which nobody would update.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["DRAFT", "draft_names", "draft_of", "draft_refusals"]
+
+#: What the paths of a draft begin with, and its tensors' names unless its checkpoint is the
+#: target's.
+DRAFT = "draft."
+
+#: Methods of vLLM's SpeculativeConfig that have no model.
+_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
+_WITH_MODEL = ("eagle", "eagle3", "mtp", "draft_model")
+
+
+def draft_names(config: Any) -> str | None:
+    """Return what the names of a draft's tensors begin with; None: the engine has no draft.
+
+    MTP layers lie in the target's checkpoint and keep the names that they have there, so that it is
+    "" for them.
+
+    Args:
+        config: VLLM's VllmConfig.
+    """
+    spec = getattr(config, "speculative_config", None)
+    if spec is None or spec.method in _WITHOUT_MODEL:
+        return None
+    same = spec.draft_model_config.model == config.model_config.model
+    return "" if same else DRAFT
+
+
+def draft_of(worker: Any) -> tuple[Any, str] | None:
+    """Return the draft model of a vLLM worker, and `draft_names`; None: it has none.
+
+    Raises:
+        LookupError: It should have one, and where it is nobody knows.
+    """
+    names = draft_names(getattr(worker, "vllm_config", None))
+    if names is None:
+        return None
+    found = getattr(worker.model_runner, "get_draft_model", lambda: None)()
+    if found is None:
+        # Releases of vLLM before 0.30 have no such method.
+        found = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    if found is None:
+        msg = "vLLM's draft model was not found; start vLLM without --speculative-config"
+        raise LookupError(msg)
+    return found, names
+
+
+def draft_refusals(config: Any) -> tuple[tuple[bool, str], ...]:
+    """Return what is refused of speculation, each with one sentence.
+
+    Args:
+        config: VLLM's VllmConfig.
+    """
+    spec, parallel = config.speculative_config, config.parallel_config
+    if spec is None or spec.method in _WITHOUT_MODEL:
+        return ()
+    ranks = parallel.tensor_parallel_size
+    own = getattr(spec.draft_parallel_config, "tensor_parallel_size", ranks)
+    return (
+        (
+            spec.method not in _WITH_MODEL,
+            (
+                f"speculation by {spec.method} is not supported, because an update would leave "
+                "what it has made of its weights; use eagle, eagle3, mtp, draft_model or ngram"
+            ),
+        ),
+        (
+            bool(getattr(spec, "parallel_drafting", False)),
+            (
+                "parallel drafting is not supported, because vLLM keeps a state that it computes "
+                "from the draft's weights; set parallel_drafting to false"
+            ),
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            (
+                "a draft model beside pipeline parallel ranks is not supported; start vLLM with "
+                "--pipeline-parallel-size 1 or without --speculative-config"
+            ),
+        ),
+        (
+            own != ranks,
+            (
+                f"a draft on {own} of {ranks} ranks is not supported; set "
+                "draft_tensor_parallel_size to the target's"
+            ),
+        ),
+    )
