@@ -30,7 +30,8 @@ class DraftedSite:
     """A vLLM with a draft and a server beside it.
 
     Args:
-        kind: `eagle`: a draft with a checkpoint of its own; `mtp`: one in the target's.
+        kind: `eagle`: a draft with a checkpoint of its own; `mtp`: one in the target's; `packed`:
+            as `eagle`, and versions are loaded, for the experts of the target are packed.
         tp: Tensor parallel size.
         root: Of all files; a short path.
 
@@ -56,18 +57,21 @@ class DraftedSite:
     @property
     def own(self) -> str:
         """What the names of the draft's tensors begin with."""
-        return "draft." if self.kind == "eagle" else "model.mtp_layers."
+        return "model.mtp_layers." if self.kind == "mtp" else "draft."
 
     def _made(self, name: str, seed: int) -> VllmServer:
         options: dict[str, Any] = {"seed": seed, "dtype": "bfloat16"}
         target, draft = self.root / name, None
-        spec: dict[str, Any] = {"method": self.kind, "num_speculative_tokens": 1}
-        if self.kind == "eagle":
-            make_checkpoint(target, "llama", **options)
+        spec: dict[str, Any] = {"method": "eagle", "num_speculative_tokens": 1}
+        if self.kind == "mtp":
+            make_mtp(target, **options)
+            spec["method"] = "mtp"
+        else:
+            arch = "llama" if self.kind == "eagle" else "qwen3_moe"
+            make_checkpoint(target, arch, **options)
             draft = make_eagle(self.root / f"{name}-draft", **options)
             spec["model"] = str(draft)
-        else:
-            make_mtp(target, **options)
+        packed = {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "linear"} if self.kind == "packed" else {}
         self.versions[name] = joined(self.root / f"{name}-version", target, draft)
         return VllmServer(
             target,
@@ -80,7 +84,7 @@ class DraftedSite:
                 "--worker-extension-cls",
                 "tests.support.draft_extension.DraftExtension",
             ],
-            variables={"VLLM_SERVER_DEV_MODE": "1"},
+            variables={"VLLM_SERVER_DEV_MODE": "1", **packed},
         )
 
     def start(self) -> None:
@@ -129,8 +133,10 @@ class DraftedSite:
     params=[
         ("eagle", 1),
         ("mtp", 1),
+        ("packed", 1),
         pytest.param(("eagle", 2), marks=pytest.mark.battery),
         pytest.param(("mtp", 2), marks=pytest.mark.battery),
+        pytest.param(("packed", 2), marks=pytest.mark.battery),
     ],
     ids=lambda value: f"{value[0]}-tp{value[1]}",
 )
@@ -179,6 +185,12 @@ def test_a_version_without_a_draft_leaves_it_as_it_is(site: DraftedSite) -> None
     _live(site, "a")
     draft = site.digests()
     target = without(site.root / "target", site.versions["b"], site.own)
+    if site.kind == "packed":
+        # What is loaded is exchanged as one.
+        with site.client() as trainer, pytest.raises(ClientError, match="lacks these tensors"):
+            trainer.apply(trainer.push(target).version)
+        assert site.digests() == draft
+        return
     _live(site, "", target)
     assert site.digests() == draft
     assert site.answer() == site.fresh[1]
@@ -193,8 +205,8 @@ def test_a_version_without_a_draft_leaves_it_as_it_is(site: DraftedSite) -> None
 
 
 def test_a_part_of_a_draft_is_refused_by_name(site: DraftedSite) -> None:
-    lacking = f"{site.own}{'' if site.kind == 'eagle' else '0.'}"
-    name = f"{lacking}{'layers.0.' if site.kind == 'eagle' else ''}self_attn.o_proj.weight"
+    layer = f"{site.own}{'0.' if site.kind == 'mtp' else 'layers.0.'}"
+    name = f"{layer}self_attn.o_proj.weight"
     part = without(site.root / "part", site.versions["b"], name)
     before = site.digests(), site.answer()
     with site.client() as trainer, pytest.raises(ClientError, match=name) as caught:

@@ -91,7 +91,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def feed(self, layout: Layout, part: ModelPart) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a part's tensors of a layout, without bytes, as a checkpoint reader would."""
         for entry in layout.tensors:
-            name = part.own_name(entry.name)
+            name = part.names.own_name(entry.name)
             if name is None:
                 continue
             dtype = torch_dtype(entry.dtype)
@@ -288,7 +288,7 @@ def _drive(model: Any, recorder: _Recorder, layout: Layout, *, draft: bool) -> N
     try:
         with as_created(model), torch.no_grad(), recorder:
             for part in parts_of(model)[: None if draft else 1]:
-                recorder.path = part.path
+                recorder.path = part.names.path
                 loaders: Any = part.module
                 loaders.load_weights(recorder.feed(layout, part))
             recorder.finish()

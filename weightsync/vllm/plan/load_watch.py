@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import weakref
 from bisect import bisect_right
@@ -33,7 +34,14 @@ from weightsync.vllm.plan.model_parts import parts_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["check_complete", "made_by_loading", "unwatched", "watch_loading"]
+__all__ = [
+    "LoadCall",
+    "check_complete",
+    "load_call",
+    "made_by_loading",
+    "unwatched",
+    "watch_loading",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +57,14 @@ class _Content(NamedTuple):
     digest: bytes
 
 
+class LoadCall(NamedTuple):
+    """What vLLM was asked to load: its VllmConfig and ModelConfig, and a prefix of layers."""
+
+    config: Any
+    model_config: Any
+    prefix: str
+
+
 _watching = True
 #: By model: the contents that there were before weights were loaded, by path and by address.
 _before: weakref.WeakKeyDictionary[torch.nn.Module, dict[str | int, _Content]] = (
@@ -56,12 +72,19 @@ _before: weakref.WeakKeyDictionary[torch.nn.Module, dict[str | int, _Content]] =
 )
 #: By model: paths of the tensors that its loading made or changed.
 _made: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+#: By model: how its load was asked for.
+_calls: weakref.WeakKeyDictionary[torch.nn.Module, LoadCall] = weakref.WeakKeyDictionary()
+
+
+def load_call(model: torch.nn.Module) -> LoadCall | None:
+    """Return how the load of a model was asked for; None: nobody watched it."""
+    return _calls.get(model)
 
 
 def made_by_loading(model: torch.nn.Module) -> frozenset[str] | None:
     """Return the paths of the tensors that loading made or changed; None: nobody watched it."""
     parts = parts_of(model)
-    seen = [(part.path, _made.get(part.module)) for part in parts]
+    seen = [(part.names.path, _made.get(part.module)) for part in parts]
     made = {path + name for path, names in seen for name in names or ()}
     if len(parts) > 1:
         # When both are loaded, vLLM puts modules of the target into the place of the draft's.
@@ -120,9 +143,15 @@ def watch_loading(loaders: Any) -> None:
         _note(note_parameters, model)
         return model
 
+    form = inspect.signature(load)
+
     @functools.wraps(load)
     def load_model(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
+        asked = form.bind(*args, **kwargs).arguments
+        _calls[model] = LoadCall(
+            asked.get("vllm_config"), asked.get("model_config"), asked.get("prefix", "")
+        )
         _note(_look_after, model)
         return model
 

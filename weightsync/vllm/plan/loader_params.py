@@ -89,7 +89,7 @@ def as_created(model: torch.nn.Module) -> Iterator[None]:
 
 def _substitutes(model: torch.nn.Module) -> Iterator[_Substitute]:
     known = {
-        part.path + name: created
+        part.names.path + name: created
         for part in parts_of(model)
         for name, created in _created.get(part.module, {}).items()
     }

@@ -8,23 +8,62 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-__all__ = ["dump_config", "fresh_config", "load_config"]
+from weightsync.vllm.plan.model_parts import PartNames
+
+__all__ = ["ModelLoad", "PartLoad", "dump_config", "fresh_config", "load_config"]
 
 
-def dump_config(config: Any) -> bytes:
-    """Return a rank's VllmConfig for its loader.
+@dataclass(frozen=True)
+class PartLoad:
+    """What vLLM was asked to load.
+
+    Attributes:
+        config: VLLM's VllmConfig.
+        model_config: VLLM's ModelConfig.
+        prefix: Of its layers' names.
+        names: How what belongs to it is called in the whole model.
+    """
+
+    config: Any
+    model_config: Any
+    prefix: str
+    names: PartNames
+
+    def fresh(self) -> PartLoad:
+        """Return it without what belongs to a model that was loaded before."""
+        return replace(self, config=fresh_config(self.config))
+
+
+@dataclass(frozen=True)
+class ModelLoad:
+    """A target, and a draft behind it if there is one.
+
+    Attributes:
+        parts: Both, the target first.
+        shared: Paths of the draft's modules that are the target's, and their paths there.
+    """
+
+    parts: tuple[PartLoad, ...]
+    shared: Mapping[str, str] = field(default_factory=dict)
+
+
+def dump_config(load: ModelLoad) -> bytes:
+    """Return for its loader what a rank has loaded.
 
     Raises:
         PicklingError, TypeError, AttributeError: It holds what cannot be sent.
     """
-    return pickle.dumps(fresh_config(config))
+    return pickle.dumps(replace(load, parts=tuple(part.fresh() for part in load.parts)))
 
 
-def load_config(pipe: IO[bytes]) -> Any:
-    """Return the VllmConfig that the parent of this process wrote into its standard input."""
-    return pickle.load(pipe)  # noqa: S301 - see above
+def load_config(pipe: IO[bytes]) -> ModelLoad:
+    """Return what the parent of this process wrote into its standard input."""
+    load: ModelLoad = pickle.load(pipe)  # noqa: S301 - see above
+    return load
 
 
 def fresh_config(config: Any) -> Any:

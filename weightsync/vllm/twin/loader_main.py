@@ -142,7 +142,7 @@ def _ops_of(device: torch.device, room: int) -> DeviceOps:
 
 def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
     # Before any plugin runs, as in vLLM's own workers: they choose kernels by what they find.
-    config = load_config(sys.stdin.buffer)
+    whole = load_config(sys.stdin.buffer)
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -154,13 +154,13 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     torch.set_num_threads(1)
-    group = LoaderGroup(config, start["rank"], start["local_rank"], start["rendezvous"])
+    group = LoaderGroup(whole, start["rank"], start["local_rank"], start["rendezvous"])
     ops = _ops_of(group.device, int(start["room"]))
 
     def progress(phase: str, percent: int) -> None:
         send(sock, {"event": "progress", "phase": phase, "percent": percent})
 
-    loads = StateLoads(VllmLoad(config), ops, ops.registrar, progress)
+    loads = StateLoads(VllmLoad(whole), ops, ops.registrar, progress)
     # What was imported stays: vLLM collects garbage twice in each load.
     gc.collect()
     gc.freeze()

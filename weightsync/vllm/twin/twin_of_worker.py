@@ -7,7 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync.vllm.twin.loader_config import dump_config
+from weightsync.vllm.plan.load_watch import load_call
+from weightsync.vllm.plan.model_parts import parts_of, shared_modules
+from weightsync.vllm.twin.loader_config import ModelLoad, PartLoad, dump_config
 from weightsync.vllm.twin.loader_process import LoaderError, LoaderStart
 from weightsync.vllm.twin.twin_transform import TwinTransform
 
@@ -36,7 +38,7 @@ def twin_of(
 
     def start(group: str) -> LoaderStart:
         return LoaderStart(
-            config=dump_config(worker.vllm_config),
+            config=dump_config(_load_of(worker, model)),
             name=name,
             rank=int(worker.rank),
             local_rank=int(worker.local_rank),
@@ -45,6 +47,19 @@ def twin_of(
         )
 
     return TwinTransform(model, worker.device, ops, start, ranks)
+
+
+def _load_of(worker: Any, model: torch.nn.Module) -> ModelLoad:
+    target, *drafts = parts_of(model)
+    config = worker.vllm_config
+    parts = [PartLoad(config, config.model_config, "", target.names)]
+    for draft in drafts:
+        call = load_call(draft.module)
+        if call is None:
+            msg = "nobody saw how vLLM loaded the draft; start vLLM with VLLM_PLUGINS=weightsync"
+            raise LoaderError(msg)
+        parts.append(PartLoad(call.config, call.model_config, call.prefix, draft.names))
+    return ModelLoad(tuple(parts), shared_modules(model))
 
 
 def _rendezvous(group: str) -> str:

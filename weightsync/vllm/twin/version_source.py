@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
     from weightsync.shm.staged_version import StagedVersion
     from weightsync.vllm.apply.device_ops import MemoryRegistrar
+    from weightsync.vllm.plan.model_parts import PartNames
 
 __all__ = ["ReadWatch", "VersionSource", "opened_version"]
 
@@ -48,11 +49,13 @@ class VersionSource:
         self.staged = staged
         self._progress = progress
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its name, as a reader of checkpoints does."""
+    def of_part(self, names: PartNames) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor of a part with its name, as a reader of its checkpoint does."""
         for count, entry in enumerate(self.layout.tensors):
-            self._progress(count)
-            yield entry.name, self.staged.tensor(entry.name)
+            name = names.own_name(entry.name)
+            if name is not None:
+                self._progress(count)
+                yield name, self.staged.tensor(entry.name)
 
 
 class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightsync.vllm.plan.capture import capture_plan
 from weightsync.vllm.plan.live_params import LiveParameters, view_of
+from weightsync.vllm.plan.model_parts import ModelWithDraft
 from weightsync.vllm.twin.loader_config import fresh_config
+from weightsync.vllm.twin.part_plans import capture_part, joined, slices_of
 from weightsync.vllm.twin.version_source import ReadWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from weightsync.model.manifest import Layout
     from weightsync.vllm.plan.load_plan import LoadPlan
+    from weightsync.vllm.plan.model_parts import PartNames
+    from weightsync.vllm.twin.loader_config import ModelLoad, PartLoad
     from weightsync.vllm.twin.version_source import VersionSource
 
 __all__ = ["LoaderGroup", "VllmLoad"]
@@ -32,7 +35,7 @@ class LoaderGroup:
     """The loaders of one engine: vLLM's layers ask for their groups when they are built.
 
     Args:
-        config: VLLM's VllmConfig.
+        load: What its ranks have loaded.
         rank: In the executor.
         local_rank: On this host.
         rendezvous: `file://` path where the loaders of the engine meet, and nobody else.
@@ -41,7 +44,8 @@ class LoaderGroup:
         device: Where models are loaded.
     """
 
-    def __init__(self, config: Any, rank: int, local_rank: int, rendezvous: str) -> None:
+    def __init__(self, load: ModelLoad, rank: int, local_rank: int, rendezvous: str) -> None:
+        config = load.parts[0].config
         # What it changes of torch and vLLM when it is imported is changed in the live rank too.
         importlib.import_module(str(config.parallel_config.worker_cls).rpartition(".")[0])
         from vllm.config import set_current_vllm_config
@@ -64,22 +68,22 @@ class LoaderGroup:
 
 
 class VllmLoad:
-    """Loads versions of one model.
+    """Loads versions of one model, and of its draft if it has one.
 
     Args:
-        config: VLLM's VllmConfig.
+        load: What the rank has loaded.
     """
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, load: ModelLoad) -> None:
+        self._whole = load
 
     def run(self, source: VersionSource) -> tuple[torch.nn.Module, set[str]]:
         """Return a model with a version, by vLLM's loaders, and the names whose bytes were read."""
         watch = ReadWatch(source)
 
-        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
-            loader.get_all_weights = lambda *_: iter(source)
-            own(model, model_config)
+        def load(part: PartLoad, loader: Any, model: torch.nn.Module, own: Any) -> None:
+            loader.get_all_weights = lambda *_: source.of_part(part.names)
+            own(model, part.model_config)
 
         with watch:
             model = self._load(load)
@@ -93,15 +97,15 @@ class VllmLoad:
         """
         found: list[LoadPlan] = []
 
-        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
-            del loader, model_config, own
-            live = LiveParameters(model)
-            found.append(capture_plan(model, live, layout, dict)[0])
+        def load(part: PartLoad, loader: Any, model: torch.nn.Module, own: Any) -> None:
+            del loader, own
+            found.append(capture_part(model, part.names, layout))
             raise _CapturedError
 
-        with contextlib.suppress(_CapturedError):
-            self._load(load)
-        return found[0]
+        for part in self._whole.parts:
+            with contextlib.suppress(_CapturedError):
+                _load_part(part, load)
+        return joined(found, layout)
 
     def run_plan(self, plan: LoadPlan, source: VersionSource, *, poison: bool) -> torch.nn.Module:
         """Return a model with a version, its bytes copied by a plan.
@@ -113,39 +117,58 @@ class VllmLoad:
                 that a byte which the plan leaves out shows.
         """
 
-        def load(loader: Any, model: torch.nn.Module, model_config: Any, own: Any) -> None:
-            del loader, model_config, own
-            _copy(model, plan, source)
+        def load(part: PartLoad, loader: Any, model: torch.nn.Module, own: Any) -> None:
+            del loader, own
+            _copy(model, part.names, plan, source)
 
         with _poisoned() if poison else contextlib.nullcontext():
             return self._load(load)
 
     def _load(self, load: Any) -> torch.nn.Module:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+        target, *drafts = (_load_part(part, load) for part in self._whole.parts)
+        for draft in drafts:
+            _share(target, draft, self._whole.shared)
+            return ModelWithDraft(target, draft, self._whole.parts[1].names.tensors)
+        return target
 
-        class Loader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types here
-            def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-                _end_poison()
-                load(self, model, model_config, super().load_weights)
 
-        config = fresh_config(self._config)
-        with set_current_vllm_config(config):
-            loaded: torch.nn.Module = Loader(config.load_config).load_model(
-                vllm_config=config, model_config=config.model_config
-            )
-        return loaded
+def _load_part(part: PartLoad, load: Any) -> torch.nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    part = part.fresh()
+
+    class Loader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types here
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            del model_config
+            _end_poison()
+            load(part, self, model, super().load_weights)
+
+    # Not named where there is none: releases before 0.30 have no such argument.
+    prefix = {"prefix": part.prefix} if part.prefix else {}
+    with set_current_vllm_config(part.config):
+        loaded: torch.nn.Module = Loader(part.config.load_config).load_model(
+            vllm_config=part.config, model_config=part.model_config, **prefix
+        )
+    return loaded
+
+
+def _share(target: torch.nn.Module, draft: torch.nn.Module, shared: Mapping[str, str]) -> None:
+    """Put modules of a target into the place of its draft's, as vLLM did in the rank."""
+    for path, other in shared.items():
+        parent, _, key = path.rpartition(".")
+        draft.get_submodule(parent)._modules[key] = target.get_submodule(other)  # noqa: SLF001 - what `add_module` refuses where a list holds it
 
 
 class _CapturedError(Exception):
     """All that was wanted of a load is known."""
 
 
-def _copy(model: torch.nn.Module, plan: LoadPlan, source: VersionSource) -> None:
+def _copy(model: torch.nn.Module, names: PartNames, plan: LoadPlan, source: VersionSource) -> None:
     live, staged = LiveParameters(model), source.staged
     with torch.no_grad():
-        for item in plan.slices:
-            place = view_of(live.tensor(item.param), item.target)
+        for param, item in slices_of(plan, names):
+            place = view_of(live.tensor(param), item.target)
             place.copy_(staged.slice(item), non_blocking=True)
     if torch.cuda.is_available():
         # What is computed next reads it, and what was mapped is unmapped some time.

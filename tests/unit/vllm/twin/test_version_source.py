@@ -10,6 +10,7 @@ from safetensors.torch import save
 
 from tests.support.staging import Staging
 from weightsync.shm.staged_version import read_document
+from weightsync.vllm.plan.model_parts import PartNames
 from weightsync.vllm.twin.version_source import ReadWatch, VersionSource, opened_version
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def test_only_what_was_read_counts(staging: Staging) -> None:
     with opened_version(path, staged, None) as bytes_of:
         source = VersionSource(staged.manifest.layout, bytes_of, seen.append)
         with ReadWatch(source) as watch:
-            for name, tensor in source:
+            for name, tensor in source.of_part(PartNames()):
                 view = tensor.t()[1:].detach()
                 if name == "copied":
                     target.copy_(tensor)
