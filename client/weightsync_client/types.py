@@ -141,6 +141,7 @@ class EngineState(enum.StrEnum):
     SERVING = enum.auto()
     APPLYING = enum.auto()
     FENCED = enum.auto()
+    PROVING = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

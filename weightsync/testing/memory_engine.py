@@ -111,10 +111,11 @@ class MemoryEngine(MemoryRank):
         self._check_lease(lease_id)
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
-        """Serve a version that the parameters were proved to hold."""
+        """Serve a version that the parameters were proved to hold, or what they began with."""
         self._check_lease(lease_id)
         proved = self._served()
-        if content_digest != proved:
+        touched = any(rank.dirty or rank.content_digest for rank in self.ranks)
+        if content_digest != proved or (not content_digest and touched):
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED, f"the engine holds {proved or 'nothing proved'}"
             )

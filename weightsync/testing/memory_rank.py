@@ -92,6 +92,11 @@ class MemoryRank:
         self._turn = threading.Lock()
 
     @property
+    def dirty(self) -> bool:
+        """Whether a write has broken off since they were last proved."""
+        return self._dirty
+
+    @property
     def content_digest(self) -> str:
         """What the parameters were last proved to hold; empty: nothing."""
         return self._content

@@ -419,6 +419,10 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Paused for an apply."""
     ENGINE_STATE_FENCED: _EngineState.ValueType  # 5
     """Paused and not serving, because its weights are not known to be one whole version."""
+    ENGINE_STATE_PROVING: _EngineState.ValueType  # 6
+    """Generating with what vLLM itself has loaded, which a second load is compared with beside it.
+    Applies wait until that is proved to be one version.
+    """
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """What the server is doing with the engine."""
@@ -435,6 +439,10 @@ ENGINE_STATE_APPLYING: EngineState.ValueType  # 4
 """Paused for an apply."""
 ENGINE_STATE_FENCED: EngineState.ValueType  # 5
 """Paused and not serving, because its weights are not known to be one whole version."""
+ENGINE_STATE_PROVING: EngineState.ValueType  # 6
+"""Generating with what vLLM itself has loaded, which a second load is compared with beside it.
+Applies wait until that is proved to be one version.
+"""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 @_typing.final

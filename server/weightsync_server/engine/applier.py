@@ -158,14 +158,14 @@ class Applier:
     async def _apply(
         self, request: pb.ApplyVersionRequest, spec: PauseSpec
     ) -> pb.ApplyVersionResponse:
-        async with self._supervisor.exclusive(secrets.token_hex(8)) as session:
+        timeout = request.prepare_timeout.ToNanoseconds() / 1e9
+        async with self._supervisor.exclusive(secrets.token_hex(8), timeout) as session:
             live = _live(session)
             _check_capable(session, spec)
             record = self._choose(request, live)
             if record.version == live.record.version:
                 return pb.ApplyVersionResponse(report=replies.nothing_done(live, spec))
             absent = record.residency != pb.RESIDENCY_STAGED
-            timeout = request.prepare_timeout.ToNanoseconds() / 1e9
             durable = request.require_durable or not request.HasField("require_durable")
             target = await self._ready(session, live, record, timeout, durable=durable)
             if request.dry_run:

@@ -47,6 +47,11 @@ class EngineCondition:
         """Whether the engine generates on one verified version."""
         return self.state in (pb.ENGINE_STATE_SERVING, pb.ENGINE_STATE_APPLYING)
 
+    @property
+    def proving(self) -> bool:
+        """Whether it generates with what vLLM has loaded, until that is proved."""
+        return self.state == pb.ENGINE_STATE_PROVING
+
     def set(self, state: pb.EngineState.ValueType, reason: str) -> None:
         """Change the state, and show it."""
         self.state, self.reason = state, reason
@@ -80,7 +85,7 @@ class EngineCondition:
             engine_id=info.engine_id if info else "",
             vllm_version=info.vllm_version if info else "",
             kind=info.kind if info else "",
-            ranks=replies.current_ranks(live, loads) if live else [],
+            ranks=_ranks(live, loads),
             capabilities=sorted(info.capabilities) if info else [],
         )
 
@@ -104,3 +109,9 @@ class EngineCondition:
             f"the engine is not ready ({self.reason}); it is connected as soon as it answers",
             retry_after_s=1.0,
         )
+
+
+def _ranks(live: PreparedVersion | None, loads: LoadScheduler | None) -> list[pb.RankResult]:
+    if live is not None:
+        return replies.current_ranks(live, loads)
+    return replies.loading_ranks(loads) if loads is not None else []

@@ -54,6 +54,7 @@ class Reconciler:
         prepare_timeout_s: Longest prepare, seconds.
         violate: Called with the label of an invariant that is found violated.
         quarantine: What the ranks may still read.
+        on_proving: Called when the engine generates before what it holds is proved.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Reconciler:
         prepare_timeout_s: float,
         violate: Callable[[str], None],
         quarantine: QuarantinedLeases,
+        on_proving: Callable[[], None],
     ) -> None:
         self._session = session
         self._model = model
@@ -73,6 +75,8 @@ class Reconciler:
         self._timeout_s = prepare_timeout_s
         self._violate = violate
         self._quarantine = quarantine
+        self._on_proving = on_proving
+        self._proving = False
 
     async def run(self) -> PreparedVersion:
         """Return what every rank is proved to hold; the engine generates on it.
@@ -105,9 +109,10 @@ class Reconciler:
             with translate_os_errors("placing a version"):
                 return await self._place(states)
         except WeightSyncError as error:
-            # Else the pause would run out, and the next attempt pause again.
-            with contextlib.suppress(WeightSyncError):
-                await self._session.engine.fence(error.message)
+            if not (self._proving and error.reason is Reason.ENGINE_AWAY):
+                # Else the pause would run out, and the next attempt pause again.
+                with contextlib.suppress(WeightSyncError):
+                    await self._session.engine.fence(error.message)
             raise
 
     def _known_version(self, states: Sequence[RankState]) -> VersionRecord | None:
@@ -173,6 +178,8 @@ class Reconciler:
         return current
 
     async def _place(self, states: Sequence[RankState]) -> PreparedVersion:
+        if not _written(states) and not any(map(self._committed, self._candidates())):
+            return await self._begin()
         async with contextlib.AsyncExitStack() as stack:
             await self._stand_still(stack)
             current = await self._last_good(fresh=not _written(states))
@@ -193,6 +200,44 @@ class Reconciler:
         logger.info("the engine serves version %d", current.record.version)
         return current
 
+    def _candidates(self) -> tuple[int, int]:
+        return self._wanted(), self._model.serving.rollback_to
+
+    async def _begin(self) -> PreparedVersion:
+        """Adopt what an engine started with; where that takes a load, it generates meanwhile."""
+        self._session.before_load = self._serve_unproved
+        try:
+            current = await self._compared(await self._adopt())
+        finally:
+            self._session.before_load = None
+        try:
+            self._check_plan(current)
+        except BaseException as error:
+            self._quarantine.release(current.lease, self._session.ranks, error)
+            raise
+        await self._record(current)
+        async with contextlib.AsyncExitStack() as stack:
+            # What it generates gets a label.
+            await self._stand_still(stack)
+            await self._session.resume(current)
+        logger.info("the engine serves version %d", current.record.version)
+        return current
+
+    async def _serve_unproved(self) -> None:
+        """Let an engine generate with what vLLM itself has loaded, while a load of it is made."""
+        if self._proving:
+            return
+        health = await self._session.engine.health()
+        try:
+            if health.state is not EngineState.SERVING:
+                await self._session.resume(None)
+        except WeightSyncError as error:
+            logger.warning("the engine does not generate before it is proved: %s", error.message)
+            return
+        logger.info("the engine generates with what vLLM has loaded, until that is proved")
+        self._proving = True
+        self._on_proving()
+
     async def _last_good(self, *, fresh: bool) -> PreparedVersion | None:
         """Prepare what was live, else what was live before it; None: neither can be had.
 
@@ -200,7 +245,7 @@ class Reconciler:
             fresh: Whether the engine holds what it started with: then its load plan is proved
                 first, for what is written by a wrong plan is compared by a wrong plan.
         """
-        for version in (self._wanted(), self._model.serving.rollback_to):
+        for version in self._candidates():
             record = self._committed(version)
             if record is None:
                 continue

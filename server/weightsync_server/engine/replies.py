@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "applied",
     "current_ranks",
+    "loading_ranks",
     "nothing_done",
     "planned",
     "proof",
@@ -58,6 +59,20 @@ def current_ranks(
             loader=loaders.get(report.rank),
         )
         for report in current.reports
+    ]
+
+
+def loading_ranks(loads: LoadScheduler) -> list[pb.RankResult]:
+    """Return how far every rank is that is not proved to hold anything yet.
+
+    Args:
+        loads: Has the ranks load the engine's own checkpoint.
+    """
+    return [
+        pb.RankResult(
+            rank=rank, transform=pb.TRANSFORM_TWIN, transform_reason=loads.why, loader=loader
+        )
+        for rank, loader in loads.status().items()
     ]
 
 

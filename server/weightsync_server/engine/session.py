@@ -21,7 +21,7 @@ from weightsync_server.engine.refusals import no_place, refusal
 from weightsync_server.engine.version_loads import LoadScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from weightsync.engine import Engine, EngineInfo
     from weightsync.model.manifest import TensorEntry
@@ -59,6 +59,7 @@ class EngineSession:
         loads: Has the ranks load versions; None: they write them by load plans.
         live: What every rank is proved to hold; None: not known.
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
+        before_load: Awaited before the ranks are asked to load; None: nothing is.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before.
     """
@@ -73,6 +74,7 @@ class EngineSession:
     loads: LoadScheduler | None = field(default=None, init=False)
     live: PreparedVersion | None = None
     plan_proved: bool = False
+    before_load: Callable[[], Awaitable[None]] | None = None
     tidy: bool = False
     # The lease under which it stands still now; "": none of ours.
     _lease_id: str = field(default="", init=False)
@@ -152,6 +154,8 @@ class EngineSession:
         deadline = start + timeout_s
         for attempt in range(2):
             if self.loads is not None:
+                if self.before_load is not None:
+                    await self.before_load()
                 await self.loads.ensure(lease.record, deadline - time.perf_counter())
             if digests is not None:
                 # What was digested before the ranks read it proves nothing of what they read.

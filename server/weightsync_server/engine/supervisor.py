@@ -170,19 +170,24 @@ class EngineSupervisor:
             self._lock.release()
 
     @contextlib.asynccontextmanager
-    async def exclusive(self, apply_id: str = "") -> AsyncIterator[EngineSession]:
+    async def exclusive(
+        self, apply_id: str = "", proof_s: float = 0.0
+    ) -> AsyncIterator[EngineSession]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
 
         Args:
             apply_id: Of the apply that it is wanted for; "": it is for none.
+            proof_s: Longest wait for the proof of an engine that generates already, seconds; 0: as
+                long as a prepare may take.
 
         Raises:
-            WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do.
+            WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do;
+                DEADLINE_EXCEEDED: the proof takes longer.
         """
         # Told at once: a reconciliation may read a whole checkpoint.
-        if not self.serving:
+        if not self.serving and not self._condition.proving:
             raise self._condition.unavailable(_RETRY_S)
-        async with self._lock:
+        async with self._proved_in_time(proof_s or self._limits.prepare_timeout_s), self._lock:
             await self.checks.release_ranks()
             self.prefetcher.interrupted()
             session = await self._usable()
@@ -203,6 +208,21 @@ class EngineSupervisor:
                     self._condition.set(pb.ENGINE_STATE_SERVING, "")
                     if self.checks.owed or self.prefetcher.wanted:
                         self._wake.set()
+
+    @contextlib.asynccontextmanager
+    async def _proved_in_time(self, seconds: float) -> AsyncIterator[None]:
+        """Enter the body when no proof is under way."""
+        waiting = self._condition.proving
+        try:
+            async with asyncio.timeout(seconds if waiting else None):
+                while self._condition.proving:
+                    async with self._lock:
+                        pass
+        except TimeoutError:
+            raise (
+                self.loads.late() if self.loads else self._condition.unavailable(_RETRY_S)
+            ) from None
+        yield
 
     async def _usable(self) -> EngineSession:
         session = self._session
@@ -345,12 +365,17 @@ class EngineSupervisor:
             self._limits.prepare_timeout_s,
             self._metrics.violate,
             self.quarantine,
+            self._proving,
         )
         with translate_os_errors("reconciling the engine"):
             current = await reconciler.run()
             await self._model.accepted.learn(current.record)
         self.show(current, whole=True)
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
+
+    def _proving(self) -> None:
+        reason = "what vLLM has loaded is compared with a second load of it"
+        self._condition.set(pb.ENGINE_STATE_PROVING, reason)
 
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason is Reason.ENGINE_AWAY

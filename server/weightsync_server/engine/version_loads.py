@@ -181,14 +181,18 @@ class LoadScheduler:
     async def _wait(self, load: _Load, deadline: float) -> None:
         done, _ = await asyncio.wait({load.task}, timeout=max(0.0, deadline - clock.monotonic()))
         if not done:
-            slowest = min(self.progress(), key=lambda rank: (rank.report is not None, rank.percent))
-            raise WeightSyncError(
-                Reason.DEADLINE_EXCEEDED,
-                f"version {load.record.version} is still being loaded (rank {slowest.rank}: "
-                f"{slowest.phase}, {slowest.percent} %); it goes on, apply again or raise "
-                "prepare_timeout",
-                retry_after_s=1.0,
-            )
+            raise self.late()
+
+    def late(self) -> WeightSyncError:
+        """Return what is said to who waited for a load in vain; it goes on."""
+        order = sorted(self.progress(), key=lambda rank: (rank.report is not None, rank.percent))
+        where = [f" (rank {x.rank}: {x.phase}, {x.percent} %)" for x in order[:1]]
+        return WeightSyncError(
+            Reason.DEADLINE_EXCEEDED,
+            f"version {self.version} is still being loaded{''.join(where)}; it goes on, apply "
+            "again or raise prepare_timeout",
+            retry_after_s=1.0,
+        )
 
     def _start(self, record: VersionRecord) -> _Load:
         self._load = load = _Load(record)

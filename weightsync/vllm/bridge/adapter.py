@@ -142,6 +142,9 @@ class VllmEngine:
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Start generation on a version that every rank has proved; returns if a label was set.
 
+        Without a digest it generates with what vLLM itself has loaded, as long as nothing was
+        written since.
+
         Raises:
             WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
                 ENGINE_FENCED: vLLM did not start in the time of a lease.
@@ -249,6 +252,15 @@ class VllmEngine:
                     self._sleep.release()
 
     async def _start(self, version: int, content_digest: str, *, free: bool) -> bool:
+        if content_digest or not await self._workers.as_loaded():
+            await self._check_proved(content_digest, free=free)
+        labelled = await self._generation.start(version)
+        self._serve(content_digest)
+        if content_digest:
+            self._workers.versions[content_digest] = version
+        return labelled
+
+    async def _check_proved(self, content_digest: str, *, free: bool) -> None:
         committed = self._workers.committed
         known = self._served if committed is None and not free else committed
         if not known or known != content_digest:
@@ -259,10 +271,6 @@ class VllmEngine:
                 f"the ranks hold {known or 'no proved version'}, not "
                 f"{content_digest or 'nothing'}; commit a version on every rank first",
             )
-        labelled = await self._generation.start(version)
-        self._serve(content_digest)
-        self._workers.versions[content_digest] = version
-        return labelled
 
     async def _switch(self, order: SwitchOrder) -> SwitchOutcome:
         async with self._changes:

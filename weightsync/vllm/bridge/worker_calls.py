@@ -91,6 +91,14 @@ class WorkerCalls:
         """Return the one digest that all ranks tell of what they hold now, or ""."""
         return agreed(await self.call("weightsync_state", {}), self._count)
 
+    async def as_loaded(self) -> bool:
+        """Whether every rank tells that nobody has written since vLLM loaded its weights."""
+        replies = await self.call("weightsync_state", {})
+        return len(replies) == self._count and all(
+            reply["ok"] and not (reply["dirty"] or reply["apply_id"] or reply["content_digest"])
+            for reply in replies
+        )
+
     async def settle(self) -> None:
         """Return when no rank works in the background any more; what reads ahead is ended."""
         busy = True

@@ -164,3 +164,78 @@ async def test_a_server_that_stopped_hears_of_no_version(
         count = len(observers)
         await it.keeper.stop()
         assert len(observers) == count - 1
+
+
+async def test_an_engine_generates_while_its_checkpoint_is_loaded(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.go.clear()
+    async with plant(tmp_path, engine) as it:
+        status = await it.until(pb.ENGINE_STATE_PROVING)
+        assert engine.serves == 1
+        assert not it.keeper.serving, "it is not proved"
+        assert it.here.model.serving.live == 0
+        await until(lambda: bool(it.keeper.status().ranks))
+        (rank,) = it.keeper.status().ranks
+        assert rank.loader.state == pb.LOADER_STATE_STARTING
+        assert (rank.version, rank.transform) == (0, pb.TRANSFORM_TWIN)
+        assert "second load" in status.reason
+        await it.push(2)
+        with pytest.raises(WeightSyncError, match="still being loaded") as caught:
+            await it.apply(2, prepare_timeout={"nanos": 200_000_000})
+        assert caught.value.reason is Reason.DEADLINE_EXCEEDED
+        waiting = asyncio.create_task(it.apply(2))
+        await asyncio.sleep(0.05)
+        assert "commit" not in engine.events
+        engine.go.set()
+        assert (await waiting).previous_version == 1
+        assert engine.serves == 2
+
+
+async def test_what_is_served_before_a_proof_that_fails_is_served_no_more(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.go.clear()
+    engine.wrong_load = True
+    async with plant(tmp_path, engine) as it:
+        await it.until(pb.ENGINE_STATE_PROVING)
+        assert engine.serves == 1
+        engine.go.set()
+        await it.until(pb.ENGINE_STATE_FENCED)
+        await until(lambda: engine.serves == 0)
+        assert "commit" not in engine.events
+
+
+async def test_a_server_that_starts_in_the_middle_of_a_proof_goes_on_with_it(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.go.clear()
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.until(pb.ENGINE_STATE_PROVING)
+    assert engine.serves == 1
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.until(pb.ENGINE_STATE_PROVING)
+        assert engine.serves == 1
+        engine.go.set()
+        await it.ready()
+        assert it.here.model.serving.live == engine.serves == 1
+
+
+async def test_an_engine_that_lost_the_live_version_serves_nothing_before_it_has_it(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+    again = LoadingEngine(tmp_path / "segments.sock")
+    again.go.clear()
+    async with plant(tmp_path, again, store=store) as it:
+        await until(lambda: "load" in again.calls or bool(again._jobs))
+        await asyncio.sleep(0.1)
+        assert again.serves == 0
+        again.go.set()
+        await it.ready()
+        assert again.serves == 2

@@ -29,6 +29,7 @@ class Llm:
         self.log: list[Any] = []
         self.busy: list[str] = []
         self.digests = [DIGEST, DIGEST]
+        self.dirty = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.drained = asyncio.Event()
@@ -89,6 +90,8 @@ class Llm:
                 "rank": rank,
                 "call": args[0]["call"],
                 "content_digest": digest,
+                "dirty": self.dirty,
+                "apply_id": "",
                 "busy": busy,
             }
             for rank, digest in zip(("0/0/0", "0/0/1"), self.digests, strict=True)
@@ -161,6 +164,31 @@ async def test_resume_after_commit_needs_the_digest_of_every_rank() -> None:
     await engine.call_workers("weightsync_commit", {"apply_id": "y"})
     await engine.resume(lease.lease_id, 8, "cd" * 16)
     assert _state(engine) is EngineState.SERVING
+
+
+@pytest.mark.parametrize(
+    ("digests", "dirty"), [([DIGEST, ""], False), (["", ""], True), ([DIGEST, DIGEST], False)]
+)
+async def test_what_vllm_has_loaded_is_served_before_a_proof_while_nobody_has_written(
+    digests: list[str], dirty: bool
+) -> None:
+    llm = Llm()
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    llm.digests, llm.dirty = digests, dirty
+    assert (await _refused(engine.resume("", 0, ""))).reason is Reason.ENGINE_REFUSED
+    assert _state(engine) is EngineState.UNRECONCILED
+    llm.digests, llm.dirty = ["", ""], False
+    await engine.resume("", 0, "")
+    assert _state(engine) is EngineState.SERVING
+    # Its proof gives it a label, under a pause.
+    llm.digests = [DIGEST, DIGEST]
+    lease = await engine.pause(PauseSpec(), 5)
+    assert await engine.resume(lease.lease_id, 7, DIGEST) is True
+    assert llm.log[-2:] == ["label 7", "resume"]
+    # From then on it holds a version, and nothing else is taken for one.
+    await engine.fence("a fault")
+    assert (await _refused(engine.resume("", 0, ""))).reason is Reason.ENGINE_REFUSED
 
 
 async def test_expired_lease_resumes_with_the_label_of_what_is_held() -> None:
