@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.errors import Reason
 from weightsync.failpoints import VARIABLE
-from weightsync_client import Client, ClientError
+from weightsync_client import Client, ClientError, EngineState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +54,8 @@ class DraftedSite:
         finally:
             other.stop()
         self.server = WeightSyncServer(root / "a-run", root / "state")
+        #: What was seen of the engine until it was proved: its state, and whether it answers.
+        self.seen: list[tuple[EngineState, bool]] = []
 
     @property
     def own(self) -> str:
@@ -91,7 +94,12 @@ class DraftedSite:
         """Start both."""
         self.server.start()
         self.vllm.start()
-        self.server.wait_serving(_SERVING_S)
+        deadline = time.monotonic() + _SERVING_S
+        with self.client() as client:
+            while (state := client.status().models[0].engine.state) is not EngineState.SERVING:
+                assert time.monotonic() < deadline, state
+                self.seen.append((state, self.vllm.answers()))
+                time.sleep(0.05)
 
     def stop(self) -> None:
         """Stop both."""
@@ -151,6 +159,16 @@ def site(
             yield site
         finally:
             site.stop()
+
+
+def test_a_load_is_proved_while_the_engine_generates(site: DraftedSite) -> None:
+    if site.kind == "packed":
+        assert (EngineState.PROVING, True) in site.seen
+    with site.client() as client:
+        (model,) = client.status().models
+    transform = "twin" if site.kind == "packed" else "plan"
+    assert {str(rank.transform) for rank in model.engine.ranks} == {transform}
+    assert model.live_version == 1
 
 
 def _live(site: DraftedSite, name: str, folder: Path | None = None) -> None:
