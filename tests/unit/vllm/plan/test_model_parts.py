@@ -80,6 +80,7 @@ def test_plans_of_parts_are_the_plan_of_the_whole() -> None:
     assert plan.brings_draft(whole)
     assert not plan.brings_draft(tensors)
     assert plan.asked_of(tensors).loaded == tensors.keys()
+    assert plan.asked_of([*tensors, "draft.embed.weight"]) is plan, "a part of it is not enough"
 
 
 def test_a_model_without_a_draft_is_one_part() -> None:
