@@ -64,7 +64,7 @@ def test_the_draft_is_offered_beside_its_target(tmp_path: Path) -> None:
     offer = server.expect_offer("o")
     names = ["model.safetensors", "draft.model.safetensors"]
     assert offer_files(config, str(tmp_path / "s.sock"), "o") == names
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for _, size, fd in offer.result(5):
         with os.fdopen(fd, "rb") as file:
             found |= load(os.pread(file.fileno(), size, 0))
