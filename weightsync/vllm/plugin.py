@@ -9,6 +9,7 @@ import torch
 from weightsync.vllm.cpu_plain import leave_experts_plain, leave_linear_plain
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_watch import watch_loading
+from weightsync.vllm.reserved_room import reserve_room
 from weightsync.vllm.worker.worker_methods import install
 
 __all__ = ["register"]
@@ -35,10 +36,20 @@ def _leave_plain(settings: EngineSettings) -> None:
         leave_experts_plain()
 
 
+def _reserve(settings: EngineSettings) -> None:
+    from vllm.platforms import current_platform
+
+    if settings.device_room is not None and current_platform.is_cuda():
+        from vllm.v1.worker.gpu_worker import Worker
+
+        reserve_room(Worker, settings.device_room)
+
+
 def register() -> None:
     """Install our worker methods and watch what loading makes of a model.
 
-    Idempotent, and without effect on what vLLM computes.
+    Idempotent, and without effect on what vLLM computes. With WEIGHTSYNC_DEVICE_ROOM its cache is
+    smaller by what is not left otherwise.
 
     With WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1 layers on a CPU also compute from plain parameters; with
     `linear` all but experts do.
@@ -49,4 +60,6 @@ def register() -> None:
 
     install(WorkerBase)
     watch_loading(base_loader)
-    _leave_plain(EngineSettings.load())
+    settings = EngineSettings.load()
+    _leave_plain(settings)
+    _reserve(settings)

@@ -127,7 +127,7 @@ def _end_with(sock: socket.socket) -> None:
     os._exit(0)
 
 
-def _ops_of(device: torch.device, room: int) -> DeviceOps:
+def _ops_of(device: torch.device, room: int | None) -> DeviceOps:
     from weightsync.vllm.apply.host_ops import HostOps
     from weightsync.vllm.cuda.cuda_ops import CudaOps
     from weightsync.vllm.env import Amount
@@ -135,7 +135,7 @@ def _ops_of(device: torch.device, room: int) -> DeviceOps:
     if device.type != "cuda":
         return HostOps(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    if room:
+    if room is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, room / total), device)
     return CudaOps(device, Amount(0), 0.0)
 
@@ -155,7 +155,7 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
         os.nice(_NICE)
     torch.set_num_threads(1)
     group = LoaderGroup(whole, start["rank"], start["local_rank"], start["rendezvous"])
-    ops = _ops_of(group.device, int(start["room"]))
+    ops = _ops_of(group.device, start["room"])
 
     def progress(phase: str, percent: int) -> None:
         send(sock, {"event": "progress", "phase": phase, "percent": percent})

@@ -61,7 +61,7 @@ class LoaderStart:
         rank: In the executor.
         local_rank: On this host.
         rendezvous: Where the loaders of the engine meet.
-        room: Bytes of device memory that it may take; 0: it is not bounded here.
+        room: Bytes of device memory that it may take; None: it needs none of a device.
     """
 
     config: bytes
@@ -69,7 +69,7 @@ class LoaderStart:
     rank: int
     local_rank: int
     rendezvous: str
-    room: int
+    room: int | None
 
 
 class LoaderProcess:

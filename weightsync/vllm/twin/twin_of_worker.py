@@ -43,7 +43,7 @@ def twin_of(
             rank=int(worker.rank),
             local_rank=int(worker.local_rank),
             rendezvous=_rendezvous(group),
-            room=ops.memory_stats().get("device_room", 0),
+            room=ops.memory_stats().get("device_room"),
         )
 
     return TwinTransform(model, worker.device, ops, start, ranks)

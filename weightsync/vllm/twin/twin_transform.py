@@ -163,6 +163,7 @@ class TwinTransform:
         if self._layout is not None:
             # A loader that is new has nothing with which it could compare what it loads first.
             check_same(read_document(path, document).manifest.layout, self._layout)
+        self._check_room()
         begin = time.perf_counter()
         try:
             self._load(content_digest, path, document, stop, report)
@@ -180,6 +181,17 @@ class TwinTransform:
         self._failed.pop(content_digest, None)
         self._last_s = time.perf_counter() - begin
         return {"phase": "ready", "load_s": self._last_s, **self.status()}
+
+    def _check_room(self) -> None:
+        """Refuse a load that cannot end well: what is being loaded lies beside what was."""
+        room = self._ops.memory_stats().get("device_room")
+        needed = 2 * sum(self._live_state().form.spans)
+        if room is not None and room < needed:
+            msg = (
+                f"a loader needs at least {needed} bytes of the device beside the live weights, "
+                f"and may take {room}; set WEIGHTSYNC_DEVICE_ROOM, or lower gpu_memory_utilization"
+            )
+            raise PlanRefusedError(msg)
 
     def _load(
         self, content_digest: str, path: str, document: str, stop: Stop, report: Report

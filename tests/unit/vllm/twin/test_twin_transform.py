@@ -12,7 +12,9 @@ from tests.unit.vllm.conftest import ToyModel, toy_tensors
 from weightsync.shm.staged_version import read_document
 from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.apply.transform import NeedsLoadError, TransformRequest
+from weightsync.vllm.plan import load_watch
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.twin.twin_transform import TwinTransform
 from weightsync.vllm.worker.rank_job import caught
 
@@ -48,6 +50,31 @@ def test_what_another_loader_knew_is_compared_all_the_same(staging: Staging) -> 
     with pytest.raises(PlanRefusedError) as refused:
         twin.load("x", path, version.document.id, bool, print)
     assert refused.value.names == ["down"]
+
+
+class _Watched(torch.nn.Module):
+    """Its weights were seen being loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
+
+
+def test_a_load_without_room_is_refused_before_it_begins(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    ops, model = HostOps(cpu), _Watched()
+    monkeypatch.setitem(load_watch._made, model, frozenset())
+    monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 799})
+    twin = TwinTransform(model, cpu, ops, _start, 1)
+    version = staging.stage_files([save(toy_tensors(1))])
+    where = str(staging.socket), version.document.id
+    with pytest.raises(PlanRefusedError, match=r"at least 800 bytes .* 799; set WEIGHTSYNC_DEVICE"):
+        twin.load("x", *where, bool, print)
+    monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 800})
+    with pytest.raises(LoaderError, match="there is no loader"):
+        twin.load("x", *where, bool, print)
 
 
 def test_a_report_tells_that_it_must_be_loaded() -> None:
