@@ -7,6 +7,7 @@ must be a whole version's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -72,7 +73,14 @@ def _ranks(site: FaultySite) -> list[pb.RankResult]:
 def _loaders(site: FaultySite) -> list[psutil.Process]:
     assert site.vllm.process is not None
     children = psutil.Process(site.vllm.process.pid).children(recursive=True)
-    return [child for child in children if _LOADER in child.cmdline()]
+    return [child for child in children if _LOADER in _command(child)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return how a process was started; empty when it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 def _kill(loaders: list[psutil.Process]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.engine.refusals import RankRefusalError
 
 if TYPE_CHECKING:
     from weightsync_server.engine.ranks import Ranks
@@ -29,7 +30,8 @@ class QuarantinedLeases:
     @staticmethod
     def outcome_unknown(ranks: Ranks, error: BaseException) -> bool:
         """Return whether nobody knows any more what the ranks do, after a call that failed so."""
-        known = isinstance(error, WeightSyncError) and error.reason not in _UNSURE
+        told = isinstance(error, RankRefusalError)
+        known = told or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
         return not known or ranks.may_write
 
     def release(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:

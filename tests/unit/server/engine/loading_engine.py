@@ -31,6 +31,7 @@ class LoadingEngine(Engine):
         loaded: Content digests of what was loaded.
         go: Loads wait for it.
         why: Why there is no load plan, which a capture tells; empty: there is one.
+        broken: What loaders die of; empty: they live.
         wrong_load: Whether loads come out otherwise than the engine's own.
     """
 
@@ -43,6 +44,7 @@ class LoadingEngine(Engine):
         self.go = asyncio.Event()
         self.go.set()
         self.why = why
+        self.broken = ""
         self.wrong_load = False
         self._captured = not why
         self._jobs: list[asyncio.Task[None]] = []
@@ -93,8 +95,12 @@ class LoadingEngine(Engine):
                 [str(args["document"]), f"{args['page']}/{self.name}"]
             )
         content = StagedVersion.from_view(MappedSegment(fd, size).view).manifest.content_digest
-        self.loaded.append(content)
         writer = PageWriter(page)
+        if self.broken:
+            writer.write({"ticket": args["ticket"], "phase": "failed", "error": self.broken})
+            writer.close()
+            return {}
+        self.loaded.append(content)
         writer.write(
             {
                 "ticket": args["ticket"], "phase": "ready", "held": self.loaded[-2:],

@@ -114,6 +114,22 @@ async def test_an_apply_that_does_not_wait_for_its_load_changes_nothing(
         assert len(engine.loaded) == 2, "the load went on"
 
 
+async def test_a_load_that_fails_leaves_the_engine_as_it_is(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        engine.broken = "it ran out of memory"
+        await it.push(2)
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match="it ran out of memory; try again") as caught:
+                await it.apply(2)
+            assert caught.value.reason is Reason.ENGINE_AWAY
+            assert it.keeper.status().state == pb.ENGINE_STATE_SERVING, "the ranks have told why"
+        engine.broken = ""
+        assert (await it.apply(2)).version == 2
+
+
 async def test_a_commit_does_not_wait_for_the_next_look_at_the_engine(
     tmp_path: Path, engine: LoadingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
