@@ -26,6 +26,7 @@ from examples.demo.processes import (
     ProcessesError,
     exit_on_signals,
     free_port,
+    give_way,
     vllm_command,
 )
 from examples.demo.table import Row, View
@@ -117,7 +118,10 @@ def _start_engine(processes: Processes, folder: Path, model: Path, port: int) ->
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    processes.start("vllm", vllm_command(model, port), variables)
+    vllm = processes.start("vllm", vllm_command(model, port), variables)
+    # Two of its processes wait for each other without ever sleeping, a core each: on two cores a
+    # push would take seconds, of which it works for 50 ms.
+    give_way(vllm)
 
 
 def _start_server(processes: Processes, folder: Path, address: str) -> None:

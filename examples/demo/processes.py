@@ -14,9 +14,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-__all__ = ["Processes", "ProcessesError", "exit_on_signals", "free_port", "vllm_command"]
+__all__ = [
+    "Processes",
+    "ProcessesError",
+    "exit_on_signals",
+    "free_port",
+    "give_way",
+    "vllm_command",
+]
 
 _TERM_S = 15.0
+#: As of nice(1): a tenth of the weight that others have.
+_LITTLE = "10"
 
 
 class ProcessesError(RuntimeError):
@@ -110,6 +119,16 @@ class Processes:
 
     def _log(self, name: str) -> Path:
         return self._directory / f"{name}.log"
+
+
+def give_way(process: subprocess.Popen[bytes]) -> None:
+    """Let a process, and all that it starts, have only what others leave of the processor.
+
+    Args:
+        process: It leads a session, which Linux weighs as a whole (sched(7), autogroup).
+    """
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process.pid}/autogroup").write_text(_LITTLE)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
