@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.faulty_site import FaultySite, running_site
 from tests.support.models import make_checkpoint
-from tests.support.processes import state
+from tests.support.processes import names, state
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
@@ -28,7 +29,6 @@ from weightsync_client import Client, ClientError, PushKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     import torch
 
@@ -83,12 +83,20 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
+def _threads(process: psutil.Process) -> int:
+    try:
+        return len(names(Path(f"/proc/{process.pid}/task")))
+    except FileNotFoundError:
+        return 0
+
+
 def _kill(loaders: list[psutil.Process]) -> None:
     for loader in loaders:
         loader.kill()
     end = time.monotonic() + 10
-    # Their ranks look at them when they are asked to load.
-    while any(state(loader.pid) not in ("", "Z") for loader in loaders):
+    # Their ranks look at them when they are asked to load. One is not dead for its rank before the
+    # last of its threads is.
+    while any(state(loader.pid) not in ("", "Z") or _threads(loader) > 1 for loader in loaders):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -103,7 +111,7 @@ def _applied_under(site: FaultySite, plan: str, name: str) -> tuple[int, WeightS
     site.arm(plan)
     version = site.push(name)
     refusal = site.try_apply(version)
-    assert site.met(), "the fault was never met"
+    assert site.met(), f"the fault was never met: {refusal}"
     site.disarm()
     return version, refusal
 
