@@ -30,8 +30,8 @@ class QuarantinedLeases:
     @staticmethod
     def outcome_unknown(ranks: Ranks, error: BaseException) -> bool:
         """Return whether nobody knows any more what the ranks do, after a call that failed so."""
-        told = isinstance(error, RankRefusalError)
-        known = told or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
+        refused = isinstance(error, RankRefusalError)
+        known = refused or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
         return not known or ranks.may_write
 
     def release(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:
