@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHITECTURES",
     "make_checkpoint",
+    "make_int8",
     "nudge_checkpoint",
     "perturb_checkpoint",
     "quantise_checkpoint",
@@ -234,3 +235,48 @@ def _quantised(tensor: Any, block: int) -> tuple[Any, Any]:
     scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     values = blocks / scales[:, None, :, None]
     return values.to(torch.float8_e4m3fn).view(rows, columns), scales
+
+
+def make_int8(source: Path, target: Path) -> Path:
+    """Copy a checkpoint with its linear layers as int8, as compressed-tensors writes it.
+
+    One scale for each row, and inputs that are quantised as they come.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+    """
+    import json
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in sorted(target.glob("*.safetensors")):
+        made = {}
+        for name, tensor in load_file(file).items():
+            if tensor.dim() == 2 and name.endswith("_proj.weight"):
+                scale = tensor.float().abs().amax(dim=1, keepdim=True) / 127
+                made[name] = (tensor.float() / scale).round().to(torch.int8)
+                made[f"{name}_scale"] = scale.to(tensor.dtype)
+            else:
+                made[name] = tensor
+        save_file(made, file, metadata={"format": "pt"})
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**kind, "strategy": "channel", "dynamic": False},
+        "input_activations": {**kind, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    return target

@@ -166,7 +166,9 @@ class Reconciler:
         except WeightSyncError as error:
             if error.reason is Reason.ENGINE_REFUSED:
                 # The model cannot take these tensors, however often it is asked.
-                raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, error.message) from error
+                why = self._session.loads.why if self._session.loads is not None else ""
+                text = f"{error.message}; it has no load plan, for {why}" if why else error.message
+                raise WeightSyncError(Reason.ENGINE_UNSUPPORTED, text) from error
             raise
 
     async def _go_on(self, current: PreparedVersion) -> PreparedVersion:

@@ -60,8 +60,7 @@ class StagedTensors:
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor without a copy, or with one where it lies at an odd address."""
         entry: TensorEntry = self._entries[name]
-        start = self._layout.shards[entry.shard].data_start
-        raw = self._shards[entry.shard][start + entry.begin : start + entry.end]
+        raw = self.raw(entry.shard, entry.begin, entry.end)
         dtype = torch_dtype(entry.dtype)
         assert dtype is not None  # noqa: S101 - the plan was captured with it
         if raw.numel() == 0:
@@ -69,6 +68,15 @@ class StagedTensors:
         if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
             raw, self.copied = raw.clone(), True
         return raw.view(dtype).view(entry.shape)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a tensor lies."""
+        return self._entries[name]
+
+    def raw(self, shard: int, begin: int, end: int) -> torch.Tensor:
+        """Return bytes of a shard's data section, without a copy."""
+        start = self._layout.shards[shard].data_start
+        return self._shards[shard][start + begin : start + end]
 
     def uniform(self, name: str) -> bool:
         """Tell whether a tensor holds one value all over, bit for bit."""

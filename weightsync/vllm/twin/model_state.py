@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelState", "StateForm", "TensorForm", "state_of", "weight_paths"]
 
+#: What vLLM calls the address of weights that oneDNN has packed, in the memory of one process.
+_HANDLE = "handler_tensor"
 #: Of a tensor without elements, or on another device.
 _NOWHERE = -1
 
@@ -155,7 +157,7 @@ def _laid_out(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], others: Mapping[str, bytes]
 ) -> ModelState:
     device = next(model.parameters()).device
-    opaque = [path for path, tensor in tensors.items() if _is_opaque(tensor)]
+    opaque = [p for p, tensor in tensors.items() if _is_opaque(tensor) or p.endswith(_HANDLE)]
     if opaque:
         msg = "vLLM holds these weights in memory that cannot be copied; this model is refused"
         raise PlanRefusedError(msg, opaque)

@@ -17,6 +17,7 @@ from weightsync.vllm.plan.live_params import LiveParameters, view_of
 from weightsync.vllm.plan.model_parts import ModelWithDraft
 from weightsync.vllm.twin.loader_config import fresh_config
 from weightsync.vllm.twin.part_plans import capture_part, joined, slices_of
+from weightsync.vllm.twin.piece_copies import copy_in_pieces
 from weightsync.vllm.twin.version_source import ReadWatch
 
 if TYPE_CHECKING:
@@ -166,13 +167,17 @@ class _CapturedError(Exception):
 
 def _copy(model: torch.nn.Module, names: PartNames, plan: LoadPlan, source: VersionSource) -> None:
     live, staged = LiveParameters(model), source.staged
+    placed = [
+        (view_of(live.tensor(param), item.target), item) for param, item in slices_of(plan, names)
+    ]
     with torch.no_grad():
-        for param, item in slices_of(plan, names):
-            place = view_of(live.tensor(param), item.target)
-            place.copy_(staged.slice(item), non_blocking=True)
-    if torch.cuda.is_available():
-        # What is computed next reads it, and what was mapped is unmapped some time.
-        torch.cuda.synchronize()
+        if placed and placed[0][0].device.type == "cuda":
+            copy_in_pieces(placed, staged, placed[0][0].device)
+            # What is computed next reads it, and what was mapped is unmapped some time.
+            torch.cuda.synchronize()
+            return
+        for place, item in placed:
+            place.copy_(staged.slice(item))
 
 
 @contextlib.contextmanager

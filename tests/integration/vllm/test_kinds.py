@@ -1,0 +1,152 @@
+"""Models whose loading computes: served as a fresh engine would hold them, or refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.support.models import make_checkpoint, make_int8
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync_client import Client, EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+_SERVING_S = 150.0
+
+
+class KindSite:
+    """Two checkpoints of a kind, and a vLLM with a server that started with the first."""
+
+    def __init__(self, kind: str, tp: int, root: Path) -> None:
+        self.tp, self.root = tp, root
+        self.plain = kind != "packed"
+        self.dtype = "float32" if kind == "packed" else "bfloat16"
+        arch = {"mla": "deepseek_v2"}.get(kind, "qwen2")
+        self.folders = {}
+        for seed, name in enumerate("ab"):
+            made = make_checkpoint(root / name, arch, seed=seed, dtype=self.dtype)
+            self.folders[name] = make_int8(made, root / f"{name}8") if kind == "int8" else made
+        self.vllm = self._vllm("a")
+        self.server = WeightSyncServer(root / "a-run", root / "state")
+
+    def _vllm(self, name: str, *, bridge: bool = True) -> VllmServer:
+        return VllmServer(
+            self.folders[name],
+            self.root / f"{name}-run",
+            tp=self.tp,
+            dtype=self.dtype,
+            plain=self.plain,
+            bridge=bridge,
+            flags=["--worker-extension-cls", "tests.support.live_extension.LiveExtension"],
+            variables={"VLLM_SERVER_DEV_MODE": "1"},
+        )
+
+    def fresh(self, name: str) -> list[dict[str, str]]:
+        """Return what a vLLM holds that has just loaded a checkpoint."""
+        vllm = self._vllm(name, bridge=False)
+        try:
+            return self.digests(vllm.start())
+        finally:
+            vllm.stop()
+
+    @staticmethod
+    def digests(vllm: VllmServer) -> list[dict[str, str]]:
+        """Return what every rank of a vLLM holds."""
+        status, reply = vllm.request("/collective_rpc", {"method": "live_digests"})
+        assert status == 200, reply
+        found: list[dict[str, str]] = reply["results"]
+        return found
+
+    def settled(self) -> tuple[EngineState, str]:
+        """Wait until the engine is served or refused for good; return that and why."""
+        deadline = time.monotonic() + _SERVING_S
+        with Client(self.server.address) as client:
+            while True:
+                engine = client.status().models[0].engine
+                if engine.state in (EngineState.SERVING, EngineState.FENCED):
+                    return engine.state, engine.reason
+                assert time.monotonic() < deadline, engine
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Stop both."""
+        try:
+            self.server.stop()
+        finally:
+            self.vllm.stop()
+
+
+@pytest.fixture
+def site(request: pytest.FixtureRequest) -> Iterator[KindSite]:
+    kind, tp = request.param
+    with tempfile.TemporaryDirectory(prefix="wk-") as root:
+        site = KindSite(kind, tp, Path(root))
+        try:
+            site.server.start()
+            site.vllm.start()
+            yield site
+        finally:
+            site.stop()
+
+
+def _becomes(site: KindSite) -> None:
+    """Apply the second checkpoint and go back; each is what a fresh engine of it holds."""
+    before = site.digests(site.vllm)
+    with Client(site.server.address) as trainer:
+        trainer.apply(trainer.push(site.folders["b"]).version)
+        assert trainer.verify().verified
+        after = site.digests(site.vllm)
+        trainer.rollback(reason="test")
+    assert site.digests(site.vllm) == before
+    site.vllm.stop()
+    assert after == site.fresh("b")
+    assert after != before
+
+
+@pytest.mark.parametrize(
+    "site",
+    [("mla", 1), pytest.param(("mla", 2), marks=pytest.mark.battery)],
+    ids=lambda value: f"{value[0]}-tp{value[1]}",
+    indirect=True,
+)
+def test_latent_attention_computes_from_what_was_pushed(site: KindSite) -> None:
+    assert site.settled()[0] is EngineState.SERVING
+    (first, *_) = site.digests(site.vllm)
+    # CPU vLLM answers one prompt in two ways: bytes are compared, not tokens.
+    assert any("W_UV" in name for name in first)
+    _becomes(site)
+
+
+@pytest.mark.parametrize(
+    "site",
+    [("int8", 1), pytest.param(("int8", 2), marks=pytest.mark.battery)],
+    ids=lambda value: f"{value[0]}-tp{value[1]}",
+    indirect=True,
+)
+def test_int8_is_served_where_its_packed_bytes_are_tensors(site: KindSite) -> None:
+    state, reason = site.settled()
+    if not torch.cpu._is_amx_tile_supported():
+        assert state is EngineState.FENCED
+        assert "memory that cannot be copied" in reason
+        assert "handler_tensor" in reason
+        return
+    assert state is EngineState.SERVING
+    _becomes(site)
+
+
+@pytest.mark.parametrize("site", [("packed", 1)], ids=["packed-tp1"], indirect=True)
+def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSite) -> None:
+    state, reason = site.settled()
+    assert state is EngineState.FENCED
+    assert "memory that cannot be copied" in reason
+    assert "restart vLLM with WEIGHTSYNC_CPU_PLAIN_WEIGHTS=1" in reason
+    assert not site.vllm.answers()
