@@ -122,6 +122,7 @@ class Applier:
                 found = dataclasses.replace(live, reports=tuple(seen))
             else:
                 timeout_s = self._limits.prepare_timeout_s
+                _check_loaded(session, self._model.table.get(request.version))
                 with await self._model.stager.stage(request.version, timeout_s) as lease:
                     found = await session.prepare(lease, compare_live=True, timeout_s=timeout_s)
                 await session.hold(live)
@@ -349,6 +350,17 @@ class Applier:
             strategy=strategy,
             # What is left lies in a slot, and beside the live weights where it was loaded.
             rollback_resident=live.record.residency == pb.RESIDENCY_STAGED,
+        )
+
+
+def _check_loaded(session: EngineSession, record: VersionRecord) -> None:
+    """Refuse to compare with what nobody has made: a load would take the way back for it."""
+    loads = session.loads
+    if loads is not None and not loads.resident(record.content_digest):
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            f"version {record.version} is not loaded beside the live weights, so that nothing "
+            "tells what it would be there; apply it, or verify the live version",
         )
 
 

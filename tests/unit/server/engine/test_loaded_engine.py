@@ -114,6 +114,25 @@ async def test_an_apply_that_does_not_wait_for_its_load_changes_nothing(
         assert len(engine.loaded) == 2, "the load went on"
 
 
+async def test_a_version_that_is_not_loaded_is_compared_with_nothing(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    async with plant(tmp_path, engine) as it:
+        await it.ready()
+        await it.push(2)
+        await it.apply(2)
+        assert (await it.verify()).verified
+        assert not (await it.verify(1)).verified, "it lies beside what is live"
+        engine.go.clear()
+        await it.push(3)
+        loaded = list(engine.loaded)
+        with pytest.raises(WeightSyncError, match="version 3 is not loaded beside") as caught:
+            await it.verify(3)
+        assert caught.value.reason is Reason.ENGINE_REFUSED
+        assert engine.loaded == loaded
+        assert engine.serves == 2
+
+
 async def test_a_load_that_fails_leaves_the_engine_as_it_is(
     tmp_path: Path, engine: LoadingEngine
 ) -> None:
