@@ -114,8 +114,7 @@ class MemoryEngine(MemoryRank):
         """Serve a version that the parameters were proved to hold, or what they began with."""
         self._check_lease(lease_id)
         proved = self._served()
-        touched = any(rank.dirty or rank.content_digest for rank in self.ranks)
-        if content_digest != proved or (not content_digest and touched):
+        if not (content_digest == proved if content_digest else self._begins()):
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED, f"the engine holds {proved or 'nothing proved'}"
             )
@@ -211,6 +210,12 @@ class MemoryEngine(MemoryRank):
     def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self.events.append("commit")
         return super()._commit(args)
+
+    def _begins(self) -> bool:
+        """Whether it has served nothing but what it began with, and still holds that."""
+        paused = self._condition is EngineState.PAUSED and not self.version
+        begins = paused or self._condition is EngineState.UNRECONCILED
+        return begins and not any(rank.written for rank in self.ranks)
 
     def _served(self) -> str:
         """Return what every rank is proved to hold; empty: no one version."""

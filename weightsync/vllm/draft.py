@@ -6,6 +6,7 @@ makes tensors of the draft's weights outside of the draft, which nobody would up
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 __all__ = ["DRAFT", "draft_names", "draft_of", "draft_refusals"]
@@ -17,6 +18,8 @@ DRAFT = "draft."
 #: Methods of vLLM's SpeculativeConfig that have no model.
 _WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _WITH_MODEL = ("eagle", "eagle3", "mtp", "draft_model")
+#: Drafts that keep copies of their weights, or tensors made of them, outside of parameters.
+_HIDDEN = ("gemma4_mtp",)
 
 
 def draft_names(config: Any) -> str | None:
@@ -31,8 +34,14 @@ def draft_names(config: Any) -> str | None:
     spec = getattr(config, "speculative_config", None)
     if spec is None or spec.method in _WITHOUT_MODEL:
         return None
-    same = spec.draft_model_config.model == config.model_config.model
-    return "" if same else DRAFT
+    return "" if spec.method == "mtp" and _one_checkpoint(config) else DRAFT
+
+
+def _one_checkpoint(config: Any) -> bool:
+    target, draft = config.model_config, config.speculative_config.draft_model_config
+    if getattr(target, "revision", None) != getattr(draft, "revision", None):
+        return False
+    return os.path.realpath(str(draft.model)) == os.path.realpath(str(target.model))
 
 
 def draft_of(worker: Any) -> tuple[Any, str] | None:
@@ -54,6 +63,11 @@ def draft_of(worker: Any) -> tuple[Any, str] | None:
     return found, names
 
 
+def _model_type(spec: Any) -> str:
+    hf_config = getattr(getattr(spec, "draft_model_config", None), "hf_config", None)
+    return str(getattr(hf_config, "model_type", ""))
+
+
 def draft_refusals(config: Any) -> tuple[tuple[bool, str], ...]:
     """Return what is refused of speculation, each with one sentence.
 
@@ -71,6 +85,14 @@ def draft_refusals(config: Any) -> tuple[tuple[bool, str], ...]:
             (
                 f"speculation by {spec.method} is not supported, because an update would leave "
                 "what it has made of its weights; use eagle, eagle3, mtp, draft_model or ngram"
+            ),
+        ),
+        (
+            _model_type(spec) in _HIDDEN,
+            (
+                f"{_model_type(spec)} is not supported, because vLLM keeps what it makes of the "
+                "draft's weights where no update reaches it; start vLLM without "
+                "--speculative-config"
             ),
         ),
         (

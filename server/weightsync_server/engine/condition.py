@@ -41,6 +41,8 @@ class EngineCondition:
         self.state: pb.EngineState.ValueType = pb.ENGINE_STATE_AWAY
         self.reason = "not connected yet"
         self.refused = ""
+        #: Start of an engine, and how often it was begun to prove what that generates.
+        self._proofs = ("", 0)
 
     @property
     def serving(self) -> bool:
@@ -51,6 +53,20 @@ class EngineCondition:
     def proving(self) -> bool:
         """Whether it generates with what vLLM has loaded, until that is proved."""
         return self.state == pb.ENGINE_STATE_PROVING
+
+    @property
+    def proofs(self) -> int:
+        """How often it was begun to prove what this start of the engine generates."""
+        engine_id, count = self._proofs
+        return count if self.info is not None and engine_id == self.info.engine_id else 0
+
+    def begin_proof(self) -> None:
+        """Take note that the engine generates before what it holds is proved."""
+        engine_id = self.info.engine_id if self.info is not None else ""
+        self._proofs = engine_id, self.proofs + 1
+        self.set(
+            pb.ENGINE_STATE_PROVING, "what vLLM has loaded is compared with a second load of it"
+        )
 
     def set(self, state: pb.EngineState.ValueType, reason: str) -> None:
         """Change the state, and show it."""

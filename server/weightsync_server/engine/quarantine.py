@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.engine.refusals import RankRefusalError
+from weightsync_server.engine.version_loads import LoadFailedError
 
 if TYPE_CHECKING:
     from weightsync_server.engine.ranks import Ranks
@@ -30,8 +30,8 @@ class QuarantinedLeases:
     @staticmethod
     def outcome_unknown(ranks: Ranks, error: BaseException) -> bool:
         """Return whether nobody knows any more what the ranks do, after a call that failed so."""
-        refused = isinstance(error, RankRefusalError)
-        known = refused or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
+        loading = isinstance(error, LoadFailedError)
+        known = loading or (isinstance(error, WeightSyncError) and error.reason not in _UNSURE)
         return not known or ranks.may_write
 
     def release(self, lease: SlotLease, ranks: Ranks, error: BaseException) -> None:

@@ -100,6 +100,7 @@ class Ranks:
                 str(r.get("content_digest", "")),
                 bool(r.get("dirty", True)),
                 transform=str(r.get("transform", "plan")),
+                written=bool(r["written"]) if "written" in r else None,
             )
             if r.get("ok")
             else RankState(rank, "", dirty=True, answered=False)

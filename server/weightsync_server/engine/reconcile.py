@@ -39,6 +39,8 @@ __all__ = ["Reconciler", "reject", "unfinished", "write_down"]
 
 logger = logging.getLogger(__name__)
 
+#: What no next attempt changes, or nobody understands.
+_LASTING = (Reason.ENGINE_UNSUPPORTED, Reason.FAULT)
 #: Time to read a checkpoint or a stored version into a slot, seconds.
 _LOAD_S = 600.0
 
@@ -55,6 +57,7 @@ class Reconciler:
         violate: Called with the label of an invariant that is found violated.
         quarantine: What the ranks may still read.
         on_proving: Called when the engine generates before what it holds is proved.
+        patient: Whether it goes on doing so when that cannot be proved now.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Reconciler:
         violate: Callable[[str], None],
         quarantine: QuarantinedLeases,
         on_proving: Callable[[], None],
+        *,
+        patient: bool,
     ) -> None:
         self._session = session
         self._model = model
@@ -76,6 +81,7 @@ class Reconciler:
         self._violate = violate
         self._quarantine = quarantine
         self._on_proving = on_proving
+        self._patient = patient
         self._proving = False
 
     async def run(self) -> PreparedVersion:
@@ -109,7 +115,7 @@ class Reconciler:
             with translate_os_errors("placing a version"):
                 return await self._place(states)
         except WeightSyncError as error:
-            if not (self._proving and error.reason is Reason.ENGINE_AWAY):
+            if not (self._proving and self._patient) or error.reason in _LASTING:
                 # Else the pause would run out, and the next attempt pause again.
                 with contextlib.suppress(WeightSyncError):
                     await self._session.engine.fence(error.message)
@@ -174,8 +180,8 @@ class Reconciler:
     async def _go_on(self, current: PreparedVersion) -> PreparedVersion:
         await self._record(current)
         health = await self._session.engine.health()
-        if health.state is not EngineState.SERVING:
-            await self._session.resume(current)
+        if health.state is not EngineState.SERVING or health.reason:
+            await self._label(current)
         logger.info("the engine serves version %d", current.record.version)
         return current
 
@@ -207,23 +213,26 @@ class Reconciler:
 
     async def _begin(self) -> PreparedVersion:
         """Adopt what an engine started with; where that takes a load, it generates meanwhile."""
-        self._session.before_load = self._serve_unproved
+        self._session.on_load = self._serve_unproved
         try:
             current = await self._compared(await self._adopt())
         finally:
-            self._session.before_load = None
+            self._session.on_load = None
         try:
             self._check_plan(current)
         except BaseException as error:
             self._quarantine.release(current.lease, self._session.ranks, error)
             raise
         await self._record(current)
-        async with contextlib.AsyncExitStack() as stack:
-            # What it generates gets a label.
-            await self._stand_still(stack)
-            await self._session.resume(current)
+        await self._label(current)
         logger.info("the engine serves version %d", current.record.version)
         return current
+
+    async def _label(self, current: PreparedVersion) -> None:
+        """Resume on a version, also where the engine generates with it and does not know that."""
+        async with contextlib.AsyncExitStack() as stack:
+            await self._stand_still(stack, PauseSpec(clear_cache=False))
+            await self._session.resume(current)
 
     async def _serve_unproved(self) -> None:
         """Let an engine generate with what vLLM itself has loaded, while a load of it is made."""
@@ -295,10 +304,12 @@ class Reconciler:
         what = "a second load" if current.twin else "the load plan"
         logger.info("%s is proved against the engine's checkpoint", what)
 
-    async def _stand_still(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _stand_still(
+        self, stack: contextlib.AsyncExitStack, spec: PauseSpec | None = None
+    ) -> None:
         health = await self._session.engine.health()
         if health.state is EngineState.SERVING:
-            await stack.enter_async_context(self._session.paused(PauseSpec()))
+            await stack.enter_async_context(self._session.paused(spec or PauseSpec()))
 
     def _committed(self, version: int) -> VersionRecord | None:
         try:
@@ -398,7 +409,12 @@ def _written(states: Sequence[RankState], checkpoint: str = "") -> bool:
         checkpoint: Content digest of what they started with; "": not known.
     """
     return any(
-        state.answered and (state.dirty or state.content_digest not in ("", checkpoint))
+        state.answered
+        and (
+            (state.dirty or state.content_digest not in ("", checkpoint))
+            if state.written is None
+            else state.written
+        )
         for state in states
     )
 

@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RankRefusalError", "no_place", "refusal"]
+__all__ = ["no_place", "refusal"]
 
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
@@ -18,13 +18,9 @@ _SHOWN, _SHOWN_CHARS = 3, 80
 _MAX_BYTES = 1000
 
 
-class RankRefusalError(WeightSyncError):
-    """A rank has told why it did not do what it was asked to: what it holds is as it was."""
-
-
 def refusal(
     rank: str, error: str, *, lasting: bool, names: Sequence[str] = (), count: int = 0
-) -> RankRefusalError:
+) -> WeightSyncError:
     """Return why a rank did not do what it was asked to, before it wrote anything.
 
     The sentence has the first names, the metadata all that fit, as a JSON list in `tensors`.
@@ -39,10 +35,10 @@ def refusal(
     if lasting:
         sentence = error + _listed(error, names, count)
         facts = {"tensors": _fitting(names)} if names else {}
-        return RankRefusalError(
+        return WeightSyncError(
             Reason.ENGINE_REFUSED, f"rank {rank} refused: {sentence}", metadata=facts
         )
-    return RankRefusalError(
+    return WeightSyncError(
         Reason.ENGINE_AWAY,
         f"rank {rank} failed: {error or 'no reason given'}; try again",
         retry_after_s=1.0,

@@ -59,7 +59,7 @@ class EngineSession:
         loads: Has the ranks load versions; None: they write them by load plans.
         live: What every rank is proved to hold; None: not known.
         plan_proved: Whether the live parameters were compared with the engine's own checkpoint.
-        before_load: Awaited before the ranks are asked to load; None: nothing is.
+        on_load: Awaited when the ranks have begun to load; None: nothing is.
         tidy: Whether the ranks were last seen to map only what exists, nothing of a server that
             was there before.
     """
@@ -74,7 +74,7 @@ class EngineSession:
     loads: LoadScheduler | None = field(default=None, init=False)
     live: PreparedVersion | None = None
     plan_proved: bool = False
-    before_load: Callable[[], Awaitable[None]] | None = None
+    on_load: Callable[[], Awaitable[None]] | None = None
     tidy: bool = False
     # The lease under which it stands still now; "": none of ours.
     _lease_id: str = field(default="", init=False)
@@ -154,8 +154,7 @@ class EngineSession:
         deadline = start + timeout_s
         for attempt in range(2):
             if self.loads is not None:
-                if self.before_load is not None:
-                    await self.before_load()
+                self.loads.on_start = self.on_load
                 await self.loads.ensure(lease.record, deadline - time.perf_counter())
             if digests is not None:
                 # What was digested before the ranks read it proves nothing of what they read.
@@ -208,31 +207,44 @@ class EngineSession:
 
     def _load_versions(self, why: str) -> None:
         logger.info("versions of this engine are loaded beside generation: %s", why)
-        self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, why)
+        self.loads = self._scheduler(why)
 
     async def states(self) -> list[RankState]:
         """Ask what every rank holds, and how its versions are made live."""
         states = await self.ranks.states(QUICK_S)
         if self.loads is None and any(state.transform == "twin" for state in states):
-            self.loads = LoadScheduler(self.ranks, self.stager, self.loaders, "")
+            self.loads = self._scheduler("")
         return states
+
+    def _scheduler(self, why: str) -> LoadScheduler:
+        return LoadScheduler(self.ranks, self.stager, self.loaders, why, self._left)
+
+    async def _left(self) -> bool:
+        """Tell whether this start of the engine is over; one that does not answer may go on."""
+        try:
+            health = await self.engine.health()
+        except WeightSyncError:
+            return False
+        return health.engine_id != self.info.engine_id or health.state is EngineState.DEAD
 
     async def _capture(self, document: str, timeout_s: float) -> str:
         health = await self.engine.health()
         if health.state in (EngineState.UNRECONCILED, EngineState.FENCED, EngineState.PAUSED):
-            unloaded, why = await self.ranks.capture(document, timeout_s)
-            if why:
-                self._load_versions(why)
-            return unloaded
+            return await self._captured(document, timeout_s)
         spec = PauseSpec(mode="keep", clear_cache=False)
         async with self.paused(spec):
             try:
-                unloaded, _ = await self.ranks.capture(document, timeout_s)
-                return unloaded
+                return await self._captured(document, timeout_s)
             finally:
                 # Capture writes nothing, so the engine goes on with what it had.
                 if not self.ranks.hung:
                     await self.resume(self.live)
+
+    async def _captured(self, document: str, timeout_s: float) -> str:
+        unloaded, why = await self.ranks.capture(document, timeout_s)
+        if why:
+            self._load_versions(why)
+        return unloaded
 
     async def takes(self, tensors: Sequence[TensorEntry], allocator: SegmentAllocator) -> bool:
         """Ask every rank whether its model takes tensors of a version; returns True.

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 #: How often the engine is asked how it is, and a failed reconciliation tried again, seconds.
 _HEALTH_S = 0.5
 _RETRY_S = 5.0
+#: How often it is begun to prove what an engine generates before that is stopped.
+_PROOFS = 3
 #: How long a push waits until the engine can be asked about its layout, seconds.
 _CHECK_S = 10.0
 
@@ -99,6 +101,8 @@ class EngineSupervisor:
 
     async def stop(self) -> None:
         """Stop watching. The engine goes on with what it serves."""
+        # Who waits for a proof waits no longer.
+        self._condition.set(pb.ENGINE_STATE_AWAY, "the server stops")
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -171,23 +175,25 @@ class EngineSupervisor:
 
     @contextlib.asynccontextmanager
     async def exclusive(
-        self, apply_id: str = "", proof_s: float = 0.0
+        self, apply_id: str = "", proof_s: float | None = None
     ) -> AsyncIterator[EngineSession]:
         """Give the session to one caller; nothing else is done with the engine meanwhile.
 
         Args:
             apply_id: Of the apply that it is wanted for; "": it is for none.
             proof_s: Longest wait for the proof of an engine that generates already, seconds; 0: as
-                long as a prepare may take.
+                long as a prepare may take; None: it is not waited for.
 
         Raises:
             WeightSyncError: ENGINE_AWAY, ENGINE_FENCED or ENGINE_ASLEEP with what to do;
                 DEADLINE_EXCEEDED: the proof takes longer.
         """
         # Told at once: a reconciliation may read a whole checkpoint.
-        if not self.serving and not self._condition.proving:
+        if self._condition.proving and proof_s is not None:
+            await self._proved_in_time(proof_s or self._limits.prepare_timeout_s)
+        if not self.serving:
             raise self._condition.unavailable(_RETRY_S)
-        async with self._proved_in_time(proof_s or self._limits.prepare_timeout_s), self._lock:
+        async with self._lock:
             await self.checks.release_ranks()
             self.prefetcher.interrupted()
             session = await self._usable()
@@ -209,20 +215,18 @@ class EngineSupervisor:
                     if self.checks.owed or self.prefetcher.wanted:
                         self._wake.set()
 
-    @contextlib.asynccontextmanager
-    async def _proved_in_time(self, seconds: float) -> AsyncIterator[None]:
-        """Enter the body when no proof is under way."""
-        waiting = self._condition.proving
+    async def _proved_in_time(self, seconds: float) -> None:
+        """Return when no proof is under way."""
         try:
-            async with asyncio.timeout(seconds if waiting else None):
+            async with asyncio.timeout(seconds):
                 while self._condition.proving:
                     async with self._lock:
-                        pass
+                        # The lock is free for a moment before the state changes.
+                        await asyncio.sleep(0)
         except TimeoutError:
             raise (
                 self.loads.late() if self.loads else self._condition.unavailable(_RETRY_S)
             ) from None
-        yield
 
     async def _usable(self) -> EngineSession:
         session = self._session
@@ -251,6 +255,8 @@ class EngineSupervisor:
                         await self._engine.fence(error.message)
             except Exception:
                 logger.exception("the engine could not be reconciled")
+                with contextlib.suppress(WeightSyncError):
+                    await self._engine.fence("a fault in the server")
                 self._condition.set(
                     pb.ENGINE_STATE_FENCED, "a fault in the server; its log tells why"
                 )
@@ -268,6 +274,8 @@ class EngineSupervisor:
         if self._condition.info is None or health.engine_id != self._condition.info.engine_id:
             await self._connect()
         elif self._condition.refused:
+            if health.state is not EngineState.FENCED:
+                await self._engine.fence(self._condition.refused)
             return _HEALTH_S
         elif self._session is None:
             await self._connect()
@@ -366,6 +374,7 @@ class EngineSupervisor:
             self._metrics.violate,
             self.quarantine,
             self._proving,
+            patient=self._condition.proofs < _PROOFS,
         )
         with translate_os_errors("reconciling the engine"):
             current = await reconciler.run()
@@ -374,8 +383,7 @@ class EngineSupervisor:
         self._condition.set(pb.ENGINE_STATE_SERVING, "")
 
     def _proving(self) -> None:
-        reason = "what vLLM has loaded is compared with a second load of it"
-        self._condition.set(pb.ENGINE_STATE_PROVING, reason)
+        self._condition.begin_proof()
 
     def _failed(self, error: WeightSyncError) -> float:
         away = error.reason is Reason.ENGINE_AWAY

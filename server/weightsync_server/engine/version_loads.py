@@ -19,7 +19,7 @@ from weightsync_server.engine.pause_options import duration
 from weightsync_server.engine.refusals import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.engine.ranks import Ranks
@@ -27,18 +27,24 @@ if TYPE_CHECKING:
     from weightsync_server.ops.metrics import LoaderMetrics
     from weightsync_server.residency.stager import Stager
 
-__all__ = ["LoadScheduler"]
+__all__ = ["LoadFailedError", "LoadScheduler"]
 
 logger = logging.getLogger(__name__)
 
 #: How often the ranks' pages are looked at, seconds.
 _POLL_S = 0.02
+#: How often vLLM itself is looked at meanwhile, seconds.
+_LOOK_S = 1.0
 #: How long a version may take to be staged for a load, seconds.
 _STAGE_S = 600.0
 #: From a failed load to the next one, seconds: doubled each time.
 _AGAIN_S, _MOST_S = 1.0, 60.0
 #: A loader that can load is in one of these.
 _UP = (pb.LOADER_STATE_READY, pb.LOADER_STATE_PROVING, pb.LOADER_STATE_LOADING)
+
+
+class LoadFailedError(WeightSyncError):
+    """A load has failed, and its rank has told why: what the rank holds is as it was."""
 
 
 @dataclass
@@ -64,10 +70,23 @@ class LoadScheduler:
         stager: Gives leases on what they read.
         metrics: Where loads are counted.
         why: Why its versions must be loaded; one sentence of a rank.
+        left: Tells whether this start of vLLM is over.
+
+    Attributes:
+        on_start: Awaited when the ranks have begun to load; None: nothing is.
     """
 
-    def __init__(self, ranks: Ranks, stager: Stager, metrics: LoaderMetrics, why: str) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        stager: Stager,
+        metrics: LoaderMetrics,
+        why: str,
+        left: Callable[[], Awaitable[bool]],
+    ) -> None:
         self.why = why
+        self.on_start: Callable[[], Awaitable[None]] | None = None
+        self._left = left
         self._ranks = ranks
         self._stager = stager
         self._metrics = metrics
@@ -206,6 +225,8 @@ class LoadScheduler:
         with lease:
             try:
                 load.ticket = await self._ranks.start_load(self._group, lease.staged_id)
+                if self.on_start is not None:
+                    await self.on_start()
                 await self._ended(load.ticket)
             except WeightSyncError as error:
                 self._failed(error)
@@ -220,17 +241,28 @@ class LoadScheduler:
         self._resident = frozenset.intersection(*(rank.holds for rank in self._last))
 
     async def _ended(self, ticket: str) -> None:
+        looked = clock.monotonic()
         while True:
             await asyncio.sleep(_POLL_S)
+            if clock.monotonic() - looked >= _LOOK_S:
+                looked = clock.monotonic()
+                if await self._left():
+                    raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM left in the middle of a load")
             loads = self._ranks.loading(ticket)
             failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)
             if failed is not None:
-                raise refusal(
+                why = refusal(
                     failed.rank,
                     failed.error,
                     lasting=failed.refused,
                     names=failed.names,
                     count=failed.count,
+                )
+                raise LoadFailedError(
+                    why.reason,
+                    why.message,
+                    metadata=why.metadata,
+                    retry_after_s=why.retry_after_s,
                 )
             if all(load.report is not None for load in loads):
                 restarts = sum(x.restarts for x in loads) - sum(x.restarts for x in self._last)

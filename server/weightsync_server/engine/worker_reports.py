@@ -111,6 +111,7 @@ class RankState:
     """What a rank's live parameters were last proved to hold; `content_digest` empty: unknown.
 
     One that has not `answered` may hold anything. `transform` is what its versions go through.
+    `written` tells whether anybody has written since vLLM loaded them; None: it does not say.
     """
 
     rank: str
@@ -118,6 +119,7 @@ class RankState:
     dirty: bool
     answered: bool = True
     transform: str = "plan"
+    written: bool | None = None
 
 
 @dataclass(frozen=True)

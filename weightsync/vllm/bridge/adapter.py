@@ -73,6 +73,8 @@ class VllmEngine:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
         self._served = ""
+        #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
+        self._unproved = False
         able = self._vllm.capabilities
         self._switching = Switching(
             self._workers.call, self._generation, len(ranks), possible=BETWEEN_STEPS in able
@@ -252,7 +254,8 @@ class VllmEngine:
                     self._sleep.release()
 
     async def _start(self, version: int, content_digest: str, *, free: bool) -> bool:
-        if content_digest or not await self._workers.as_loaded():
+        begins = self._state is EngineState.UNRECONCILED or (self._unproved and not free)
+        if content_digest or not (begins and await self._workers.as_loaded()):
             await self._check_proved(content_digest, free=free)
         labelled = await self._generation.start(version)
         self._serve(content_digest)
@@ -308,7 +311,8 @@ class VllmEngine:
         async with self._changes:
             self._end_fenced(reason)
             if self._generation.generating:
-                await self._generation.halt()
+                # Of what was never proved no answer is worth waiting for.
+                await self._generation.halt("abort" if self._unproved else "keep")
 
     def _set_fenced(self, reason: str) -> None:
         self._state, self._reason = EngineState.FENCED, reason
@@ -341,7 +345,8 @@ class VllmEngine:
         self._drop_lease()
         self._served = content_digest
         self._workers.committed = None
-        self._state, self._reason = EngineState.SERVING, ""
+        self._state, self._unproved = EngineState.SERVING, not content_digest
+        self._reason = "" if content_digest else "nobody has proved yet what vLLM has loaded"
 
     def _check_lease(self, lease_id: str) -> None:
         if not self._lease.holds(lease_id):
@@ -389,7 +394,8 @@ class VllmEngine:
             if self._lease.id != lease_id:
                 return
             # Where nothing was written, a rank that tells another version is not believed.
-            if not digest or (self._workers.committed is None and digest != self._served):
+            known = digest if self._unproved else self._served
+            if not digest or (self._workers.committed is None and digest != known):
                 self._end_fenced("the lease ran out and the ranks do not hold one proved version")
                 return
             await self._generation.start(self._workers.versions.get(digest, 0))

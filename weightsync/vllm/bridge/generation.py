@@ -86,9 +86,9 @@ class GenerationControl:
         """Return when generation stands still, however long that takes in a vLLM that starts."""
         await guarded(self._pause("keep", clear_cache=False))
 
-    async def halt(self) -> None:
+    async def halt(self, mode: str = "keep") -> None:
         """Return when generation stands still; without effect when it does."""
-        await self._owed(self._pause("keep", clear_cache=False), "pause")
+        await self._owed(self._pause(mode, clear_cache=False), "pause")
 
     async def start(self, version: int) -> bool:
         """Label outputs with a version and generate; returns whether there is such a label.

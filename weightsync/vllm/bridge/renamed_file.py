@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import MAX_HEADER_BYTES
@@ -34,6 +35,12 @@ def renamed(fd: int, prefix: str) -> int:
             Reason.ENGINE_REFUSED,
             f"the draft's checkpoint cannot be read: {error}; restore its files",
         ) from error
+    if os.fstat(fd).st_size > (free := _available()):
+        raise WeightSyncError(
+            Reason.ENGINE_REFUSED,
+            f"the draft's checkpoint takes {os.fstat(fd).st_size} bytes of memory while it is "
+            f"read, and {free} are there; free as much",
+        )
     text = json.dumps(names, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     copy = os.memfd_create("weightsync-draft")
@@ -56,6 +63,12 @@ def _header(fd: int) -> tuple[dict[str, object], int]:
         msg = f"{length} bytes of header"
         raise ValueError(msg)
     return json.loads(os.pread(fd, length, 8)), 8 + length
+
+
+def _available() -> int:
+    """Return the bytes of memory that can be had without swapping, as in proc(5)."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _append(copy: int, fd: int, begin: int) -> None:

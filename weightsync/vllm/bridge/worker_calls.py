@@ -94,10 +94,9 @@ class WorkerCalls:
     async def as_loaded(self) -> bool:
         """Whether every rank tells that nobody has written since vLLM loaded its weights."""
         replies = await self.call("weightsync_state", {})
-        return len(replies) == self._count and all(
-            reply["ok"] and not (reply["dirty"] or reply["apply_id"] or reply["content_digest"])
-            for reply in replies
-        )
+        # A rank that does not say is of an older plugin, and asks for nothing.
+        untouched = [reply["ok"] and not reply.get("written", True) for reply in replies]
+        return len(untouched) == self._count and all(untouched)
 
     async def settle(self) -> None:
         """Return when no rank works in the background any more; what reads ahead is ended."""

@@ -74,6 +74,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, live: LiveParameters) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slices: list[Slice] = []
+        #: Tensors of a draft that its target has, too: where they would be loaded.
+        self.shared: list[tuple[str, str, Strides]] = []
         #: What the paths of the part begin with that is being loaded.
         self.path = ""
         self.refused: dict[str, str] = {}
@@ -206,10 +208,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if home is None or home.tensor.dtype != target.dtype:
             self._refuse("it is loaded into memory that is no parameter")
             return
+        place = _strides(target, int(home.tensor.storage_offset()))
         if not home.name.startswith(self.path):
             # What a draft has from its target, the target loads.
+            self.shared.append((origin.name, home.name, place))
             return
-        place = _strides(target, int(home.tensor.storage_offset()))
         part = _strides(source, -origin.offset)
         cast = origin.dtype != target.dtype
         if cast:
@@ -256,7 +259,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 class _Identity:
-    """Puts parameters, buffers and their memory back, should a loader replace either."""
+    """Puts parameters, buffers and their memory back, should a loader replace either.
+
+    Also what modules hold as bare attributes: graphs may read a tensor that is one of them.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._entries = [
@@ -266,10 +272,16 @@ class _Identity:
             for key, tensor in table.items()
             if tensor is not None
         ]
+        self._bare = [
+            (vars(module), {name: value for name, value in vars(module).items() if _bare(value)})
+            for module in model.modules()
+        ]
 
     def restore(self) -> bool:
         """Undo replacements; returns whether there were any."""
         changed = False
+        for attributes, before in self._bare:
+            attributes.update(before)
         for table, key, tensor, data in self._entries:
             if table.get(key) is not tensor:
                 table[key] = tensor
@@ -278,6 +290,10 @@ class _Identity:
                 tensor.data = data
                 changed = True
         return changed
+
+
+def _bare(value: object) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -411,5 +427,13 @@ def _plan_of(recorder: _Recorder, live: LiveParameters, layout: Layout) -> LoadP
         signature=layout.signature,
         tensors={t.name: (t.dtype, t.shape) for t in layout.tensors},
         slices=tuple(recorder.slices),
+        shared=_shared(recorder),
         param_dtypes={name: safetensors_dtype(tensor.dtype) for name, tensor in params.items()},
     )
+
+
+def _shared(recorder: _Recorder) -> dict[str, str]:
+    """Return by name the tensors of a draft that must be as another one, which is its target's."""
+    targets = {(item.param, item.target): item.tensor for item in recorder.slices}
+    found = ((name, targets.get((param, place), "")) for name, param, place in recorder.shared)
+    return {name: other for name, other in found if name != other}

@@ -107,6 +107,8 @@ class LoadPlan:
             adoption.
         draft: Those of the parameters that only a draft has. A version may leave all of them out,
             and then leaves the draft as it is.
+        shared: Tensors of a draft that vLLM serves from its target, each with the target's tensor
+            that it must repeat; "" where that is not one tensor.
     """
 
     signature: str
@@ -116,6 +118,7 @@ class LoadPlan:
     exchanged: frozenset[str] = frozenset()
     same_as: dict[str, str] = field(default_factory=dict)
     draft: frozenset[str] = frozenset()
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def loaded(self) -> frozenset[str]:
@@ -124,9 +127,8 @@ class LoadPlan:
 
     @cached_property
     def drafted(self) -> frozenset[str]:
-        """Names of the tensors from which only the draft is loaded."""
-        rest = {item.tensor for item in self.slices if item.param not in self.draft}
-        return self.loaded - rest
+        """Names of the tensors from which what only the draft has is loaded."""
+        return frozenset(item.tensor for item in self.slices if item.param in self.draft)
 
     def brings_draft(self, names: Collection[str]) -> bool:
         """Whether a version with tensors of these names has any of the draft's."""
@@ -192,6 +194,15 @@ class LoadPlan:
         Raises:
             PlanRefusedError: Naming the tensors.
         """
+        other = [
+            name for name, same in self.shared.items() if digests[name] != digests.get(same, b"")
+        ]
+        if other:
+            msg = (
+                "vLLM serves these tensors of the draft from its target, and they are not as "
+                "there; make them alike, or leave them out"
+            )
+            raise PlanRefusedError(msg, other)
         loaded = {digests[name] for name in self.tensors if name not in unloaded}
         lost = [
             name

@@ -11,7 +11,7 @@ from weightsync.vllm.plan.live_params import LiveParameters
 from weightsync.vllm.plan.load_plan import LoadPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import torch
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["capture_part", "joined", "slices_of"]
 
 
-def capture_part(model: torch.nn.Module, names: PartNames, layout: Layout) -> LoadPlan:
+def capture_part(
+    model: torch.nn.Module, names: PartNames, layout: Layout, shared: Collection[str] = ()
+) -> LoadPlan:
     """Return the copies that load a part, with paths and names of the whole.
 
     Args:
         model: The part, without weights yet.
         names: How what belongs to it is called.
         layout: Of a version of the whole.
+        shared: Paths of its modules that are another part's later: what is loaded into them is not
+            served.
 
     Raises:
         PlanRefusedError: Its loaders do more than copy, or refuse a tensor; with names.
@@ -43,6 +47,7 @@ def capture_part(model: torch.nn.Module, names: PartNames, layout: Layout) -> Lo
         slices=tuple(
             replace(item, tensor=tensors[item.tensor].name, param=names.path + item.param)
             for item in plan.slices
+            if not any(item.param.startswith(f"{path}.") for path in shared)
         ),
         param_dtypes={names.path + name: dtype for name, dtype in plan.param_dtypes.items()},
         draft=frozenset(names.path + name for name in plan.written if names.path),

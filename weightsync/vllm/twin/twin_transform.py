@@ -117,11 +117,21 @@ class TwinTransform:
         self._layout: Layout | None = None
         self._first: LoadFacts | None = None
 
+    def is_of(self, args: Mapping[str, Any]) -> bool:
+        """Whether the loader, if there is one, belongs to the group of a call."""
+        return self._loader is None or self._group == str(args["group"])
+
     def begin(self, args: Mapping[str, Any]) -> None:
-        """See to it that there is a loader of a group. Called by the thread that never ends."""
+        """See to it that there is a loader of a group. Called by the thread that never ends.
+
+        Raises:
+            PlanRefusedError: There is no room for what it would load.
+        """
+        if self._memory is None:
+            self._check_room()
         group = str(args["group"])
         if self._loader is not None and (group != self._group or not self._loader.alive):
-            self._end_loader()
+            self._end_loader(self._loader)
         if self._loader is None:
             self._loader = LoaderProcess(self._start(group))
             self._group = group
@@ -163,18 +173,17 @@ class TwinTransform:
         if self._layout is not None:
             # A loader that is new has nothing with which it could compare what it loads first.
             check_same(read_document(path, document).manifest.layout, self._layout)
-        self._check_room()
-        begin = time.perf_counter()
+        begin, loader = time.perf_counter(), self._loader
         try:
-            self._load(content_digest, path, document, stop, report)
+            self._load(loader, content_digest, path, document, stop, report)
         except LoaderRefusedError as error:
             raise PlanRefusedError(str(error), error.names) from error
         except PlanRefusedError:
             # It waits for what comes after a load.
-            self._end_loader()
+            self._end_loader(loader)
             raise
         except LoaderError as error:
-            self._end_loader()
+            self._end_loader(loader)
             if not stop():
                 self._failed[content_digest] = count + 1, str(error)
             raise
@@ -194,9 +203,14 @@ class TwinTransform:
             raise PlanRefusedError(msg)
 
     def _load(
-        self, content_digest: str, path: str, document: str, stop: Stop, report: Report
+        self,
+        loader: LoaderProcess | None,
+        content_digest: str,
+        path: str,
+        document: str,
+        stop: Stop,
+        report: Report,
     ) -> None:
-        loader = self._loader
         if loader is None:
             msg = "there is no loader"
             raise LoaderError(msg)
@@ -247,10 +261,11 @@ class TwinTransform:
             return []
         return [version for version in (memory.in_model, memory.in_arena) if version is not None]
 
-    def _end_loader(self) -> None:
-        if self._loader is not None:
-            self._loader.end()
+    def _end_loader(self, loader: LoaderProcess | None) -> None:
+        # Another one may have taken its place, which has ended it.
+        if loader is not None and self._loader is loader:
             self._loader = None
+            loader.end()
 
     def check(self, layout: Layout) -> str:
         """Accept some tensors of a version by names, dtypes and shapes; returns "": all are placed.

@@ -100,7 +100,8 @@ class VllmLoad:
 
         def load(part: PartLoad, loader: Any, model: torch.nn.Module, own: Any) -> None:
             del loader, own
-            found.append(capture_part(model, part.names, layout))
+            shared = self._whole.shared if part.names.path else ()
+            found.append(capture_part(model, part.names, layout, shared))
             raise _CapturedError
 
         for part in self._whole.parts:

@@ -26,6 +26,8 @@ __all__ = ["KeptDraft"]
 
 #: Versions of which it is known whether they bring a draft.
 _VERSIONS = 64
+#: Drafts that are kept.
+_DRAFTS = 2
 
 
 class KeptDraft:
@@ -38,8 +40,8 @@ class KeptDraft:
     def __init__(self, live: LiveParameters) -> None:
         self._live = live
         self._brings: OrderedDict[str, bool] = OrderedDict()
-        #: The version it was live with, and its bytes.
-        self._kept: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
+        #: Bytes of drafts, by the version that they were live with.
+        self._kept: OrderedDict[str, Mapping[str, torch.Tensor]] = OrderedDict()
 
     def note(self, content_digest: str, plan: LoadPlan) -> None:
         """Take note of whether a version brings a draft."""
@@ -59,8 +61,8 @@ class KeptDraft:
         """
         if plan.draft:
             return _Keeping(writer, self, live, plan.draft)
-        version, tensors = self._kept
-        return _BringingBack(writer, self._live, tensors) if version == content_digest else writer
+        tensors = self._kept.get(content_digest)
+        return writer if tensors is None else _BringingBack(writer, self._live, tensors)
 
     def keep(self, live: str, params: frozenset[str]) -> None:
         """Keep the draft that is live, if its version would not bring it back.
@@ -73,10 +75,13 @@ class KeptDraft:
             # Half written: what was kept before that is what may be asked for.
             return
         if self._brings.get(live, False):
-            self._kept = ("", {})
             return
-        tensors = {name: memory_of(self._live.tensor(name)).cpu().clone() for name in params}
-        self._kept = (live, tensors)
+        self._kept[live] = {
+            name: memory_of(self._live.tensor(name)).to("cpu", copy=True) for name in params
+        }
+        self._kept.move_to_end(live)
+        while len(self._kept) > _DRAFTS:
+            self._kept.popitem(last=False)
 
 
 class _Around:

@@ -114,6 +114,7 @@ class Rank:
             "apply_id": live.apply_id,
             "content_digest": live.proved,
             "dirty": live.dirty,
+            "written": live.dirty or live.writes > 0,
             "prepared": sorted(self._prepared),
             "busy": self._background.settle() if args.get("settle") else self._background.busy,
             "segments": len(self._segments.mappings),
@@ -183,6 +184,9 @@ class Rank:
             self._ops.drop_staging()
             self._twin = self._make_twin()
         twin = self._twin
+        if not twin.is_of(args):
+            # What the loaders before are at work on is waited for by nobody any more.
+            self._loads.job.cancelled.set()
         twin.begin(args)
 
         def load(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +345,9 @@ class Rank:
         target, report = self._transform.prepare(request, job.cancelled.is_set)
         proved: dict[str, Any] = {"proved": None}
         if args.get("compare_live"):
-            claim = not args.get("proof_only")
+            # A version without a draft is also live where another one is, which has a draft.
+            same = self._live_state.proved in ("", target.content_digest)
+            claim = same and not args.get("proof_only")
             proved = self._compare(target, job.cancelled.is_set, claim=claim)
         self._prepared[job.apply_id] = target
         writer = self._transform.writer(target, self._live_state.proved)

@@ -274,3 +274,59 @@ async def test_an_engine_that_lost_the_live_version_serves_nothing_before_it_has
         again.go.set()
         await it.ready()
         assert again.serves == 2
+
+
+async def test_only_an_apply_waits_for_a_proof(tmp_path: Path, engine: LoadingEngine) -> None:
+    engine.go.clear()
+    async with plant(tmp_path, engine) as it:
+        await it.until(pb.ENGINE_STATE_PROVING)
+        for call in (it.verify(), it.rollback()):
+            with pytest.raises(WeightSyncError, match="compared with a second load") as caught:
+                await asyncio.wait_for(call, 1)
+            assert caught.value.reason is Reason.ENGINE_AWAY
+
+
+async def test_a_server_that_stops_in_a_proof_keeps_nobody_waiting(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.go.clear()
+    async with plant(tmp_path, engine) as it:
+        await it.until(pb.ENGINE_STATE_PROVING)
+        await it.push(2)
+        waiting = asyncio.create_task(it.apply(2))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(it.keeper.stop(), 5)
+        with pytest.raises(WeightSyncError, match="the server stops"):
+            await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_proof_that_fails_for_now_is_begun_again_a_few_times(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.broken = "it ran out of memory"
+    async with plant(tmp_path, engine) as it:
+        await until(lambda: engine.calls.count("load") >= 2)
+        assert "fence" not in engine.events
+        assert engine.serves == 1
+        # It is not served for ever what nobody can prove.
+        await until(lambda: "fence" in engine.events)
+        assert engine.serves == 0
+        engine.broken = ""
+        await it.ready()
+        assert engine.serves == 1
+
+
+async def test_what_was_refused_is_not_served_by_the_next_server(
+    tmp_path: Path, engine: LoadingEngine
+) -> None:
+    engine.wrong_load = True
+    store = f"file://{tmp_path / 'store'}"
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.until(pb.ENGINE_STATE_FENCED)
+        await until(lambda: engine.serves == 0)
+    resumed = engine.events.count("resume")
+    async with plant(tmp_path, engine, store=store) as it:
+        await it.until(pb.ENGINE_STATE_FENCED)
+        await until(lambda: it.keeper.status().reason.startswith("the engine's live"))
+        assert engine.events.count("resume") == resumed
+        assert engine.serves == 0

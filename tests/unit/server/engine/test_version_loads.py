@@ -37,17 +37,22 @@ class Loaders:
     Attributes:
         asked: Arguments of every load.
         refusal: What the ranks answer to the call itself; empty: they begin.
+        gone: Whether this start of vLLM is over.
     """
 
     def __init__(self, here: World) -> None:
         self._socket = here.server.path
         self.asked: list[dict[str, Any]] = []
         self.refusal: dict[str, Any] = {}
+        self.gone = False
 
     async def call_workers(self, method: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         assert method == "weightsync_load"
         self.asked.append(args)
         return [{"ok": True, "rank": name} | self.refusal for name in NAMES]
+
+    async def left(self) -> bool:
+        return self.gone
 
     async def loads(self, count: int) -> None:
         """Wait until that many loads were begun."""
@@ -96,7 +101,7 @@ def metrics() -> Metrics:
 @pytest.fixture
 async def loads(here: World, engine: Loaders, metrics: Metrics) -> AsyncIterator[LoadScheduler]:
     ranks = Ranks(engine, NAMES, here.server)  # type: ignore[arg-type]
-    made = LoadScheduler(ranks, here.model.stager, metrics.loaders, "it quantises")
+    made = LoadScheduler(ranks, here.model.stager, metrics.loaders, "it quantises", engine.left)
     yield made
     made.close()
     await asyncio.sleep(0)
@@ -384,3 +389,36 @@ async def test_close_waits_for_nothing(
     await until(lambda: not loads.running)
     assert two.slot is not None
     assert two.slot.leases == 0
+
+
+async def test_a_load_ends_with_the_vllm_that_it_is_made_for(
+    here: World, engine: Loaders, loads: LoadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_loads, "_LOOK_S", 0.01)
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 60))
+    await engine.loads(1)
+    engine.gone = True
+    with pytest.raises(WeightSyncError, match="vLLM left in the middle of a load") as caught:
+        await asyncio.wait_for(waiting, 5)
+    assert caught.value.reason is Reason.ENGINE_AWAY
+
+
+async def test_who_wants_to_know_is_told_that_the_ranks_load(
+    here: World, engine: Loaders, loads: LoadScheduler
+) -> None:
+    told: list[int] = []
+
+    async def note() -> None:
+        told.append(len(engine.asked))
+
+    loads.on_start = note
+    engine.refusal = {"ok": False, "error": "no room", "refused": True}
+    with pytest.raises(WeightSyncError, match="no room"):
+        await loads.ensure(here.model.table.get(2), 5)
+    assert not told, "they refused to"
+    engine.refusal = {}
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
+    await engine.loads(2)
+    await until(lambda: told == [2])
+    engine.ready("3")
+    await waiting

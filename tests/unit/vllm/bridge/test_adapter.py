@@ -29,7 +29,7 @@ class Llm:
         self.log: list[Any] = []
         self.busy: list[str] = []
         self.digests = [DIGEST, DIGEST]
-        self.dirty = False
+        self.written = True
         self.gate = asyncio.Event()
         self.gate.set()
         self.drained = asyncio.Event()
@@ -90,8 +90,7 @@ class Llm:
                 "rank": rank,
                 "call": args[0]["call"],
                 "content_digest": digest,
-                "dirty": self.dirty,
-                "apply_id": "",
+                "written": self.written,
                 "busy": busy,
             }
             for rank, digest in zip(("0/0/0", "0/0/1"), self.digests, strict=True)
@@ -167,28 +166,56 @@ async def test_resume_after_commit_needs_the_digest_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "dirty"), [([DIGEST, ""], False), (["", ""], True), ([DIGEST, DIGEST], False)]
+    ("digests", "written"), [([DIGEST, ""], True), (["", ""], True), ([DIGEST, DIGEST], True)]
 )
 async def test_what_vllm_has_loaded_is_served_before_a_proof_while_nobody_has_written(
-    digests: list[str], dirty: bool
+    digests: list[str], written: bool
 ) -> None:
     llm = Llm()
     engine = VllmEngine(llm, "0.32.0", "bridge")
     await engine.start()
-    llm.digests, llm.dirty = digests, dirty
+    llm.digests, llm.written = digests, written
     assert (await _refused(engine.resume("", 0, ""))).reason is Reason.ENGINE_REFUSED
     assert _state(engine) is EngineState.UNRECONCILED
-    llm.digests, llm.dirty = ["", ""], False
+    llm.digests, llm.written = ["", ""], False
     await engine.resume("", 0, "")
     assert _state(engine) is EngineState.SERVING
+    assert "proved yet" in (await engine.health()).reason
     # Its proof gives it a label, under a pause.
     llm.digests = [DIGEST, DIGEST]
     lease = await engine.pause(PauseSpec(), 5)
     assert await engine.resume(lease.lease_id, 7, DIGEST) is True
     assert llm.log[-2:] == ["label 7", "resume"]
+    assert not (await engine.health()).reason
     # From then on it holds a version, and nothing else is taken for one.
     await engine.fence("a fault")
+    assert ("keep", False) in llm.log
     assert (await _refused(engine.resume("", 0, ""))).reason is Reason.ENGINE_REFUSED
+
+
+async def test_what_was_refused_before_its_proof_is_not_served_again() -> None:
+    llm = Llm()
+    llm.digests, llm.written = ["", ""], False
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    await engine.resume("", 0, "")
+    llm.log.clear()
+    await engine.fence("a second load is not what is live")
+    # Its requests end: nobody would ever answer them.
+    assert llm.log == [("abort", False)]
+    assert (await _refused(engine.resume("", 0, ""))).reason is Reason.ENGINE_REFUSED
+    assert _state(engine) is EngineState.FENCED
+
+
+async def test_a_lease_that_runs_out_while_it_gets_its_label_goes_on() -> None:
+    llm = Llm()
+    llm.digests, llm.written = ["", ""], False
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    await engine.resume("", 0, "")
+    llm.digests = [DIGEST, DIGEST]
+    await engine.pause(PauseSpec(), 0.02)
+    await _until(lambda: _state(engine) is EngineState.SERVING)
 
 
 async def test_expired_lease_resumes_with_the_label_of_what_is_held() -> None:

@@ -81,6 +81,9 @@ def test_engine_cores_that_cannot_be_asked_one_by_one_are_refused() -> None:
     assert "not one by one" in told
 
 
+_GEMMA4 = SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma4_mtp"))
+
+
 def _drafted(parallel: dict[str, Any] | None = None, **spec: Any) -> tuple[str, ...]:
     draft = SimpleNamespace(tensor_parallel_size=1)
     config = SimpleNamespace(
@@ -102,6 +105,7 @@ def test_speculation_whose_weights_an_update_reaches_is_supported(method: str) -
     [
         ({"method": "medusa"}, {}, "use eagle, eagle3, mtp, draft_model or ngram"),
         ({"method": "eagle3", "parallel_drafting": True}, {}, "parallel_drafting to false"),
+        ({"method": "mtp", "draft_model_config": _GEMMA4}, {}, "gemma4_mtp is not supported"),
         ({"method": "mtp"}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ({"method": "eagle"}, {"tensor_parallel_size": 2}, "a draft on 1 of 2 ranks"),
     ],

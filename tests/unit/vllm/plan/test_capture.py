@@ -247,3 +247,15 @@ def test_what_is_quantised_already_is_copied_as_it_is() -> None:
     # A scale that is an exponent alone is exact in the model's dtype.
     assert (casts["down"], casts["scale"]) == (False, True)
     assert plan.param_dtypes["down"] == "F8_E4M3"
+
+
+def test_what_a_loader_puts_into_bare_attributes_is_put_back() -> None:
+    def load(model: Any, tensor: torch.Tensor) -> None:
+        model.indices, model.cached = torch.tensor([9]), None
+        model.down.data.copy_(tensor.narrow(1, 0, 3))
+
+    model = _Loader(load)
+    model.indices, model.cached = torch.tensor([1]), torch.tensor([2.0])
+    bare = model.indices, model.cached
+    _capture(model, toy_tensors(2))
+    assert (model.indices, model.cached) == bare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +231,8 @@ def test_a_look_that_fails_does_not_keep_vllm_from_loading(
 def test_records_do_not_outlive_their_models() -> None:
     from weightsync.vllm.plan import load_watch
 
+    # What earlier tests left shall not go in between.
+    gc.collect()
     before = len(load_watch._made)
     model = _loaded(lambda layer: None)
     assert len(load_watch._made) == before + 1

@@ -83,6 +83,13 @@ def test_plans_of_parts_are_the_plan_of_the_whole() -> None:
     assert plan.asked_of([*tensors, "draft.embed.weight"]) is plan, "a part of it is not enough"
 
 
+def test_what_is_not_served_is_not_loaded_into_a_part() -> None:
+    tensors = {"embed.weight": torch.ones(4, 2), "layers.0.weight": torch.ones(2, 2)}
+    layout = layout_of({f"draft.{name}": tensor for name, tensor in tensors.items()})
+    plan = capture_part(_Part(), names_of_parts("draft.")[1], layout, {"embed": "embed"})
+    assert plan.loaded == {"draft.layers.0.weight"}
+
+
 def test_a_model_without_a_draft_is_one_part() -> None:
     model = _Part()
     ((module, names),) = parts_of(model)

@@ -14,7 +14,6 @@ from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.apply.transform import NeedsLoadError, TransformRequest
 from weightsync.vllm.plan import load_watch
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.twin.twin_transform import TwinTransform
 from weightsync.vllm.worker.rank_job import caught
 
@@ -68,13 +67,11 @@ def test_a_load_without_room_is_refused_before_it_begins(
     monkeypatch.setitem(load_watch._made, model, frozenset())
     monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 799})
     twin = TwinTransform(model, cpu, ops, _start, 1)
-    version = staging.stage_files([save(toy_tensors(1))])
-    where = str(staging.socket), version.document.id
     with pytest.raises(PlanRefusedError, match=r"at least 800 bytes .* 799; set WEIGHTSYNC_DEVICE"):
-        twin.load("x", *where, bool, print)
+        twin.begin({"group": "0" * 32})
     monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 800})
-    with pytest.raises(LoaderError, match="there is no loader"):
-        twin.load("x", *where, bool, print)
+    with pytest.raises(AssertionError, match="0" * 32):
+        twin.begin({"group": "0" * 32})
 
 
 def test_a_report_tells_that_it_must_be_loaded() -> None:

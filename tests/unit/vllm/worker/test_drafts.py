@@ -139,6 +139,27 @@ def test_the_draft_of_a_version_without_one_comes_back_with_it(site: Site) -> No
     assert site.holds(1, 1)
 
 
+def test_the_way_back_goes_over_versions_that_bring_drafts(site: Site) -> None:
+    versions = {"two": (2, None), "three": (3, 3), "four": (4, 4)}
+    for name, seeds in versions.items():
+        assert site.prepare(name, site.version(*seeds))["phase"] == "ready"
+        assert site.commit(name)["ok"]
+    assert site.commit("three")["ok"]
+    assert site.holds(3, 3)
+    assert site.commit("two")["ok"]
+    assert site.holds(2, 1)
+
+
+def test_a_version_without_a_draft_is_not_live_because_its_target_is(site: Site) -> None:
+    target, both = site.version(2, None), site.version(2, 2)
+    for name, version in (("two", target), ("both", both)):
+        assert site.prepare(name, version)["phase"] == "ready"
+    assert site.commit("both")["ok"]
+    report = site.worker.job("prepare", "two", target, compare_live=True)
+    assert report["proved"]
+    assert site.worker.call("state")["content_digest"] == both.content_digest
+
+
 def test_a_write_that_breaks_off_is_taken_back_with_its_draft(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +196,7 @@ def test_what_the_draft_shares_must_be_as_in_the_target(staging: Staging) -> Non
     assert site.prepare("two", site.version(2, 2, **same))["phase"] == "ready"
     report = site.prepare("three", site.version(3, 3, **other))
     assert report["names"] == ["draft.embed"]
+    assert "make them alike" in report["error"]
 
 
 def test_a_draft_is_whole_or_not_there(site: Site) -> None:
