@@ -215,7 +215,7 @@ class MemoryEngine(MemoryRank):
         """Whether it has served nothing but what it began with, and still holds that."""
         paused = self._condition is EngineState.PAUSED and not self.version
         begins = paused or self._condition is EngineState.UNRECONCILED
-        return begins and not any(rank.written for rank in self.ranks)
+        return begins and not any(rank.touched for rank in self.ranks)
 
     def _served(self) -> str:
         """Return what every rank is proved to hold; empty: no one version."""

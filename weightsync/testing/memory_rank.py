@@ -89,13 +89,13 @@ class MemoryRank:
         self._prepared: dict[str, _Prepared] = {}
         # What the parameters were last proved to hold, and whether a write was not proved.
         self._content, self._dirty = "", False
-        self._written = False
+        self._touched = False
         self._turn = threading.Lock()
 
     @property
-    def written(self) -> bool:
+    def touched(self) -> bool:
         """Whether anybody has written since it began."""
-        return self._written or self._dirty
+        return self._touched or self._dirty
 
     @property
     def content_digest(self) -> str:
@@ -120,7 +120,7 @@ class MemoryRank:
         """Hold these parameters, and know nothing else, as after a crash of vLLM."""
         self.live = dict(tensors)
         self._prepared, self._content, self._dirty = {}, "", False
-        self._written = False
+        self._touched = False
 
     async def _answer(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         reply = {"ok": True, "rank": self.name, "error": ""}
@@ -140,7 +140,7 @@ class MemoryRank:
 
     def _state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         del args
-        return {"content_digest": self._content, "dirty": self._dirty, "written": self.written}
+        return {"content_digest": self._content, "dirty": self._dirty, "written": self.touched}
 
     def _check(self, args: Mapping[str, Any]) -> dict[str, Any]:
         with SegmentClient(self._socket) as client:
@@ -248,7 +248,7 @@ class MemoryRank:
         patch = prepared.patch("" if self._dirty else self._content)
         tensors = prepared.tensors if patch is None else patch
         self._content, self._dirty = "", True
-        self._written = True
+        self._touched = True
         failure = ""
         try:
             self.write(tensors)
