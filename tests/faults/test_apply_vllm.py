@@ -414,7 +414,7 @@ def test_a_rollback_during_an_apply_waits_for_it(site: FaultySite) -> None:
         refusals: list[WeightSyncError | None] = []
         applying = threading.Thread(target=lambda: refusals.append(site.try_apply(version)))
         applying.start()
-        assert site.met(10)
+        assert site.met(30), refusals
         answer = site.server.stub.Rollback(pb.RollbackRequest(model="default"), timeout=60)
         applying.join(60)
     assert refusals == [None]
