@@ -119,3 +119,17 @@ def test_what_loading_made_belongs_to_the_weights() -> None:
 def test_a_model_that_nobody_saw_being_loaded_is_refused() -> None:
     with pytest.raises(PlanRefusedError, match="VLLM_PLUGINS=weightsync"):
         weight_paths(model())
+
+
+def test_a_handle_of_one_process_is_refused_by_name() -> None:
+    class Handler:
+        """As vLLM's, of weights that oneDNN has packed."""
+
+        def __init__(self) -> None:
+            self.handler_tensor = torch.tensor([1234])
+
+    packed = model()
+    packed.handler = Handler()
+    with pytest.raises(PlanRefusedError, match="memory that cannot be copied") as refused:
+        state_of(packed, [*PATHS, "handler.handler_tensor"])
+    assert refused.value.names == ["handler.handler_tensor"]
