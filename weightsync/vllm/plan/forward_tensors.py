@@ -11,14 +11,15 @@ import enum
 import functools
 import types
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["forward_numbers", "forward_tensors"]
+__all__ = ["Reached", "forward_tensors", "reach"]
 
 #: Modules whose objects hold no tensor of a model, and much that is costly to look at.
 _FOREIGN = frozenset(
@@ -46,17 +47,32 @@ def forward_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield place, child
 
 
-def forward_numbers(model: torch.nn.Module) -> dict[str, float]:
-    """Return every Python float that a module or a helper object holds, with a path to it.
+@dataclass(frozen=True)
+class Reached:
+    """What one walk through a model finds.
 
-    vLLM reads scales out of tensors when it loads, and hands them to kernels as numbers. What
-    configurations hold is left out: it comes from no weight, and times that it took are in it.
+    Attributes:
+        tensors: As `forward_tensors` yields them.
+        numbers: Every Python float that a module or a helper object holds, by path. VLLM reads
+            scales out of tensors when it loads, and hands them to kernels as numbers. What
+            configurations hold is left out: it comes from no weight, and times that it took are in
+            it.
     """
-    return {
-        place: child
-        for place, child, owner in _walk(model)
-        if type(child) is float and not _is_config(owner)
-    }
+
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    numbers: Mapping[str, float]
+
+
+def reach(model: torch.nn.Module) -> Reached:
+    """Return every tensor and every number that can be reached from a model."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: dict[str, float] = {}
+    for place, child, owner in _walk(model):
+        if isinstance(child, torch.Tensor):
+            tensors.append((place, child))
+        elif type(child) is float and not _is_config(owner):
+            numbers[place] = child
+    return Reached(tensors, numbers)
 
 
 def _is_config(owner: Any) -> bool:

@@ -63,6 +63,10 @@ class _Loader:
         while True:
             request = receive(self._sock)
             self._load(request)
+            # Only now does nothing hold what was loaded beside the arena.
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _load(self, request: dict[str, Any]) -> None:
         from weightsync.vllm.plan.load_plan import PlanRefusedError
@@ -107,10 +111,6 @@ class _Loader:
         send(self._sock, reply)
         if made:
             send_fds(self._sock, fds)
-        del state
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _die_with_parent() -> None:

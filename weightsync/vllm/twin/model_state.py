@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightsync.vllm.plan.forward_tensors import forward_numbers, forward_tensors
+from weightsync.vllm.plan.forward_tensors import reach
 from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.load_watch import made_by_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+    from weightsync.vllm.plan.forward_tensors import Reached
 
     TensorDigests = Callable[[Mapping[str, torch.Tensor]], dict[str, bytes]]
 
@@ -113,6 +115,10 @@ def weight_paths(model: torch.nn.Module) -> frozenset[str]:
     Raises:
         PlanRefusedError: Nobody saw the model being loaded.
     """
+    return _weight_paths(model, reach(model))
+
+
+def _weight_paths(model: torch.nn.Module, reached: Reached) -> frozenset[str]:
     made = made_by_loading(model)
     if made is None:
         msg = (
@@ -121,42 +127,49 @@ def weight_paths(model: torch.nn.Module) -> frozenset[str]:
         )
         raise PlanRefusedError(msg)
     # Not torch's names: a module that stands in two places has two there, and one here.
-    found = forward_tensors(model)
-    return made.union(path for path, t in found if isinstance(t, torch.nn.Parameter))
+    return made.union(path for path, t in reached.tensors if isinstance(t, torch.nn.Parameter))
 
 
 def state_of(
-    model: torch.nn.Module, paths: Collection[str], digests: TensorDigests | None = None
+    model: torch.nn.Module,
+    paths: Collection[str] | None = None,
+    digests: TensorDigests | None = None,
 ) -> ModelState:
     """Return the state of a model. Reads no bytes of the device, but with `digests`.
 
     Args:
         model: Loaded.
-        paths: Of the tensors that belong to it.
+        paths: Of the tensors that belong to it; None: as `weight_paths` has them.
         digests: Digests the other tensors; None: they are not looked at.
 
     Raises:
         PlanRefusedError: A tensor is missing, or lies in memory that cannot be exchanged; named.
     """
+    reached = reach(model)
+    wanted = _weight_paths(model, reached) if paths is None else paths
     found: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    for path, tensor in forward_tensors(model):
-        if path in paths:
+    for path, tensor in reached.tensors:
+        if path in wanted:
             found.setdefault(path, tensor.detach())
         elif digests is not None and not _is_opaque(tensor):
             others[path] = tensor.detach()
-    missing = sorted(set(paths) - found.keys())
+    missing = sorted(set(wanted) - found.keys())
     if missing:
         msg = "the model has lost these tensors since it was loaded; restart vLLM"
         raise PlanRefusedError(msg, missing)
     digested = digests(others) if digests is not None else {}
-    return _laid_out(model, {path: found[path] for path in sorted(found)}, digested)
+    device = next(model.parameters()).device
+    ordered = {path: found[path] for path in sorted(found)}
+    return _laid_out(device, ordered, reached.numbers, digested)
 
 
 def _laid_out(
-    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], others: Mapping[str, bytes]
+    device: torch.device,
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, float],
+    others: Mapping[str, bytes],
 ) -> ModelState:
-    device = next(model.parameters()).device
     opaque = [p for p, tensor in tensors.items() if _is_opaque(tensor) or p.endswith(_HANDLE)]
     if opaque:
         msg = "vLLM holds these weights in memory that cannot be copied; this model is refused"
@@ -165,7 +178,7 @@ def _laid_out(
     spans = _spans(here)
     order = {span: index for index, span in enumerate(dict.fromkeys(spans.values()))}
     forms = {}
-    values = {path: number.hex() for path, number in forward_numbers(model).items()}
+    values = {path: number.hex() for path, number in numbers.items()}
     for path, tensor in tensors.items():
         begin = spans[path][0] if path in here else 0
         forms[path] = TensorForm(
@@ -177,7 +190,10 @@ def _laid_out(
         )
         if path not in here and tensor.numel():
             values[path] = tensor_digest_of(tensor).hex()
-    memory = [_bytes_of(span, here) for span in order]
+    inside: dict[tuple[int, int], dict[str, torch.Tensor]] = {span: {} for span in order}
+    for path, span in spans.items():
+        inside[span][path] = here[path]
+    memory = [_bytes_of(span, found) for span, found in inside.items()]
     sizes = tuple(row.numel() for row in memory)
     return ModelState(StateForm(forms, sizes, values), memory, others)
 
@@ -214,9 +230,8 @@ def _spans(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     return {path: found[path] for path in tensors}
 
 
-def _bytes_of(span: tuple[int, int], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _bytes_of(span: tuple[int, int], inside: Mapping[str, torch.Tensor]) -> torch.Tensor:
     begin, end = span
-    inside = {path: t for path, t in tensors.items() if begin <= t.data_ptr() < end}
     covered = sum(_distinct(tensor) * tensor.element_size() for tensor in inside.values())
     for tensor in inside.values():
         storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ from weightsync.vllm.twin.arena import RankArena
 from weightsync.vllm.twin.live_state import ExchangedMemory, LoadedVersion
 from weightsync.vllm.twin.load_facts import LoadFacts
 from weightsync.vllm.twin.loader_process import LoaderError, LoaderProcess, LoaderRefusedError
-from weightsync.vllm.twin.model_state import StateForm, state_of, weight_paths
+from weightsync.vllm.twin.model_state import StateForm, state_of
 from weightsync.vllm.twin.same_tensors import check_same
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class TwinTransform:
         self._arena, self._arena_bytes = arena, int(stored["nbytes"])
 
     def _live_state(self) -> ModelState:
-        return state_of(self._model, weight_paths(self._model))
+        return state_of(self._model)
 
     def _versions(self) -> list[LoadedVersion]:
         memory = self._memory

@@ -7,6 +7,7 @@ later call then reads a stale one. Each takes one dict and returns one, of JSON-
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,8 +55,19 @@ def _rank_of(worker: Any) -> Rank:
         socket = settings.segment_socket
         found = Rank(model, worker.device, name, socket, ops, ranks, make_twin, alone=alone)
         setattr(worker, _ATTRIBUTE, found)
+        _spare_collector()
     assert isinstance(found, Rank)  # noqa: S101 - nobody else uses the name
     return found
+
+
+def _spare_collector() -> None:
+    """Have the garbage collector leave alone what exists now: vLLM and the model stay.
+
+    Who reads a version of tens of thousands of tensors makes it look through all that there is,
+    0.2 to 0.5 s in which no thread of this process gets on. vLLM does the same in its engine core.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _model_of(worker: Any) -> torch.nn.Module:
