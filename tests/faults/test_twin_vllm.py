@@ -7,7 +7,6 @@ must be a whole version's.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support.faulty_site import FaultySite, running_site
+from tests.support.loader_processes import loaders_of, wait_gone
 from tests.support.models import make_checkpoint
 from tests.support.processes import names, state
 from weightsync.errors import Reason, WeightSyncError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
 
-_LOADER = "weightsync.vllm.twin.loader_main"
 #: How long a rank that died may have a loader, seconds.
 _ORPHAN_S = 5.0
 
@@ -70,19 +69,6 @@ def _ranks(site: FaultySite) -> list[pb.RankResult]:
     return list(model.engine.ranks)
 
 
-def _loaders(site: FaultySite) -> list[psutil.Process]:
-    assert site.vllm.process is not None
-    children = psutil.Process(site.vllm.process.pid).children(recursive=True)
-    return [child for child in children if _LOADER in _command(child)]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    """Return how a process was started; empty when it has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
-
-
 def _threads(process: psutil.Process) -> int:
     try:
         return len(names(Path(f"/proc/{process.pid}/task")))
@@ -99,11 +85,6 @@ def _kill(loaders: list[psutil.Process]) -> None:
     while any(state(loader.pid) not in ("", "Z") or _threads(loader) > 1 for loader in loaders):
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def _wait_gone(loaders: list[psutil.Process], seconds: float) -> None:
-    _, left = psutil.wait_procs(loaders, seconds)
-    assert not left
 
 
 def _applied_under(site: FaultySite, plan: str, name: str) -> tuple[int, WeightSyncError | None]:
@@ -143,7 +124,7 @@ def test_a_version_is_loaded_beside_generation_and_its_way_back_needs_no_load(
             assert rank.loader.state == pb.LOADER_STATE_READY
             assert rank.loader.arena_bytes > 0
         # A loader that stands still could load nothing.
-        loaders = _loaders(site)
+        loaders = loaders_of(site.vllm)
         for loader in loaders:
             loader.suspend()
         try:
@@ -185,10 +166,10 @@ def test_a_rank_that_fails_in_its_commit_is_restored(site: FaultySite, point: st
 def test_a_loader_that_fails_is_replaced(site: FaultySite, point: str, told: str) -> None:
     name = _unloaded(site)
     old = site.ask()
-    before = [loader.pid for loader in _loaders(site)]
+    before = [loader.pid for loader in loaders_of(site.vllm)]
     with site.watched():
         if point.startswith("loader.start"):
-            _kill(_loaders(site))
+            _kill(loaders_of(site.vllm))
         version, refusal = _applied_under(site, point, name)
         assert refusal is not None
         assert refusal.reason is Reason.ENGINE_AWAY
@@ -197,7 +178,7 @@ def test_a_loader_that_fails_is_replaced(site: FaultySite, point: str, told: str
         assert site.apply(version, 120).strategy == pb.APPLY_STRATEGY_TWIN
         assert site.ask() == name
     assert "503" not in site.served
-    after = [loader.pid for loader in _loaders(site)]
+    after = [loader.pid for loader in loaders_of(site.vllm)]
     assert len(after) == len(before)
     assert not set(after) & set(before)
     assert all(rank.loader.restarts for rank in _ranks(site))
@@ -335,11 +316,11 @@ def test_a_loader_dies_with_its_rank_and_a_new_vllm_gets_the_live_version(
     site: FaultySite,
 ) -> None:
     site.apply(site.push(_unloaded(site)))
-    live, loaders = site.ask(), _loaders(site)
+    live, loaders = site.ask(), loaders_of(site.vllm)
     assert loaders
     for rank in {loader.ppid() for loader in loaders}:
         os.kill(rank, signal.SIGKILL)
-    _wait_gone(loaders, _ORPHAN_S)
+    wait_gone(loaders, _ORPHAN_S)
     site.vllm.stop()
     site.vllm.start()
     assert site.recover() == live
@@ -348,10 +329,10 @@ def test_a_loader_dies_with_its_rank_and_a_new_vllm_gets_the_live_version(
 
 @pytest.mark.battery
 def test_a_vllm_that_ends_leaves_no_loader(site: FaultySite) -> None:
-    live, loaders = site.ask(), _loaders(site)
+    live, loaders = site.ask(), loaders_of(site.vllm)
     assert site.vllm.process is not None
     # Not its group: what it started is its own to end.
     site.vllm.process.terminate()
     site.vllm.process.wait(60)
-    _wait_gone(loaders, _ORPHAN_S)
+    wait_gone(loaders, _ORPHAN_S)
     assert site.recover() == live

@@ -49,6 +49,7 @@ class FaultySite:
         rank: Which of vLLM's ranks alone comes by failpoints, `dp/pp/tp`; "": all of them do.
         pp: Pipeline parallel size of vLLM.
         dp: Data parallel size of vLLM.
+        slots: Of the server; 0: as many as it has by itself.
         variables: More environment variables of vLLM.
         options: Of the checkpoints; see `make_checkpoint`.
 
@@ -64,6 +65,7 @@ class FaultySite:
         rank: str = "",
         pp: int = 1,
         dp: int = 1,
+        slots: int = 0,
         variables: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -96,6 +98,8 @@ class FaultySite:
             },
         )
         flags = ["--pause-lease-s", str(LEASE_S), "--commit-timeout-s", str(COMMIT_S)]
+        if slots:
+            flags += ["--slots", str(slots)]
         self.server = WeightSyncServer(
             self.root / "run", self.root / "state", flags=flags, variables=points
         )

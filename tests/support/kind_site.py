@@ -61,10 +61,12 @@ class KindSite:
     Args:
         kind: Of the model.
         root: For all of it; a short path, because unix sockets allow 107 bytes.
+        flags: More of vLLM's.
     """
 
-    def __init__(self, kind: Kind, root: Path) -> None:
+    def __init__(self, kind: Kind, root: Path, *flags: str) -> None:
         self.kind = kind
+        self._flags = flags
         self.folders = {name: root / name for name in "ab"}
         _write(kind, *self.folders.values())
         self._plan = root / "plan"
@@ -83,7 +85,7 @@ class KindSite:
             run,
             dtype="bfloat16",
             bridge=bridge,
-            flags=[*_FLAGS, *self.kind.flags],
+            flags=[*_FLAGS, *self.kind.flags, *self._flags],
             variables={
                 "VLLM_SERVER_DEV_MODE": "1",
                 "WEIGHTSYNC_DEVICE_ROOM": _ROOM,

@@ -38,39 +38,7 @@ extern "C" __global__ void copy_spans(const Span* spans) {
     if (rest < span.size) ((u8*)to)[rest] = ((const u8*)from)[rest];
 }
 
-extern "C" __global__ void exchange_spans(const Span* spans) {
-    const Span span = spans[blockIdx.x];
-    uint4* left = (uint4*)span.live;
-    uint4* right = (uint4*)span.staged;
-    const u32 count = span.size / 16, step = blockDim.x;
-    u32 at = threadIdx.x;
-    for (; at + (DEEP / 2 - 1) * step < count; at += DEEP / 2 * step) {
-        uint4 a[DEEP / 2], b[DEEP / 2];
-#pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) {
-            a[i] = left[at + i * step];
-            b[i] = right[at + i * step];
-        }
-#pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) {
-            left[at + i * step] = b[i];
-            right[at + i * step] = a[i];
-        }
-    }
-    for (; at < count; at += step) {
-        const uint4 kept = left[at];
-        left[at] = right[at];
-        right[at] = kept;
-    }
-    const u32 rest = count * 16 + threadIdx.x;
-    if (rest < span.size) {
-        const u8 kept = ((u8*)left)[rest];
-        ((u8*)left)[rest] = ((u8*)right)[rest];
-        ((u8*)right)[rest] = kept;
-    }
-}
-
-// Has this thread look at its share of `count` pairs of 16 bytes.
+// Has this thread look at its share of `count` pairs of 16 bytes, each with its index.
 template <typename Look>
 __device__ __forceinline__ void each_pair(const uint4* left, const uint4* right, u32 count,
                                           Look look) {
@@ -84,9 +52,26 @@ __device__ __forceinline__ void each_pair(const uint4* left, const uint4* right,
             b[i] = right[at + i * step];
         }
 #pragma unroll
-        for (int i = 0; i < DEEP / 2; i++) look(a[i], b[i]);
+        for (int i = 0; i < DEEP / 2; i++) look(at + i * step, a[i], b[i]);
     }
-    for (; at < count; at += step) look(left[at], right[at]);
+    for (; at < count; at += step) look(at, left[at], right[at]);
+}
+
+extern "C" __global__ void exchange_spans(const Span* spans) {
+    const Span span = spans[blockIdx.x];
+    uint4* left = (uint4*)span.live;
+    uint4* right = (uint4*)span.staged;
+    const u32 count = span.size / 16;
+    each_pair(left, right, count, [&](u32 at, uint4 a, uint4 b) {
+        left[at] = b;
+        right[at] = a;
+    });
+    const u32 rest = count * 16 + threadIdx.x;
+    if (rest < span.size) {
+        const u8 kept = ((u8*)left)[rest];
+        ((u8*)left)[rest] = ((u8*)right)[rest];
+        ((u8*)right)[rest] = kept;
+    }
 }
 
 __device__ __forceinline__ u32 unlike(uint4 left, uint4 right) {
@@ -99,7 +84,7 @@ extern "C" __global__ void compare_spans(const Span* spans, u8* flags) {
     const uint4* right = (const uint4*)span.staged;
     const u32 count = span.size / 16;
     u32 bad = 0;
-    each_pair(left, right, count, [&](uint4 a, uint4 b) { bad |= unlike(a, b); });
+    each_pair(left, right, count, [&](u32, uint4 a, uint4 b) { bad |= unlike(a, b); });
     const u32 rest = count * 16 + threadIdx.x;
     if (rest < span.size) bad |= ((const u8*)left)[rest] ^ ((const u8*)right)[rest];
     // Many may write: all write the same.
@@ -146,7 +131,8 @@ template <typename Word> __device__ void count_changes(const Span* spans, u32* c
     const uint4* right = (const uint4*)span.staged;
     const u32 count = span.size / 16;
     u32 found = 0;
-    each_pair(left, right, count, [&](uint4 a, uint4 b) { found += __popc(differing<Word>(a, b)); });
+    each_pair(left, right, count,
+              [&](u32, uint4 a, uint4 b) { found += __popc(differing<Word>(a, b)); });
     const u32 rest = count * (16 / sizeof(Word)) + threadIdx.x;
     if (rest < span.size / sizeof(Word))
         found += ((const Word*)left)[rest] != ((const Word*)right)[rest];

@@ -10,12 +10,17 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["no_place", "refusal"]
+__all__ = ["asleep", "no_place", "refusal"]
 
 #: Names in the sentence, and characters of each.
 _SHOWN, _SHOWN_CHARS = 3, 80
 #: Bytes of the names beside it: a status travels twice in trailers of 8 KiB.
 _MAX_BYTES = 1000
+
+
+def asleep() -> WeightSyncError:
+    """Return what is said of everything that needs weights which sleep mode holds."""
+    return WeightSyncError(Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again")
 
 
 def refusal(

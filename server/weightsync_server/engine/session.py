@@ -18,7 +18,7 @@ from weightsync.shm.staged_version import StagedVersion
 from weightsync_server.engine.outcome import Pause, PreparedVersion
 from weightsync_server.engine.ranks import QUICK_S, Ranks
 from weightsync_server.engine.refusals import no_place, refusal
-from weightsync_server.engine.version_loads import LoadScheduler
+from weightsync_server.engine.version_loads import LoadScheduler, Presence
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -217,15 +217,17 @@ class EngineSession:
         return states
 
     def _scheduler(self, why: str) -> LoadScheduler:
-        return LoadScheduler(self.ranks, self.stager, self.loaders, why, self._left)
+        return LoadScheduler(self.ranks, self.stager, self.loaders, why, self._look)
 
-    async def _left(self) -> bool:
-        """Tell whether this start of the engine is over; one that does not answer may go on."""
+    async def _look(self) -> Presence:
+        """Tell how this start of the engine is; one that does not answer may be there."""
         try:
             health = await self.engine.health()
         except WeightSyncError:
-            return False
-        return health.engine_id != self.info.engine_id or health.state is EngineState.DEAD
+            return Presence.HERE
+        if health.engine_id != self.info.engine_id or health.state is EngineState.DEAD:
+            return Presence.LEFT
+        return Presence.ASLEEP if health.sleeping else Presence.HERE
 
     async def _capture(self, document: str, timeout_s: float) -> str:
         health = await self.engine.health()

@@ -16,6 +16,7 @@ from weightsync_server.engine.live_check import LiveChecks
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.quarantine import QuarantinedLeases
 from weightsync_server.engine.reconcile import Reconciler, unfinished, write_down
+from weightsync_server.engine.refusals import asleep
 from weightsync_server.engine.session import EngineSession
 from weightsync_server.ops.os_errors import translate_os_errors, write_fault
 
@@ -234,9 +235,7 @@ class EngineSupervisor:
             raise self._condition.unavailable(_RETRY_S)
         health = await self._engine.health()
         if health.sleeping:
-            raise WeightSyncError(
-                Reason.ENGINE_ASLEEP, "the engine sleeps; wake it up, then try again"
-            )
+            raise asleep()
         if health.engine_id != session.info.engine_id or health.state is not EngineState.SERVING:
             self._condition.set(pb.ENGINE_STATE_RECONCILING, "it is not as it was")
             self._wake.set()
@@ -294,6 +293,8 @@ class EngineSupervisor:
             return
         if not sleeping:
             await self._occupy(self._session)
+        elif self._session.loads is not None:
+            self._session.loads.sleep()
         # Retired segments count in the budget until every rank has unmapped them.
         retired = self._model.segments.retired
         if (retired or not self._session.tidy) and not self.checks.running:
@@ -314,12 +315,17 @@ class EngineSupervisor:
 
     def _load_newest(self, session: EngineSession, loads: LoadScheduler) -> None:
         """Let the ranks load the version that is likely to be applied next, if it is staged."""
+        live = session.live.record if session.live is not None else None
+        if live is not None and not loads.progress() and live.residency == pb.RESIDENCY_STAGED:
+            # Nothing is known of their loaders, as after a sleep: it takes time to start one.
+            loads.begin(live)
+            return
         try:
             newest = self._model.table.newest_applicable()
         except WeightSyncError:
             return
-        live = session.live.record.version if session.live is not None else 0
-        if newest.version > live and newest.residency == pb.RESIDENCY_STAGED:
+        after = newest.version > (live.version if live is not None else 0)
+        if after and newest.residency == pb.RESIDENCY_STAGED:
             loads.begin(newest)
 
     def _version_changed(self, record: VersionRecord) -> None:

@@ -7,6 +7,7 @@ What lies in a slot is digested again when every rank has read it, before anythi
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import secrets
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.pause_options import duration
-from weightsync_server.engine.refusals import refusal
+from weightsync_server.engine.refusals import asleep, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from weightsync_server.ops.metrics import LoaderMetrics
     from weightsync_server.residency.stager import Stager
 
-__all__ = ["LoadFailedError", "LoadScheduler"]
+__all__ = ["LoadFailedError", "LoadScheduler", "Presence"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,15 @@ _UP = (pb.LOADER_STATE_READY, pb.LOADER_STATE_PROVING, pb.LOADER_STATE_LOADING)
 
 class LoadFailedError(WeightSyncError):
     """A load has failed, and its rank has told why: what the rank holds is as it was."""
+
+
+class Presence(enum.Enum):
+    """How the start of vLLM is whose ranks load."""
+
+    HERE = enum.auto()
+    #: It sleeps: its loaders have let go of all that they held.
+    ASLEEP = enum.auto()
+    LEFT = enum.auto()
 
 
 @dataclass
@@ -70,7 +80,7 @@ class LoadScheduler:
         stager: Gives leases on what they read.
         metrics: Where loads are counted.
         why: Why its versions must be loaded; one sentence of a rank.
-        left: Tells whether this start of vLLM is over.
+        look: Tells how this start of vLLM is.
 
     Attributes:
         on_start: Awaited when the ranks have begun to load; None: nothing is.
@@ -82,11 +92,11 @@ class LoadScheduler:
         stager: Stager,
         metrics: LoaderMetrics,
         why: str,
-        left: Callable[[], Awaitable[bool]],
+        look: Callable[[], Awaitable[Presence]],
     ) -> None:
         self.why = why
         self.on_start: Callable[[], Awaitable[None]] | None = None
-        self._left = left
+        self._look = look
         self._ranks = ranks
         self._stager = stager
         self._metrics = metrics
@@ -168,6 +178,12 @@ class LoadScheduler:
         """Take note that a rank has not got any more what all had loaded."""
         self._loaded, self._resident = "", frozenset()
 
+    def sleep(self) -> None:
+        """Take note that vLLM sleeps, with which its loaders have ended."""
+        self.forget()
+        if self._last:
+            self._last, self._group = [], secrets.token_hex(16)
+
     def begin(self, record: VersionRecord) -> None:
         """Let the ranks load a version soon, unless they do, or need not."""
         if self.wants(record) and not self.running and clock.monotonic() >= self._not_before:
@@ -229,6 +245,9 @@ class LoadScheduler:
                     await self.on_start()
                 await self._ended(load.ticket)
             except WeightSyncError as error:
+                if await self._look() is Presence.ASLEEP:
+                    self.sleep()
+                    raise asleep() from error
                 self._failed(error)
                 if error.reason is Reason.ENGINE_REFUSED:
                     self._refused = record.content_digest
@@ -246,7 +265,7 @@ class LoadScheduler:
             await asyncio.sleep(_POLL_S)
             if clock.monotonic() - looked >= _LOOK_S:
                 looked = clock.monotonic()
-                if await self._left():
+                if await self._look() is Presence.LEFT:
                     raise WeightSyncError(Reason.ENGINE_AWAY, "vLLM left in the middle of a load")
             loads = self._ranks.loading(ticket)
             failed = next((x.report for x in loads if x.report and x.report.phase != "ready"), None)

@@ -57,10 +57,7 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", LAYOUT_CHECK, READ_AHEAD}
-        if self.cores.count == getattr(self.config.parallel_config, "data_parallel_size", 1) == 1:
-            # Replicas meet in groups of all of them, which loaders do not make.
-            found.add(VERSION_LOADS)
+        found = {"cache_keep", LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS}
         if self.cores.count == self.config.parallel_config.pipeline_parallel_size == 1:
             # Tensor parallel ranks vote, and no step runs meanwhile; who else steps has no vote.
             found.add(BETWEEN_STEPS)

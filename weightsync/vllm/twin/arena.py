@@ -84,6 +84,7 @@ class RankArena:
         device: Of the rank.
 
     Attributes:
+        nbytes: Of all.
         memory: Each piece, as a row of bytes.
 
     Raises:
@@ -99,9 +100,10 @@ class RankArena:
         device: torch.device,
     ) -> None:
         self._opened = contextlib.ExitStack()
+        _, self.nbytes = _places(spans)
         try:
             if device.type == "cuda":
-                whole = self._open(document, _places(spans)[1], device)
+                whole = self._open(document, self.nbytes, device)
             else:
                 mapping = mmap.mmap(fds[0], int(document["bytes"]))
                 whole = torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""What lies in the live model and in the arena, and the exchange of the two."""
+"""What lies in the live model and in the arenas beside it, and their exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.vllm.apply.device_ops import DeviceOps, Stop
+    from weightsync.vllm.apply.device_ops import DeviceOps, Exchange, Stop
     from weightsync.vllm.apply.parallel import SliceThreads
     from weightsync.vllm.twin.model_state import ModelState
 
@@ -34,50 +34,95 @@ class LoadedVersion:
     digests: tuple[bytes, ...]
 
 
+@dataclass(eq=False)
+class _Arena:
+    """Memory that is exchanged with the live weights.
+
+    Attributes:
+        rows: It, in the order of the live rows.
+        exchange: Exchanges all of them.
+        version: What lies there; None: not known.
+    """
+
+    rows: Sequence[torch.Tensor]
+    exchange: Exchange
+    version: LoadedVersion | None = None
+
+
 class ExchangedMemory:
-    """The live weights of a rank, and an arena of the same form.
+    """The live weights of a rank, and arenas of the same form: none at first.
 
     Args:
         live: The weights as they lie in the model.
-        arena: Each piece of the arena, as a row of bytes.
         ops: Digests and exchanges.
         threads: What digests beside generation.
 
     Attributes:
-        lock: Held by whoever writes the arena.
+        lock: Held by whoever writes an arena.
         in_model: What lies in the model; None: not known.
-        in_arena: What lies in the arena; None: not known.
-        nbytes: Of either side.
+        nbytes: Of the live weights, and of each arena.
     """
 
-    def __init__(
-        self,
-        live: ModelState,
-        arena: Sequence[torch.Tensor],
-        ops: DeviceOps,
-        threads: SliceThreads,
-    ) -> None:
+    def __init__(self, live: ModelState, ops: DeviceOps, threads: SliceThreads) -> None:
         self.lock = threading.Lock()
         self.in_model: LoadedVersion | None = None
-        self.in_arena: LoadedVersion | None = None
         self.form = live.form
         self.nbytes = sum(live.form.spans)
         self._live = rows_of(live.memory)
-        self._spare = rows_of(arena)
         self._spans = [index for index, piece in enumerate(live.memory) for _ in rows_of([piece])]
         self._ops = ops
         self._threads = threads
-        self._exchange = ops.exchange(self._pairs)
+        self._arenas: list[_Arena] = []
+        #: What was live before the version that is.
+        self._before: LoadedVersion | None = None
         self._proved: set[str] = set()
 
     @property
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self._live, self._spare, strict=True))
+    def arenas(self) -> int:
+        """How many there are."""
+        return len(self._arenas)
 
-    def replace_arena(self, arena: Sequence[torch.Tensor]) -> None:
-        """Take another arena of the same form; nothing may be under way."""
-        self._spare, self.in_arena = rows_of(arena), None
-        self._exchange = self._ops.exchange(self._pairs)
+    @property
+    def versions(self) -> list[LoadedVersion]:
+        """What lies in the model and in every arena, as far as that is known."""
+        found = [self.in_model, *(arena.version for arena in self._arenas)]
+        return [version for version in found if version is not None]
+
+    def replaceable(self, limit: int) -> int:
+        """Return the arena that a load may fill; the number of all: a new one.
+
+        What was live before is kept wherever another one can be filled.
+
+        Args:
+            limit: How many there may be.
+        """
+        unknown = [at for at, arena in enumerate(self._arenas) if arena.version is None]
+        if unknown:
+            return unknown[0]
+        if len(self._arenas) < max(1, limit):
+            return len(self._arenas)
+        other = [at for at, arena in enumerate(self._arenas) if arena.version != self._before]
+        return other[0] if other else 0
+
+    def put_arena(self, index: int, memory: Sequence[torch.Tensor]) -> None:
+        """Take memory as an arena, in the place of one that was there; nothing is under way.
+
+        Args:
+            index: Which; the number of all: one more.
+            memory: Each piece, as a row of bytes.
+        """
+        rows = rows_of(memory)
+        pairs = list(zip(self._live, rows, strict=True))
+        self._arenas[index : index + 1] = [_Arena(rows, self._ops.exchange(pairs))]
+
+    def drop_arenas(self) -> None:
+        """Let go of all of them; nothing is under way."""
+        self._arenas = []
+
+    def set_version(self, index: int, version: LoadedVersion | None) -> None:
+        """Take note of what lies in an arena; None: not known."""
+        if index < len(self._arenas):
+            self._arenas[index].version = version
 
     def check_unmoved(self, live: ModelState) -> None:
         """Refuse to write where the model no longer looks.
@@ -97,14 +142,12 @@ class ExchangedMemory:
             raise ParameterChangedError(msg)
 
     def has(self, content_digest: str) -> LoadedVersion | None:
-        """Return a version if it lies on either side, whole."""
-        for version in (self.in_model, self.in_arena):
-            if version is not None and version.content_digest == content_digest:
-                return version
-        return None
+        """Return a version if it lies in the model or in an arena, whole."""
+        found = (v for v in self.versions if v.content_digest == content_digest)
+        return next(found, None)
 
     def has_proved(self, content_digest: str) -> bool:
-        """Whether a version lies on either side that was live.
+        """Whether a version lies in the model or in an arena that was live.
 
         Of what was only loaded nobody knows whether its source stayed as it was meanwhile, unless
         the server that asked for it has looked.
@@ -112,44 +155,49 @@ class ExchangedMemory:
         return content_digest in self._proved and self.has(content_digest) is not None
 
     def write(self, target: LoadedVersion, threads: SliceThreads) -> None:
-        """Make a version live that lies in the arena; what was live lies there then.
+        """Make a version live that lies in an arena; what was live lies there then.
 
         Args:
             target: It.
             threads: Does the work.
 
         Raises:
-            ParameterChangedError: It lies on neither side.
+            ParameterChangedError: It lies nowhere.
         """
         with self.lock:
-            if self.in_model == target:
+            before = self.in_model
+            if before == target:
                 return
-            if self.in_arena != target or self.in_model is None:
+            arena = next((arena for arena in self._arenas if arena.version == target), None)
+            if arena is None or before is None:
                 self._write_rows(target, threads)
                 return
-            before = self.in_model
-            self.in_model = self.in_arena = None
-            self._exchange.run(threads)
+            self.in_model = arena.version = None
+            arena.exchange.run(threads)
             # On a device it is still under way; whoever reads either side comes behind it.
-            self.in_model, self.in_arena = target, before
+            self.in_model, arena.version, self._before = target, before, before
 
     def _write_rows(self, target: LoadedVersion, threads: SliceThreads) -> None:
         """Exchange the rows that are not the version's, by what they hold.
 
         An exchange may have ended in the middle.
         """
-        self.in_model = self.in_arena = None
+        self.in_model = None
         found = row_digests(self._ops, self._live, threads)
         wrong = [i for i, digest in enumerate(target.digests) if found[i] != digest]
-        if not wrong:
-            self.in_model = target
-            return
-        spare = row_digests(self._ops, [self._spare[i] for i in wrong], threads)
-        if any(have != target.digests[i] for i, have in zip(wrong, spare, strict=True)):
-            msg = "the version lies neither in the model nor beside it; it must be loaded again"
-            raise ParameterChangedError(msg)
-        self._ops.exchange([(self._live[i], self._spare[i]) for i in wrong]).run(threads)
+        arena = self._holding(wrong, target, threads) if wrong else None
+        if arena is not None:
+            arena.version = None
+            self._ops.exchange([(self._live[i], arena.rows[i]) for i in wrong]).run(threads)
         self.in_model = target
+
+    def _holding(self, rows: Sequence[int], target: LoadedVersion, threads: SliceThreads) -> _Arena:
+        for arena in self._arenas:
+            held = row_digests(self._ops, [arena.rows[i] for i in rows], threads)
+            if held == [target.digests[i] for i in rows]:
+                return arena
+        msg = "the version lies neither in the model nor beside it; it must be loaded again"
+        raise ParameterChangedError(msg)
 
     def unlike(
         self, target: LoadedVersion, threads: SliceThreads | None = None, stop: Stop | None = None
@@ -166,9 +214,7 @@ class ExchangedMemory:
         spans = dict.fromkeys(span for span, have, wanted in pairs if have != wanted)
         if not spans:
             self.in_model = target
-            kept = {
-                version.content_digest for version in (target, self.in_arena) if version is not None
-            }
+            kept = {version.content_digest for version in self.versions}
             self._proved = (self._proved | {target.content_digest}) & kept
         elif self.in_model == target:
             self.in_model = None

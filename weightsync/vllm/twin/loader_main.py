@@ -56,14 +56,14 @@ class _Loader:
         self._ops = ops
         self._device = device
         self._threads: SliceThreads = SliceThreads(background_thread_count(device, 1))
-        self._arena: LoaderArena | None = None
+        self._arenas: dict[int, LoaderArena] = {}
 
     def serve(self) -> None:
         """Serve until the rank is gone, or a load has failed."""
         while True:
             request = receive(self._sock)
             self._load(request)
-            # Only now does nothing hold what was loaded beside the arena.
+            # Only now does nothing hold what was loaded beside the arenas.
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -75,6 +75,8 @@ class _Loader:
         path = str(request["socket"])
         staged = read_document(path, str(request["document"]))
         failpoints.hit("loader.load")
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         try:
             state = self._loads.state(path, staged)
         except PlanRefusedError as error:
@@ -86,28 +88,36 @@ class _Loader:
         others = {name: digest.hex() for name, digest in state.others.items()}
         facts = LoadFacts(others, self._loads.unread).to_json()
         form = state.form.to_json()
-        send(self._sock, {"event": "loaded", "form": form, "seconds": seconds, **facts})
-        # The rank may be exchanging what lies in the arena.
-        receive(self._sock)
-        self._store(state)
+        peak = {"peak": self._peak(state)}
+        send(self._sock, {"event": "loaded", "form": form, "seconds": seconds, **peak, **facts})
+        # The rank may be exchanging what lies in an arena.
+        self._store(state, int(receive(self._sock)["arena"]))
 
-    def _store(self, state: ModelState) -> None:
+    def _peak(self, state: ModelState) -> int:
+        """Return the bytes that the load took beside the arenas."""
+        if self._device.type != "cuda":
+            return sum(state.form.spans)
+        held = sum(arena.nbytes for arena in self._arenas.values())
+        return torch.cuda.max_memory_reserved(self._device) - held
+
+    def _store(self, state: ModelState, index: int) -> None:
         from weightsync.vllm.apply.byte_rows import row_digests, rows_of
         from weightsync.vllm.twin.arena import LoaderArena
 
-        made = self._arena is None
-        if self._arena is None:
-            self._arena = LoaderArena(state.form.spans, self._device)
-        for place, piece in zip(self._arena.memory, state.memory, strict=True):
+        made = index not in self._arenas
+        if made:
+            self._arenas[index] = LoaderArena(state.form.spans, self._device)
+        arena = self._arenas[index]
+        for place, piece in zip(arena.memory, state.memory, strict=True):
             place.copy_(piece)
         failpoints.hit("loader.stored")
-        digests = row_digests(self._ops, rows_of(self._arena.memory), self._threads)
+        digests = row_digests(self._ops, rows_of(arena.memory), self._threads)
         if failpoints.lie("loader.digests"):
             digests = digests[::-1]
-        document, fds = self._arena.share()
+        document, fds = arena.share()
         reply: dict[str, Any] = {"event": "stored", "digests": [digest.hex() for digest in digests]}
         if made:
-            reply |= {"arena": document, "fds": len(fds), "nbytes": self._arena.nbytes}
+            reply |= {"arena": document, "fds": len(fds), "nbytes": arena.nbytes}
         send(self._sock, reply)
         if made:
             send_fds(self._sock, fds)

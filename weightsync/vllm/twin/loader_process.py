@@ -152,15 +152,19 @@ class LoaderProcess:
         self._send({"op": "load", "socket": path, "document": document})
         return self._next("loaded", clock.monotonic() + limit_s, stop, progress)
 
-    def store(self, limit_s: float) -> tuple[dict[str, Any], list[int]]:
-        """Have it fill the arena, which nobody else uses meanwhile.
+    def store(self, arena: int, limit_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Have it fill an arena, which nobody else uses meanwhile.
 
-        Returns what it tells of that, and descriptors of a new arena.
+        Returns what it tells of that, and descriptors of the arena if it is a new one.
+
+        Args:
+            arena: Which one, by a number of the caller's.
+            limit_s: How long it may take, seconds.
 
         Raises:
             LoaderError: It failed, or took too long; what the arena holds is not known.
         """
-        self._send({"op": "store"})
+        self._send({"op": "store", "arena": arena})
         reply = self._next("stored", clock.monotonic() + limit_s, bool, lambda _: None)
         return reply, receive_fds(self._sock, int(reply.get("fds", 0)))
 

@@ -24,7 +24,12 @@ _GROUP = re.compile(r"[0-9a-f]{32}")
 
 
 def twin_of(
-    worker: Any, model: torch.nn.Module, name: str, ops: DeviceOps, ranks: int
+    worker: Any,
+    model: torch.nn.Module,
+    name: str,
+    ops: DeviceOps,
+    ranks: int,
+    host_room: int | None = None,
 ) -> TwinTransform:
     """Return the twin of a worker.
 
@@ -34,7 +39,12 @@ def twin_of(
         name: `dp/pp/tp`.
         ops: Digests and exchanges its parameters.
         ranks: Workers of the engine on this host.
+        host_room: How many bytes a loader may take where there is no device; None: it is not
+            bounded.
     """
+
+    def room() -> int | None:
+        return ops.memory_stats().get("device_room", host_room)
 
     def start(group: str) -> LoaderStart:
         return LoaderStart(
@@ -42,11 +52,11 @@ def twin_of(
             name=name,
             rank=int(worker.rank),
             local_rank=int(worker.local_rank),
-            rendezvous=_rendezvous(group),
-            room=ops.memory_stats().get("device_room"),
+            rendezvous=_rendezvous(group, _replica(worker, name)),
+            room=room(),
         )
 
-    return TwinTransform(model, worker.device, ops, start, ranks)
+    return TwinTransform(model, worker.device, ops, start, ranks, room)
 
 
 def _load_of(worker: Any, model: torch.nn.Module) -> ModelLoad:
@@ -62,9 +72,15 @@ def _load_of(worker: Any, model: torch.nn.Module) -> ModelLoad:
     return ModelLoad(tuple(parts), shared_modules(model))
 
 
-def _rendezvous(group: str) -> str:
+def _replica(worker: Any, name: str) -> str:
+    """Return what tells the loaders of a replica from others'; "": all meet, as their ranks do."""
+    together = getattr(worker.parallel_config, "data_parallel_size", 1) > 1
+    return "" if together else f"-{name.partition('/')[0]}"
+
+
+def _rendezvous(group: str, replica: str) -> str:
     """Return where the loaders of a group meet: nobody else can guess its name."""
     if not _GROUP.fullmatch(group):
         msg = f"{group!r} names no group of loaders"
         raise LoaderError(msg)
-    return (Path(tempfile.gettempdir()) / f"weightsync-{group}").as_uri()
+    return (Path(tempfile.gettempdir()) / f"weightsync-{group}{replica}").as_uri()

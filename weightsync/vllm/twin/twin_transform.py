@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -87,6 +86,7 @@ class TwinTransform:
         ops: Digests and exchanges.
         start: Returns what a loader begins with, by the name of its engine's group of loaders.
         ranks: Workers of the engine on this host.
+        room: Returns how many bytes of the device a loader may take; None: it is not bounded.
     """
 
     name = "twin"
@@ -98,17 +98,18 @@ class TwinTransform:
         ops: DeviceOps,
         start: Callable[[str], LoaderStart],
         ranks: int,
+        room: Callable[[], int | None],
     ) -> None:
         self._model = model
         self._device = device
         self._ops = ops
         self._start = start
+        self._room = room
         self._threads = SliceThreads(background_thread_count(device, ranks), yield_cores)
         self._loader: LoaderProcess | None = None
         self._group = ""
         self._memory: ExchangedMemory | None = None
-        self._arena: RankArena | None = None
-        self._arena_bytes = 0
+        self._arenas: dict[int, RankArena] = {}
         self._last_s = 0.0
         self._restarts = -1
         #: Failures in a row, by content digest, and what the last one said.
@@ -133,6 +134,7 @@ class TwinTransform:
         if self._loader is not None and (group != self._group or not self._loader.alive):
             self._end_loader(self._loader)
         if self._loader is None:
+            self._make_room()
             self._loader = LoaderProcess(self._start(group))
             self._group = group
             self._restarts += 1
@@ -144,9 +146,28 @@ class TwinTransform:
         return {
             "loader_up": loader is not None and loader.ready and loader.alive,
             "loader_restarts": max(0, self._restarts),
-            "arena_bytes": self._arena_bytes,
-            "held": [version.content_digest for version in self._versions()],
+            "arena_bytes": sum(arena.nbytes for arena in self._arenas.values()),
+            "held": [version.content_digest for version in self._memory.versions]
+            if self._memory is not None
+            else [],
         }
+
+    def unload(self) -> None:
+        """End the loader and let go of what it has loaded; what is live stays. Nothing loads."""
+        if self._loader is not None:
+            self._end_loader(self._loader)
+            # The next one was not started because this one had failed.
+            self._restarts -= 1
+        self._drop_arenas()
+
+    def _drop_arenas(self) -> None:
+        if self._memory is not None:
+            # An exchange may be under way on a device.
+            self._ops.synchronize()
+            self._memory.drop_arenas()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas = {}
 
     def load(
         self, content_digest: str, path: str, document: str, stop: Stop, report: Report
@@ -165,6 +186,7 @@ class TwinTransform:
             LoaderError: It failed; the loader is gone.
         """
         if self._memory is not None and self._memory.has_proved(content_digest):
+            self._memory.check_unmoved(self._live_state())
             return {"phase": "ready", "held_before": True, **self.status()}
         count, why = self._failed.get(content_digest, (0, ""))
         if count >= _TRIES:
@@ -193,14 +215,26 @@ class TwinTransform:
 
     def _check_room(self) -> None:
         """Refuse a load that cannot end well: what is being loaded lies beside what was."""
-        room = self._ops.memory_stats().get("device_room")
-        needed = 2 * sum(self._live_state().form.spans)
+        room, needed = self._room(), 2 * sum(self._live_state().form.spans)
         if room is not None and room < needed:
             msg = (
                 f"a loader needs at least {needed} bytes of the device beside the live weights, "
                 f"and may take {room}; set WEIGHTSYNC_DEVICE_ROOM, or lower gpu_memory_utilization"
             )
             raise PlanRefusedError(msg)
+
+    def _make_room(self) -> None:
+        """Let go of the arenas of a loader that is gone if a new one has no room beside them."""
+        room = self._room()
+        if room is not None and self._memory is not None:
+            kept = sum(arena.nbytes for arena in self._arenas.values())
+            if kept + 2 * self._memory.nbytes > room:
+                self._drop_arenas()
+
+    def _most_arenas(self, live: ModelState, peak: int) -> int:
+        """Return how many arenas have room beside a load that takes `peak` bytes."""
+        room = self._room()
+        return 2 if room is not None and 2 * sum(live.form.spans) + peak <= room else 1
 
     def _load(
         self,
@@ -228,38 +262,32 @@ class TwinTransform:
         facts = LoadFacts.from_json(reply)
         self._first = self._first or facts
         facts.check(self._first)
-        # The one that is stored takes the place of the version before.
-        with self._memory.lock if self._memory is not None else contextlib.nullcontext():
-            if self._memory is not None:
-                self._memory.in_arena = None
+        memory = self._memory or ExchangedMemory(live, self._ops, self._threads)
+        self._memory = memory
+        # The one that is stored takes the place of another version.
+        with memory.lock:
+            arena = memory.replaceable(self._most_arenas(live, int(reply["peak"])))
+            memory.set_version(arena, None)
             failpoints.hit("worker.store")
-            stored, fds = loader.store(limit_s)
+            stored, fds = loader.store(arena, limit_s)
             if "arena" in stored:
-                self._open_arena(stored, fds, live)
-            assert self._memory is not None  # noqa: S101 - it was just made
+                self._open_arena(memory, arena, stored, fds)
             digests = tuple(bytes.fromhex(digest) for digest in stored["digests"])
-            self._memory.in_arena = LoadedVersion(content_digest, digests)
+            memory.set_version(arena, LoadedVersion(content_digest, digests))
         if self._layout is None:
             self._layout = read_document(path, document).manifest.layout
 
-    def _open_arena(self, stored: Mapping[str, Any], fds: list[int], live: ModelState) -> None:
-        arena = RankArena(stored["arena"], fds, live.form.spans, self._device)
-        if self._memory is None:
-            self._memory = ExchangedMemory(live, arena.memory, self._ops, self._threads)
-        else:
-            self._memory.replace_arena(arena.memory)
-        if self._arena is not None:
-            self._arena.close()
-        self._arena, self._arena_bytes = arena, int(stored["nbytes"])
+    def _open_arena(
+        self, memory: ExchangedMemory, index: int, stored: Mapping[str, Any], fds: list[int]
+    ) -> None:
+        opened = RankArena(stored["arena"], fds, memory.form.spans, self._device)
+        memory.put_arena(index, opened.memory)
+        replaced, self._arenas[index] = self._arenas.get(index), opened
+        if replaced is not None:
+            replaced.close()
 
     def _live_state(self) -> ModelState:
         return state_of(self._model)
-
-    def _versions(self) -> list[LoadedVersion]:
-        memory = self._memory
-        if memory is None:
-            return []
-        return [version for version in (memory.in_model, memory.in_arena) if version is not None]
 
     def _end_loader(self, loader: LoaderProcess | None) -> None:
         # Another one may have taken its place, which has ended it.

@@ -61,11 +61,28 @@ class LoaderGroup:
             self.device = torch.device("cpu")
             # Names shared memory of vLLM's CPU ranks, which is the live ranks' otherwise.
             os.environ["VLLM_DIST_IDENT"] = rendezvous.rpartition("/")[2]
+        if getattr(config.parallel_config, "data_parallel_size", 1) > 1:
+            _meet_here(config.parallel_config, rendezvous)
         with set_current_vllm_config(fresh_config(config)):
             init_worker_distributed_environment(
                 config, rank, rendezvous, local_rank, current_platform.dist_backend
             )
         init_workspace_manager(self.device)
+
+
+def _meet_here(parallel: Any, rendezvous: str) -> None:
+    """Let the loaders of all replicas meet at one place; vLLM's own is where their ranks have met.
+
+    Args:
+        parallel: VLLM's ParallelConfig, of this process alone.
+        rendezvous: The place.
+    """
+    from vllm.distributed import parallel_state
+
+    # With a store of its engine cores vLLM has the ranks agree on a port there; not every release.
+    parallel._coord_store_port = None  # noqa: SLF001
+    parallel._data_parallel_master_port_list = [0]  # noqa: SLF001 - taken, and then not used
+    parallel_state.get_distributed_init_method = lambda *_: rendezvous
 
 
 class VllmLoad:

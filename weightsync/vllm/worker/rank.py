@@ -106,7 +106,8 @@ class Rank:
     def state(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Tell what the live parameters were last proved to hold; "" if unknown or half written.
 
-        With `settle` whatever reads ahead is ended, and counts as busy until it has.
+        With `settle`, which comes before sleep mode, whatever reads ahead or loads is ended and
+        counts as busy until it has, and a loader lets go of all that it has taken.
         """
         failpoints.hit("worker.state")
         live = self._live_state
@@ -116,12 +117,22 @@ class Rank:
             "dirty": live.dirty,
             "written": live.dirty or live.writes > 0,
             "prepared": sorted(self._prepared),
-            "busy": self._background.settle() if args.get("settle") else self._background.busy,
+            "busy": self._settle() if args.get("settle") else self._background.busy,
             "segments": len(self._segments.mappings),
             "transform": self._transform.name,
             **(self._twin.status() if self._twin else {}),
             **self._ops.memory_stats(),
         }
+
+    def _settle(self) -> str:
+        """Return the name of what still runs; "": nothing, and no loader holds memory."""
+        busy, load = self._background.settle(), self._loads.job
+        load.cancelled.set()
+        if load.running():
+            return busy or load.apply_id
+        if self._twin is not None:
+            self._twin.unload()
+        return busy
 
     @property
     def _transform(self) -> VersionTransform:
@@ -175,10 +186,7 @@ class Rank:
         failpoints.hit("worker.load")
         if self._twin is None:
             if self._make_twin is None:
-                msg = (
-                    "vLLM computes the weights of this model when it loads them, and a data "
-                    "parallel engine cannot load beside generation; start one vLLM per replica"
-                )
+                msg = "this rank has nothing that loads beside generation"
                 raise PlanRefusedError(msg)
             # A plan that the start has not proved may have taken as much as the loader needs.
             self._ops.drop_staging()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +49,8 @@ def _rank_of(worker: Any) -> Rank:
         settings = EngineSettings.load()
         ranks = len(rank_names(worker.parallel_config))
         ops = _device_ops(worker, settings, ranks)
-        # Replicas of one engine core meet in groups of all cores, which loaders do not make.
-        single = getattr(worker.parallel_config, "data_parallel_size", 1) == 1
-        make_twin = partial(twin_of, worker, model, name, ops, ranks) if single else None
+        room = _host_room(settings)
+        make_twin = partial(twin_of, worker, model, name, ops, ranks, room)
         alone = not _divides_tensors(worker.parallel_config)
         socket = settings.segment_socket
         found = Rank(model, worker.device, name, socket, ops, ranks, make_twin, alone=alone)
@@ -88,6 +88,12 @@ def _device_ops(worker: Any, settings: EngineSettings, ranks: int) -> DeviceOps:
     cache = getattr(getattr(worker, "vllm_config", None), "cache_config", None)
     share = float(getattr(cache, "gpu_memory_utilization", 1.0))
     return CudaOps(worker.device, settings.device_room, share, ranks)
+
+
+def _host_room(settings: EngineSettings) -> int | None:
+    if settings.device_room is None:
+        return None
+    return settings.device_room.of(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _with_config(worker: Any) -> contextlib.AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from weightsync.shm.status_page import PageWriter
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import version_loads
 from weightsync_server.engine.ranks import Ranks
-from weightsync_server.engine.version_loads import LoadScheduler
+from weightsync_server.engine.version_loads import LoadScheduler, Presence
 from weightsync_server.ops.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -37,22 +37,22 @@ class Loaders:
     Attributes:
         asked: Arguments of every load.
         refusal: What the ranks answer to the call itself; empty: they begin.
-        gone: Whether this start of vLLM is over.
+        presence: How this start of vLLM is.
     """
 
     def __init__(self, here: World) -> None:
         self._socket = here.server.path
         self.asked: list[dict[str, Any]] = []
         self.refusal: dict[str, Any] = {}
-        self.gone = False
+        self.presence = Presence.HERE
 
     async def call_workers(self, method: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         assert method == "weightsync_load"
         self.asked.append(args)
         return [{"ok": True, "rank": name} | self.refusal for name in NAMES]
 
-    async def left(self) -> bool:
-        return self.gone
+    async def look(self) -> Presence:
+        return self.presence
 
     async def loads(self, count: int) -> None:
         """Wait until that many loads were begun."""
@@ -101,7 +101,7 @@ def metrics() -> Metrics:
 @pytest.fixture
 async def loads(here: World, engine: Loaders, metrics: Metrics) -> AsyncIterator[LoadScheduler]:
     ranks = Ranks(engine, NAMES, here.server)  # type: ignore[arg-type]
-    made = LoadScheduler(ranks, here.model.stager, metrics.loaders, "it quantises", engine.left)
+    made = LoadScheduler(ranks, here.model.stager, metrics.loaders, "it quantises", engine.look)
     yield made
     made.close()
     await asyncio.sleep(0)
@@ -397,10 +397,36 @@ async def test_a_load_ends_with_the_vllm_that_it_is_made_for(
     monkeypatch.setattr(version_loads, "_LOOK_S", 0.01)
     waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 60))
     await engine.loads(1)
-    engine.gone = True
+    engine.presence = Presence.LEFT
     with pytest.raises(WeightSyncError, match="vLLM left in the middle of a load") as caught:
         await asyncio.wait_for(waiting, 5)
     assert caught.value.reason is Reason.ENGINE_AWAY
+
+
+async def test_loaders_that_ended_for_a_sleep_have_not_failed(
+    here: World, engine: Loaders, loads: LoadScheduler
+) -> None:
+    loads.begin(here.model.table.get(2))
+    await engine.loads(1)
+    engine.ready("2", "live")
+    await until(lambda: not loads.running)
+    assert loads.resident("live")
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(3), 5))
+    await engine.loads(2)
+    engine.presence = Presence.ASLEEP
+    engine.tell({"phase": "failed", "error": "the load was given up"})
+    with pytest.raises(WeightSyncError, match="the engine sleeps; wake it up"):
+        await waiting
+    assert not loads.resident("live")
+    assert not loads.status()
+    assert loads.arena_bytes == 0
+    engine.presence = Presence.HERE
+    loads.begin(here.model.table.get(3))
+    await engine.loads(3)
+    assert engine.asked[2]["group"] != engine.asked[1]["group"], "its loaders are new ones"
+    engine.ready("3", "live")
+    await until(lambda: not loads.running)
+    assert loads.up
 
 
 async def test_who_wants_to_know_is_told_that_the_ranks_load(

@@ -38,14 +38,23 @@ def state(model: torch.nn.Linear) -> ModelState:
 
 @pytest.fixture
 def memory(state: ModelState) -> ExchangedMemory:
-    arena = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in state.form.spans]
-    made = ExchangedMemory(state, arena, OPS, THREADS)
-    made.in_model, made.in_arena = version("old", state.memory), version("new", arena)
+    made = ExchangedMemory(state, OPS, THREADS)
+    made.in_model = version("old", state.memory)
+    load(made, "new")
     return made
 
 
+def load(memory: ExchangedMemory, name: str, limit: int = 1) -> int:
+    """Put a version of other bytes into the arena that a load may fill; return which it is."""
+    arena = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in memory.form.spans]
+    index = memory.replaceable(limit)
+    memory.put_arena(index, arena)
+    memory.set_version(index, version(name, arena))
+    return index
+
+
 def test_an_exchange_is_its_own_way_back(memory: ExchangedMemory, state: ModelState) -> None:
-    old, new = memory.in_model, memory.in_arena
+    old, new = memory.in_model, memory.has("new")
     assert old is not None
     assert new is not None
     memory.write(new, THREADS)
@@ -61,7 +70,7 @@ def test_an_exchange_is_its_own_way_back(memory: ExchangedMemory, state: ModelSt
 def test_what_broke_off_in_the_middle_is_put_back(
     memory: ExchangedMemory, state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = memory.in_model, memory.in_arena
+    old, new = memory.in_model, memory.has("new")
     assert old is not None
     assert new is not None
 
@@ -69,9 +78,11 @@ def test_what_broke_off_in_the_middle_is_put_back(
         return HalfExchange(pairs[:1])
 
     monkeypatch.setattr(OPS, "exchange", half)
-    broken = ExchangedMemory(state, [row.clone() for row in memory._spare], OPS, THREADS)
+    broken = ExchangedMemory(state, OPS, THREADS)
+    broken.put_arena(0, [row.clone() for row in memory._arenas[0].rows])
     monkeypatch.undo()
-    broken.in_model, broken.in_arena = old, new
+    broken.in_model = old
+    broken.set_version(0, new)
     with pytest.raises(OSError, match="broke off"):
         broken.write(new, THREADS)
     assert broken.unlike(new, THREADS)
@@ -88,6 +99,40 @@ def test_what_lies_nowhere_is_refused(memory: ExchangedMemory) -> None:
         memory.write(gone, THREADS)
 
 
+def test_one_arena_keeps_what_was_live_until_the_next_load(memory: ExchangedMemory) -> None:
+    new = memory.has("new")
+    assert new is not None
+    memory.write(new, THREADS)
+    assert load(memory, "third") == 0
+    assert memory.has("old") is None
+
+
+def test_two_arenas_keep_what_was_live_before(memory: ExchangedMemory, state: ModelState) -> None:
+    for name, before in (("new", "old"), ("third", "new"), ("fourth", "third")):
+        wanted = memory.has(name)
+        assert wanted is not None
+        memory.write(wanted, THREADS)
+        assert memory.unlike(wanted, THREADS) == []
+        load(memory, {"new": "third", "third": "fourth", "fourth": "fifth"}[name], limit=2)
+        assert memory.arenas == 2
+        back = memory.has(before)
+        assert back is not None
+        assert len(memory.versions) == 3
+    assert back is not None
+    memory.write(back, THREADS)
+    assert version("third", state.memory) == back
+    assert memory.has("fourth") is not None
+    memory.drop_arenas()
+    assert [found.content_digest for found in memory.versions] == ["third"]
+
+
+def test_what_is_unknown_is_filled_first(memory: ExchangedMemory) -> None:
+    load(memory, "other", limit=2)
+    memory.set_version(1, None)
+    assert memory.replaceable(2) == 1
+    assert memory.replaceable(1) == 1
+
+
 def test_a_foreign_write_is_found_and_named(memory: ExchangedMemory, state: ModelState) -> None:
     old = memory.in_model
     assert old is not None
@@ -97,7 +142,7 @@ def test_a_foreign_write_is_found_and_named(memory: ExchangedMemory, state: Mode
 
 
 def test_what_was_only_loaded_counts_as_unproved(memory: ExchangedMemory) -> None:
-    new = memory.in_arena
+    new = memory.has("new")
     assert new is not None
     assert not memory.has_proved("new")
     memory.write(new, THREADS)

@@ -26,9 +26,13 @@ def _start(group: str) -> LoaderStart:
     raise AssertionError(group)
 
 
+def _unbounded() -> None:
+    return None
+
+
 def test_what_is_not_loaded_must_be(staging: Staging) -> None:
     cpu = torch.device("cpu")
-    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1)
+    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1, _unbounded)
     version = staging.stage_files([save(toy_tensors(1))])
     path = str(staging.socket)
     staged = read_document(path, version.document.id)
@@ -39,7 +43,7 @@ def test_what_is_not_loaded_must_be(staging: Staging) -> None:
 
 def test_what_another_loader_knew_is_compared_all_the_same(staging: Staging) -> None:
     cpu = torch.device("cpu")
-    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1)
+    twin = TwinTransform(ToyModel(), cpu, HostOps(cpu), _start, 1, _unbounded)
     path = str(staging.socket)
     first = staging.stage_files([save(toy_tensors(1))])
     twin._layout = read_document(path, first.document.id).manifest.layout
@@ -63,13 +67,13 @@ def test_a_load_without_room_is_refused_before_it_begins(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu = torch.device("cpu")
-    ops, model = HostOps(cpu), _Watched()
+    model = _Watched()
     monkeypatch.setitem(load_watch._made, model, frozenset())
-    monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 799})
-    twin = TwinTransform(model, cpu, ops, _start, 1)
+    room = 799
+    twin = TwinTransform(model, cpu, HostOps(cpu), _start, 1, lambda: room)
     with pytest.raises(PlanRefusedError, match=r"at least 800 bytes .* 799; set WEIGHTSYNC_DEVICE"):
         twin.begin({"group": "0" * 32})
-    monkeypatch.setattr(ops, "memory_stats", lambda: {"device_room": 800})
+    room = 800
     with pytest.raises(AssertionError, match="0" * 32):
         twin.begin({"group": "0" * 32})
 
