@@ -18,6 +18,7 @@ from benchmarks.gpu.results import Results
 from weightsync.vllm.bridge.llm_calls import VllmCalls
 
 __all__ = [
+    "NO_MULTICAST",
     "Setup",
     "Site",
     "Stops",
@@ -34,7 +35,7 @@ _MEMORY_SHARE = 0.35
 _CALM_S = 1.0
 #: NVLink multicast stays off unless the user turns it on: on some hosts a program that is killed
 #: while it uses it, as a part that overruns is, leaves the GPUs unusable.
-_NO_MULTICAST = {
+NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -232,7 +233,7 @@ def prepare_environment(setup: Setup) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if setup.device == "cpu" and setup.tp > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(setup.tp)))
-    for name, value in _NO_MULTICAST.items():
+    for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)
     os.environ |= setup.variables
     plugins_on_path(setup.folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.device_memory import DeviceMemory
+from benchmarks.gpu.engine import NO_MULTICAST
 from benchmarks.gpu.in_place import InPlaceTrainer
 from benchmarks.servers import descendants, rss_anon
 from tests.support.models import save_tokenizer
@@ -62,11 +63,14 @@ class KindSite:
         kind: Of the model.
         root: For all of it; a short path, because unix sockets allow 107 bytes.
         flags: More of vLLM's.
+        tp: Tensor parallel size.
+        dp: Data parallel size.
     """
 
-    def __init__(self, kind: Kind, root: Path, *flags: str) -> None:
+    def __init__(self, kind: Kind, root: Path, *flags: str, tp: int = 1, dp: int = 1) -> None:
         self.kind = kind
         self._flags = flags
+        self._tp, self._dp = tp, dp
         self.folders = {name: root / name for name in "ab"}
         _write(kind, *self.folders.values())
         self._plan = root / "plan"
@@ -85,8 +89,11 @@ class KindSite:
             run,
             dtype="bfloat16",
             bridge=bridge,
+            tp=self._tp,
+            dp=self._dp,
             flags=[*_FLAGS, *self.kind.flags, *self._flags],
             variables={
+                **NO_MULTICAST,
                 "VLLM_SERVER_DEV_MODE": "1",
                 "WEIGHTSYNC_DEVICE_ROOM": _ROOM,
                 VARIABLE: f"@{self._plan}",
@@ -179,17 +186,20 @@ def _warm(vllm: VllmServer) -> None:
 
 
 def answers(vllm: VllmServer) -> list[Any]:
-    """Return what a vLLM answers: tokens and log probabilities."""
-    return [vllm.complete(prompt) for prompt in _PROMPTS]
+    """Return what a vLLM answers, and each of its engine cores: tokens and log probabilities."""
+    cores = [core if vllm.dp > 1 else None for core in range(vllm.dp)]
+    return [vllm.complete(prompt, core=core) for core in cores for prompt in _PROMPTS]
 
 
 def digests(vllm: VllmServer) -> dict[str, str]:
-    """Return the digests of all that its model computes from, that of a lone rank."""
+    """Return the digests of all that its model computes from, by rank; those of one engine core."""
     status, answer = vllm.request("/collective_rpc", {"method": "bench_digests"}, timeout=120)
     assert status == 200, answer
-    (found,) = answer["results"]
-    assert found
-    return dict(found)
+    ranks = answer["results"]
+    assert all(ranks)
+    if len(ranks) == 1:
+        return dict(ranks[0])
+    return {f"{rank}: {name}": d for rank, found in enumerate(ranks) for name, d in found.items()}
 
 
 def _write(kind: Kind, first: Path, second: Path) -> None:
