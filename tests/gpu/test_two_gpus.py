@@ -1,4 +1,4 @@
-"""Kinds that must be loaded, over two GPUs: halves of each tensor, and replicas that share experts.
+"""Kinds of models over two GPUs: halves of each tensor, and replicas that share experts.
 
 Needs two GPUs, and a vLLM of 0.26 or newer built for them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 import pytest
@@ -29,13 +29,31 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs"),
 ]
 
-#: Of each: kind, sizes, more flags, ranks.
-_SITES: dict[str, tuple[str, dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
-    "tp2": ("qwen3_moe_fp8", {"tp": 2}, (), ("0/0/0", "0/0/1")),
-    "ep2": ("qwen3_moe_fp8", {"tp": 2}, ("--enable-expert-parallel",), ("0/0/0", "0/0/1")),
-    "latent": ("deepseek_fp8", {"tp": 2}, (), ("0/0/0", "0/0/1")),
-    "replicas": ("qwen3_fp8_online", {"dp": 2}, (), ("0/0/0", "1/0/0")),
-    "shared": ("qwen3_moe_fp8", {"dp": 2}, ("--enable-expert-parallel",), ("0/0/0", "1/0/0")),
+_EXPERTS = "--enable-expert-parallel"
+_ONLINE = ("--quantization", "fp8")
+
+
+class _Case(NamedTuple):
+    """A kind of model over two GPUs, and what leads from a version's bytes to the live ones."""
+
+    kind: str
+    sizes: dict[str, int]
+    flags: tuple[str, ...]
+    transform: str
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """As they are named."""
+        return ("0/0/0", "1/0/0") if "dp" in self.sizes else ("0/0/0", "0/0/1")
+
+
+_SITES = {
+    "halves": _Case("qwen3_fp8_online", {"tp": 2}, (), "twin"),
+    "experts": _Case("qwen3_moe_bf16", {"tp": 2}, (_EXPERTS, *_ONLINE), "twin"),
+    "latent": _Case("deepseek_fp8", {"tp": 2}, (), "twin"),
+    "replicas": _Case("qwen3_fp8_online", {"dp": 2}, (), "twin"),
+    "replicas_share_experts": _Case("qwen3_moe_bf16", {"dp": 2}, (_EXPERTS, *_ONLINE), "twin"),
+    "replicas_copy_experts": _Case("qwen3_moe_fp8", {"dp": 2}, (_EXPERTS,), "plan"),
 }
 
 
@@ -43,27 +61,27 @@ _SITES: dict[str, tuple[str, dict[str, int], tuple[str, ...], tuple[str, ...]]] 
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.xdist_group(f"two-{name}")) for name in _SITES],
 )
-def started(request: pytest.FixtureRequest) -> Iterator[tuple[KindSite, Fresh, tuple[str, ...]]]:
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[KindSite, Fresh, _Case]]:
     """Start a site over two GPUs."""
-    kind, sizes, flags, names = _SITES[request.param]
+    case = _SITES[request.param]
     root = Path(tempfile.mkdtemp(prefix="w2-"))
-    site = KindSite(KINDS[kind], root, *flags, **sizes)
+    site = KindSite(KINDS[case.kind], root, *case.flags, **case.sizes)
     try:
-        yield site, site.start(), names
+        yield site, site.start(), case
     finally:
         site.stop()
         shutil.rmtree(root)
 
 
 def test_all_ranks_take_a_version_and_go_back_as_one(
-    started: tuple[KindSite, Fresh, tuple[str, ...]],
+    started: tuple[KindSite, Fresh, _Case], request: pytest.FixtureRequest
 ) -> None:
-    site, fresh, names = started
+    site, fresh, case = started
     before, first = site.answers(), site.digests()
     assert before != fresh.answers
-    site.apply(site.push("b"))
-    assert transform(site.client) == "twin"
-    assert tuple(rank.rank for rank in ranks(site.client)) == names
+    report = site.apply(site.push("b"))
+    assert transform(site.client) == case.transform
+    assert tuple(rank.rank for rank in ranks(site.client)) == case.ranks
     assert site.answers() == fresh.answers
     assert site.digests() == fresh.digests
     assert site.verified()
@@ -71,10 +89,11 @@ def test_all_ranks_take_a_version_and_go_back_as_one(
     assert site.answers() == before
     assert site.digests() == first
     assert site.verified()
+    print(request.node.name, report.phases.paused_total.ToMilliseconds(), "ms")  # noqa: T201
 
 
 def test_one_rank_that_fails_keeps_all_from_a_version(
-    started: tuple[KindSite, Fresh, tuple[str, ...]],
+    started: tuple[KindSite, Fresh, _Case],
 ) -> None:
     site, _, _ = started
     before, digests = site.answers(), site.digests()
@@ -94,7 +113,7 @@ def test_one_rank_that_fails_keeps_all_from_a_version(
 
 
 def test_replicas_and_halves_are_updated_in_a_row(
-    started: tuple[KindSite, Fresh, tuple[str, ...]],
+    started: tuple[KindSite, Fresh, _Case],
 ) -> None:
     site, fresh, _ = started
     for content in "abab":

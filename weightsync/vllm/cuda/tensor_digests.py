@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -56,18 +57,18 @@ def digests_of(
 
 
 def small_digests(tensors: Mapping[_Key, torch.Tensor]) -> dict[_Key, bytes]:
-    """Return the digests of those of some tensors that are small, which come to the host at once.
+    """Return the digests of those of some tensors that are small; a device sends all at once.
 
     Args:
-        tensors: On one device.
+        tensors: Any.
     """
-    small = {
-        key: tensor.contiguous().reshape(-1).view(torch.uint8)
-        for key, tensor in tensors.items()
-        if tensor.nbytes <= _SMALL and tensor.numel()
-    }
-    if not small:
-        return {}
-    sizes = [tensor.numel() for tensor in small.values()]
-    parts = torch.split(torch.cat(list(small.values())).cpu(), sizes)
-    return {key: tensor_digest_of(part) for key, part in zip(small, parts, strict=True)}
+    found: dict[_Key, bytes] = {}
+    places: defaultdict[torch.device, dict[_Key, torch.Tensor]] = defaultdict(dict)
+    for key, tensor in tensors.items():
+        if tensor.numel() and tensor.nbytes <= _SMALL:
+            places[tensor.device][key] = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for small in places.values():
+        sizes = [tensor.numel() for tensor in small.values()]
+        parts = torch.split(torch.cat(list(small.values())).cpu(), sizes)
+        found |= {key: tensor_digest_of(part) for key, part in zip(small, parts, strict=True)}
+    return found

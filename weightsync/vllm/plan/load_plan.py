@@ -184,7 +184,8 @@ class LoadPlan:
         """Refuse tensors whose content would get lost.
 
         A tensor that no rank loads is fine when it repeats a loaded one (a tied output head), or
-        when the adopted checkpoint had it too and its content was of no use there either.
+        when the adopted checkpoint had it too and its content was of no use there either. So is
+        one of a draft that vLLM serves from its target, whatever the draft has.
 
         Args:
             digests: Of every tensor of the version.
@@ -195,7 +196,9 @@ class LoadPlan:
             PlanRefusedError: Naming the tensors.
         """
         other = [
-            name for name, same in self.shared.items() if digests[name] != digests.get(same, b"")
+            name
+            for name, same in self.shared.items()
+            if digests[name] != digests.get(same, b"") and base.same_as.get(name) != ""
         ]
         if other:
             msg = (
@@ -231,6 +234,10 @@ class LoadPlan:
             unloaded: As for `accept_ignored`.
             uniform: Tells whether a tensor, by name, holds one value all over.
         """
+        for name, same in self.shared.items():
+            if same and name not in self.same_as:
+                # VLLM has compared the two, unless they differ: then it serves the target's anyhow.
+                self.same_as[name] = same if digests[name] == digests.get(same) else ""
         loaded = {
             (digests[name], kind): name
             for name, kind in self.tensors.items()

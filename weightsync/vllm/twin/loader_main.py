@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,12 +195,14 @@ def main() -> int:
         loader.serve()
     except EOFError:
         return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it goes to the log, and to the rank
+        # Before the rank knows of it, which ends this process at once.
+        traceback.print_exc()
         text = error.message if isinstance(error, WeightSyncError) else str(error)
         with contextlib.suppress(OSError):
             # A failed load leaks memory of its half-made layers: this process ends.
             send(sock, {"event": "failed", "error": f"{type(error).__name__}: {text}"[:500]})
-        raise
+        return 1
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -169,3 +170,24 @@ def test_a_missing_tensor_is_refused_by_the_stage_that_loads_it(stages: Stages) 
     with pytest.raises(PlanRefusedError, match="lacks") as caught:
         find_plan(manifest, stages.caches[1])
     assert caught.value.names == ["down"]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_what_a_draft_has_from_its_target_is_compared_where_vllm_compared_it(
+    *, alike: bool
+) -> None:
+    cache = PlanCache(alone=True)
+    embed = _tensors()["embed"]
+    base = _manifest(_tensors(draft=embed.clone() if alike else embed + 1))
+    plan = replace(_plan(base.layout, FIRST | LAST), shared={"draft": "embed"})
+    cache.add(plan)
+    cache.learn(base.layout.signature, pack(frozenset(plan.ignored), plan.tensors))
+    assert find_plan(base, cache) is plan
+    find_plan(_manifest(_tensors(embed=embed + 3, draft=embed + 3)), cache)
+    other = _manifest(_tensors(draft=embed + 2))
+    if alike:
+        with pytest.raises(PlanRefusedError, match="from its target") as refused:
+            find_plan(other, cache)
+        assert refused.value.names == ["draft"]
+    else:
+        assert find_plan(other, cache) is plan
