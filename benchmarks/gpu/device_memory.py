@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
@@ -13,14 +14,16 @@ _EVERY_S = 0.05
 
 
 class DeviceMemory:
-    """The first device of this host."""
+    """The first device that this process may use."""
 
     def __init__(self) -> None:
         import pynvml
 
         self._nvml: Any = pynvml
         self._nvml.nvmlInit()
-        self._device = self._nvml.nvmlDeviceGetHandleByIndex(0)
+        # The driver counts all of the host's, whatever is hidden from CUDA.
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+        self._device = self._nvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
 
     def of(self, processes: Iterable[int]) -> int:
         """Return the bytes that these processes hold together.
