@@ -38,12 +38,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
 _ORPHAN_S = 5.0
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.battery)], ids="tp{}".format
-)
+_SIZES = [
+    pytest.param({}, id="tp1"),
+    pytest.param({"tp": 2}, id="tp2", marks=pytest.mark.battery),
+    pytest.param({"pp": 2}, id="pp2", marks=pytest.mark.battery),
+]
+
+
+@pytest.fixture(scope="module", params=_SIZES)
 def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
     packed = {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "linear"}
-    with running_site(request.param, arch="qwen3_moe", variables=packed) as site:
+    with running_site(arch="qwen3_moe", variables=packed, **request.param) as site:
         yield site
 
 

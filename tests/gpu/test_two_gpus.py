@@ -52,7 +52,7 @@ _SITES = {
     "experts": _Case("qwen3_moe_bf16", {"tp": 2}, (_EXPERTS, *_ONLINE), "twin"),
     "latent": _Case("deepseek_fp8", {"tp": 2}, (), "twin"),
     "replicas": _Case("qwen3_fp8_online", {"dp": 2}, (), "twin"),
-    "replicas_share_experts": _Case("qwen3_moe_bf16", {"dp": 2}, (_EXPERTS, *_ONLINE), "twin"),
+    "replicas_share_experts": _Case("deepseek_fp8", {"dp": 2}, (_EXPERTS,), "twin"),
     "replicas_copy_experts": _Case("qwen3_moe_fp8", {"dp": 2}, (_EXPERTS,), "plan"),
 }
 
