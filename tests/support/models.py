@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 __all__ = [
     "ARCHITECTURES",
     "make_checkpoint",
+    "make_int4",
     "make_int8",
     "nudge_checkpoint",
     "perturb_checkpoint",
@@ -30,6 +32,10 @@ _CORPUS = (
     "A version is whole or it is not there at all; nothing is served in between.",
 )
 _VOCABULARY = 512
+#: Inputs that have one scale.
+_GROUP = 128
+#: In which order AWQ puts eight outputs into a word.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def save_tokenizer(directory: Path) -> None:
@@ -280,3 +286,76 @@ def make_int8(source: Path, target: Path) -> Path:
     }
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def make_int4(source: Path, target: Path, method: str) -> Path:
+    """Copy a checkpoint with its linear layers as int4, eight to a word, as GPTQ or AWQ write it.
+
+    Formats: https://github.com/AutoGPTQ/AutoGPTQ and https://github.com/casper-hansen/AutoAWQ.
+
+    Args:
+        source: The checkpoint.
+        target: Where the copy goes.
+        method: `gptq` or `awq`.
+    """
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for file in sorted(target.glob("*.safetensors")):
+        made: dict[str, Any] = {}
+        for name, tensor in load_file(file).items():
+            module, _, kind = name.rpartition(".")
+            if tensor.dim() == 2 and kind == "weight" and module.endswith("_proj"):
+                parts = _int4(tensor, method)
+                made |= {f"{module}.{part}": value for part, value in parts.items()}
+            else:
+                made[name] = tensor
+        save_file(made, file, metadata={"format": "pt"})
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    common = {"quant_method": method, "bits": 4, "group_size": _GROUP}
+    config["quantization_config"] = common | (
+        {"desc_act": False, "sym": True}
+        if method == "gptq"
+        else {"zero_point": True, "version": "gemm"}
+    )
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _int4(weight: Any, method: str) -> dict[str, Any]:
+    """Return what a linear layer's weight becomes, each value plus 8."""
+    import torch
+
+    columns = weight.float().t()
+    inputs, outputs = columns.shape
+    groups = columns.reshape(inputs // _GROUP, _GROUP, outputs)
+    scales = groups.abs().amax(dim=1) / 7
+    values = (groups / scales[:, None]).round().to(torch.int32).reshape(inputs, outputs) + 8
+    middles = torch.full((inputs // _GROUP, outputs), 8, dtype=torch.int32)
+    found = {"scales": scales.to(weight.dtype).contiguous()}
+    if method == "awq":
+        return {
+            **found,
+            "qweight": _in_words(values, _AWQ_ORDER),
+            "qzeros": _in_words(middles, _AWQ_ORDER),
+        }
+    return {
+        **found,
+        "qweight": _in_words(values.t(), range(8)).t().contiguous(),
+        # GPTQ counts them from one.
+        "qzeros": _in_words(middles - 1, range(8)),
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // _GROUP,
+    }
+
+
+def _in_words(values: Any, order: Iterable[int]) -> Any:
+    """Return each row with eight values in a word of 32 bits, in an order from its lowest bits."""
+    import torch
+
+    eights = values.reshape(len(values), -1, 8).to(torch.int64)
+    words = sum(eights[..., at] << 4 * place for place, at in enumerate(order))
+    return (words & 0xFFFFFFFF).to(torch.uint32).view(torch.int32).contiguous()

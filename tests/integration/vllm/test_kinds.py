@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.support.models import make_checkpoint, make_int8
+from tests.support.models import make_checkpoint, make_int4, make_int8
 from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
-from weightsync_client import Client, EngineState
+from weightsync_client import Client, EngineState, Transform
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,15 +26,15 @@ _SERVING_S = 150.0
 class KindSite:
     """Two checkpoints of a kind, and a vLLM with a server that started with the first."""
 
-    def __init__(self, kind: str, tp: int, root: Path) -> None:
-        self.tp, self.root = tp, root
+    def __init__(self, kind: str, sizes: dict[str, int], root: Path) -> None:
+        self.sizes, self.root = sizes, root
         self.plain = kind != "packed"
         self.dtype = "float32" if kind == "packed" else "bfloat16"
         arch = {"mla": "deepseek_v2"}.get(kind, "qwen2")
         self.folders = {}
         for seed, name in enumerate("ab"):
             made = make_checkpoint(root / name, arch, seed=seed, dtype=self.dtype)
-            self.folders[name] = make_int8(made, root / f"{name}8") if kind == "int8" else made
+            self.folders[name] = _quantised(made, kind)
         self.vllm = self._vllm("a")
         self.server = WeightSyncServer(root / "a-run", root / "state")
 
@@ -42,7 +42,8 @@ class KindSite:
         return VllmServer(
             self.folders[name],
             self.root / f"{name}-run",
-            tp=self.tp,
+            tp=self.sizes.get("tp", 1),
+            dp=self.sizes.get("dp", 1),
             dtype=self.dtype,
             plain=self.plain,
             bridge=bridge,
@@ -85,11 +86,24 @@ class KindSite:
             self.vllm.stop()
 
 
+def _quantised(made: Path, kind: str) -> Path:
+    if kind == "int8":
+        return make_int8(made, made.with_name(f"{made.name}8"))
+    if kind in ("gptq", "awq"):
+        return make_int4(made, made.with_name(f"{made.name}4"), kind)
+    return made
+
+
+def _named(value: tuple[str, dict[str, int]]) -> str:
+    kind, sizes = value
+    return f"{kind}-tp1" if not sizes else f"{kind}-" + "".join(f"{n}{s}" for n, s in sizes.items())
+
+
 @pytest.fixture
 def site(request: pytest.FixtureRequest) -> Iterator[KindSite]:
-    kind, tp = request.param
+    kind, sizes = request.param
     with tempfile.TemporaryDirectory(prefix="wk-") as root:
-        site = KindSite(kind, tp, Path(root))
+        site = KindSite(kind, sizes, Path(root))
         try:
             site.server.start()
             site.vllm.start()
@@ -114,8 +128,8 @@ def _becomes(site: KindSite) -> None:
 
 @pytest.mark.parametrize(
     "site",
-    [("mla", 1), pytest.param(("mla", 2), marks=pytest.mark.battery)],
-    ids=lambda value: f"{value[0]}-tp{value[1]}",
+    [("mla", {}), pytest.param(("mla", {"tp": 2}), marks=pytest.mark.battery)],
+    ids=_named,
     indirect=True,
 )
 def test_latent_attention_computes_from_what_was_pushed(site: KindSite) -> None:
@@ -128,8 +142,8 @@ def test_latent_attention_computes_from_what_was_pushed(site: KindSite) -> None:
 
 @pytest.mark.parametrize(
     "site",
-    [("int8", 1), pytest.param(("int8", 2), marks=pytest.mark.battery)],
-    ids=lambda value: f"{value[0]}-tp{value[1]}",
+    [("int8", {}), pytest.param(("int8", {"tp": 2}), marks=pytest.mark.battery)],
+    ids=_named,
     indirect=True,
 )
 def test_int8_is_served_where_its_packed_bytes_are_tensors(site: KindSite) -> None:
@@ -143,7 +157,27 @@ def test_int8_is_served_where_its_packed_bytes_are_tensors(site: KindSite) -> No
     _becomes(site)
 
 
-@pytest.mark.parametrize("site", [("packed", 1)], ids=["packed-tp1"], indirect=True)
+@pytest.mark.parametrize(
+    "site",
+    [
+        ("gptq", {}),
+        pytest.param(("gptq", {"tp": 2}), marks=pytest.mark.battery),
+        pytest.param(("gptq", {"dp": 2}), marks=pytest.mark.battery),
+        pytest.param(("awq", {}), marks=pytest.mark.battery),
+    ],
+    ids=_named,
+    indirect=True,
+)
+def test_int4_is_repacked_beside_generation(site: KindSite) -> None:
+    state, reason = site.settled()
+    assert state is EngineState.SERVING, reason
+    with Client(site.server.address) as client:
+        (model,) = client.status().models
+    assert {rank.transform for rank in model.engine.ranks} == {Transform.TWIN}
+    _becomes(site)
+
+
+@pytest.mark.parametrize("site", [("packed", {})], ids=["packed-tp1"], indirect=True)
 def test_what_lies_behind_handles_is_refused_with_what_prevents_it(site: KindSite) -> None:
     state, reason = site.settled()
     assert state is EngineState.FENCED
