@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["twin_of"]
 
+#: What a process takes of a CUDA device beside its tensors, bytes: measured 0.9 to 1.3 GB.
+_CONTEXT = 1 << 30
 _GROUP = re.compile(r"[0-9a-f]{32}")
 
 
@@ -44,7 +46,8 @@ def twin_of(
     """
 
     def room() -> int | None:
-        return ops.memory_stats().get("device_room", host_room)
+        given = ops.memory_stats().get("device_room")
+        return host_room if given is None else max(0, given - _CONTEXT)
 
     def start(group: str) -> LoaderStart:
         return LoaderStart(
