@@ -193,8 +193,8 @@ class ExchangedMemory:
 
     def _holding(self, rows: Sequence[int], target: LoadedVersion, threads: SliceThreads) -> _Arena:
         for arena in self._arenas:
-            held = row_digests(self._ops, [arena.rows[i] for i in rows], threads)
-            if held == [target.digests[i] for i in rows]:
+            digests = row_digests(self._ops, [arena.rows[i] for i in rows], threads)
+            if digests == [target.digests[i] for i in rows]:
                 return arena
         msg = "the version lies neither in the model nor beside it; it must be loaded again"
         raise ParameterChangedError(msg)

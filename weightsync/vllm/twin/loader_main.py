@@ -98,8 +98,8 @@ class _Loader:
         """Return the bytes that the load took beside the arenas."""
         if self._device.type != "cuda":
             return sum(state.form.spans)
-        held = sum(arena.nbytes for arena in self._arenas.values())
-        return torch.cuda.max_memory_reserved(self._device) - held
+        arenas = sum(arena.nbytes for arena in self._arenas.values())
+        return torch.cuda.max_memory_reserved(self._device) - arenas
 
     def _store(self, state: ModelState, index: int) -> None:
         from weightsync.vllm.apply.byte_rows import row_digests, rows_of
