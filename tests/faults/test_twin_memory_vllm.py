@@ -6,20 +6,26 @@ calls of its API, the guard, the engine core and the workers.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.faulty_site import FaultySite, running_site
 from tests.support.loader_processes import loaders_of, wait_for_loaders, wait_gone
+from tests.support.stock import push_folder
 from weightsync.errors import Reason
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -120,6 +126,59 @@ def test_a_vllm_that_sleeps_has_no_loader_and_gets_it_back(site: FaultySite) -> 
         site.apply(version)
         assert site.ask() == far
     assert set(site.served) <= {near, far}
+
+
+def _memory_files(pid: int, kind: str) -> set[str]:
+    """Return the inodes of the memory that a process maps (`maps`) or has open (`fd`)."""
+    if kind == "maps":
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {line.split()[4] for line in lines if "/memfd:" in line}
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        # One that is closed meanwhile is none.
+        with contextlib.suppress(FileNotFoundError):
+            if "/memfd:" in str(link.readlink()):
+                found.add(str(link.stat().st_ino))
+    return found
+
+
+def test_a_loader_maps_a_slot_once_and_lets_go_of_what_is_gone(site: FaultySite) -> None:
+    _, near, far = _three(site)
+    site.apply(site.push(near))
+    _sleep(site)
+    _wake_up(site)
+    site.apply(site.push(far))
+    _until_loaded(site)
+    assert site.server.process is not None
+    server = site.server.process.pid
+    slots = [
+        _memory_files(loader.pid, "maps") & _memory_files(server, "fd")
+        for loader in loaders_of(site.vllm)
+    ]
+    assert all(slots), "it stays mapped after the load"
+    # Files of other sizes: what lay in the slots is gone.
+    whole: dict[str, torch.Tensor] = {}
+    for file in sorted(site.folders[near].glob("*.safetensors")):
+        whole |= load_file(file)
+    other = site.root / "whole"
+    other.mkdir()
+    save_file(whole, other / "model.safetensors", metadata={"format": "pt"})
+    for _ in range(3):
+        version = push_folder(site.server.stub, other).version
+        site.content[version] = near
+        site.apply(version)
+        site.apply(site.push(far))
+    end = time.monotonic() + _CHANGE_S
+    while True:
+        existing = _memory_files(server, "fd")
+        left = [
+            (before & _memory_files(loader.pid, "maps")) - existing
+            for before, loader in zip(slots, loaders_of(site.vllm), strict=True)
+        ]
+        if not any(left):
+            break
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
 
 
 def test_sleep_ends_a_load_that_is_made_again_after_it(site: FaultySite) -> None:

@@ -31,6 +31,7 @@ from weightsync.wire.fd_passing import receive, send, send_fds
 if TYPE_CHECKING:
     from weightsync.vllm.apply.device_ops import DeviceOps
     from weightsync.vllm.apply.parallel import SliceThreads
+    from weightsync.vllm.apply.segment_mappings import SegmentMappings
     from weightsync.vllm.twin.arena import LoaderArena
     from weightsync.vllm.twin.model_state import ModelState
     from weightsync.vllm.twin.state_loads import StateLoads
@@ -48,12 +49,18 @@ class _Loader:
     """Answers the rank, one request after the other."""
 
     def __init__(
-        self, sock: socket.socket, loads: StateLoads, ops: DeviceOps, device: torch.device
+        self,
+        sock: socket.socket,
+        loads: StateLoads,
+        mappings: SegmentMappings,
+        ops: DeviceOps,
+        device: torch.device,
     ) -> None:
         from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count
 
         self._sock = sock
         self._loads = loads
+        self._mappings = mappings
         self._ops = ops
         self._device = device
         self._threads: SliceThreads = SliceThreads(background_thread_count(device, 1))
@@ -63,6 +70,10 @@ class _Loader:
         """Serve until the rank is gone, or a load has failed."""
         while True:
             request = receive(self._sock)
+            if request["op"] == "unmap":
+                self._mappings.unmap(map(str, request["segments"]))
+                self._send({"event": "unmapped"})
+                continue
             self._load(request)
             # Only now does nothing hold what was loaded beside the arenas.
             gc.collect()
@@ -82,7 +93,7 @@ class _Loader:
             state = self._loads.state(path, staged)
         except PlanRefusedError as error:
             names = {"names": error.names[:_NAMES], "names_total": len(error.names)}
-            send(self._sock, {"event": "refused", "error": str(error), **names})
+            self._send({"event": "refused", "error": str(error), **names})
             return
         failpoints.hit("loader.loaded")
         seconds = time.perf_counter() - begin
@@ -90,9 +101,12 @@ class _Loader:
         facts = LoadFacts(others, self._loads.unread).to_json()
         form = state.form.to_json()
         peak = {"peak": self._peak(state)}
-        send(self._sock, {"event": "loaded", "form": form, "seconds": seconds, **peak, **facts})
+        self._send({"event": "loaded", "form": form, "seconds": seconds, **peak, **facts})
         # The rank may be exchanging what lies in an arena.
         self._store(state, int(receive(self._sock)["arena"]))
+
+    def _send(self, reply: dict[str, Any]) -> None:
+        send(self._sock, {**reply, "mapped": sorted(self._mappings.ids)})
 
     def _peak(self, state: ModelState) -> int:
         """Return the bytes that the load took beside the arenas."""
@@ -119,7 +133,7 @@ class _Loader:
         reply: dict[str, Any] = {"event": "stored", "digests": [digest.hex() for digest in digests]}
         if made:
             reply |= {"arena": document, "fds": len(fds), "nbytes": arena.nbytes}
-        send(self._sock, reply)
+        self._send(reply)
         if made:
             send_fds(self._sock, fds)
 
@@ -158,6 +172,7 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
 
     load_general_plugins()
     from weightsync.vllm.apply.parallel import leave_core
+    from weightsync.vllm.apply.segment_mappings import SegmentMappings
     from weightsync.vllm.twin.state_loads import StateLoads
     from weightsync.vllm.twin.vllm_load import LoaderGroup, VllmLoad
 
@@ -171,11 +186,12 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
     def progress(phase: str, percent: int) -> None:
         send(sock, {"event": "progress", "phase": phase, "percent": percent})
 
-    loads = StateLoads(VllmLoad(whole), ops, ops.registrar, progress)
+    mappings = SegmentMappings(ops.registrar)
+    loads = StateLoads(VllmLoad(whole), ops, mappings, progress)
     # What was imported stays: vLLM collects garbage twice in each load.
     gc.collect()
     gc.freeze()
-    return _Loader(sock, loads, ops, group.device)
+    return _Loader(sock, loads, mappings, ops, group.device)
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from weightsync import clock
 from weightsync.wire.fd_passing import receive, receive_fds, send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from weightsync.vllm.apply.device_ops import Stop
 
@@ -80,10 +80,12 @@ class LoaderProcess:
 
     Attributes:
         ready: Whether it can load.
+        mapped: Ids of the segments that it told to have mapped.
     """
 
     def __init__(self, start: LoaderStart) -> None:
         self.ready = False
+        self.mapped: frozenset[str] = frozenset()
         self._name = start.name
         self._config = start.config
         ours, theirs = socket.socketpair()
@@ -168,6 +170,19 @@ class LoaderProcess:
         reply = self._next("stored", clock.monotonic() + limit_s, bool, lambda _: None)
         return reply, receive_fds(self._sock, int(reply.get("fds", 0)))
 
+    def unmap(self, segments: Sequence[str], limit_s: float) -> None:
+        """Have it let go of segments; those that something still reads stay in `mapped`.
+
+        Args:
+            segments: Their ids.
+            limit_s: How long it may take, seconds.
+
+        Raises:
+            LoaderError: It failed, or took too long.
+        """
+        self._send({"op": "unmap", "segments": list(segments)})
+        self._next("unmapped", clock.monotonic() + limit_s, bool, lambda _: None)
+
     def end(self) -> None:
         """End it; it is gone when this returns."""
         self.ready = False
@@ -203,6 +218,7 @@ class LoaderProcess:
         while True:
             reply = self._receive(deadline, stop, phase)
             event = reply.get("event")
+            self.mapped = frozenset(map(str, reply.get("mapped", self.mapped)))
             if event == wanted:
                 return reply
             if event == "progress":

@@ -12,18 +12,19 @@ from weightsync.vllm.plan.int_views import tensor_digest_of
 from weightsync.vllm.plan.load_plan import PlanRefusedError, check_coverage
 from weightsync.vllm.plan.load_watch import unwatched
 from weightsync.vllm.plan.plan_cache import NeedsCaptureError, PlanCache, find_plan
+from weightsync.vllm.plan.staged_tensors import StagedTensors
 from weightsync.vllm.twin.load_facts import LoadFacts
 from weightsync.vllm.twin.model_state import state_of, weight_paths
 from weightsync.vllm.twin.same_tensors import check_same
-from weightsync.vllm.twin.version_source import VersionSource, opened_version
+from weightsync.vllm.twin.version_source import VersionSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from weightsync.model.manifest import Layout
     from weightsync.shm.staged_version import StagedVersion
-    from weightsync.vllm.apply.device_ops import DeviceOps, MemoryRegistrar
-    from weightsync.vllm.plan.staged_tensors import StagedTensors
+    from weightsync.vllm.apply.device_ops import DeviceOps
+    from weightsync.vllm.apply.segment_mappings import SegmentMappings
     from weightsync.vllm.twin.model_state import ModelState
     from weightsync.vllm.twin.vllm_load import VllmLoad
 
@@ -40,7 +41,8 @@ class StateLoads:
     Args:
         load: VLLM's load.
         ops: Digests.
-        registrar: Makes what is mapped known to a device; None: no device.
+        mappings: Of the segments that versions lie in. They outlast a load: mapping a slot anew for
+            each, and registering it, would take a quarter of it.
         progress: Called with what is being done, and how much of it is, in per cent.
 
     Attributes:
@@ -51,12 +53,12 @@ class StateLoads:
         self,
         load: VllmLoad,
         ops: DeviceOps,
-        registrar: MemoryRegistrar | None,
+        mappings: SegmentMappings,
         progress: Callable[[str, int], None],
     ) -> None:
         self._load = load
         self._ops = ops
-        self._registrar = registrar
+        self._mappings = mappings
         self._progress = progress
         self._plans = PlanCache()
         self.unread: frozenset[str] = frozenset()
@@ -76,8 +78,9 @@ class StateLoads:
         # What becomes of the weights is known from the first load on; whatever else changes shows
         # in the comparison with that.
         watch = unwatched() if first is not None else contextlib.nullcontext()
-        with opened_version(socket, staged, self._registrar) as tensors, watch:
-            model = self._loaded(staged, tensors)
+        with watch:
+            views = self._mappings.map(socket, staged.segments)
+            model = self._loaded(staged, StagedTensors(staged.manifest.layout, views))
         self._paths = self._paths or weight_paths(model)
         state = state_of(model, self._paths, self._digests)
         if first is None:

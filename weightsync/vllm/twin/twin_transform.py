@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,8 @@ class TwinTransform:
         self._group = ""
         self._memory: ExchangedMemory | None = None
         self._arenas: dict[int, RankArena] = {}
+        #: Held by whoever waits for the loader's answers.
+        self._asking = threading.Lock()
         self._last_s = 0.0
         self._restarts = -1
         #: Failures in a row, by content digest, and what the last one said.
@@ -151,6 +154,38 @@ class TwinTransform:
             if self._memory is not None
             else [],
         }
+
+    @property
+    def mapped(self) -> frozenset[str]:
+        """Ids of the segments that the loader has mapped."""
+        loader = self._loader
+        return loader.mapped if loader is not None else frozenset()
+
+    def unmap(self, existing: frozenset[str]) -> None:
+        """Have the loader let go of segments that do not exist any more; returns at once.
+
+        One that loads goes on with it, and is asked the next time.
+
+        Args:
+            existing: Those that still exist.
+        """
+        loader, gone = self._loader, self.mapped - existing
+        if loader is not None and gone and not self._asking.locked():
+            # Taking gigabytes from a device lasts longer than a step.
+            threading.Thread(
+                target=self._unmap, args=(loader, gone), name="weightsync", daemon=True
+            ).start()
+
+    def _unmap(self, loader: LoaderProcess, gone: frozenset[str]) -> None:
+        if not self._asking.acquire(blocking=False):
+            return
+        try:
+            loader.unmap(sorted(gone), _LEAST_S)
+        except LoaderError:
+            logger.exception("weightsync: the loader keeps what does not exist any more")
+            self._end_loader(loader)
+        finally:
+            self._asking.release()
 
     def unload(self) -> None:
         """End the loader and let go of what it has loaded; what is live stays. Nothing loads."""
@@ -197,7 +232,8 @@ class TwinTransform:
             check_same(read_document(path, document).manifest.layout, self._layout)
         begin, loader = time.perf_counter(), self._loader
         try:
-            self._load(loader, content_digest, path, document, stop, report)
+            with self._asking:
+                self._load(loader, content_digest, path, document, stop, report)
         except LoaderRefusedError as error:
             raise PlanRefusedError(str(error), error.names) from error
         except PlanRefusedError:

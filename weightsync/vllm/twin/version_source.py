@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.model.dtypes import torch_dtype
-from weightsync.shm.segment_socket import SegmentClient
-from weightsync.shm.segments import MappedSegment
 from weightsync.vllm.plan.load_plan import PlanRefusedError
-from weightsync.vllm.plan.staged_tensors import StagedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weightsync.model.manifest import Layout
-    from weightsync.shm.staged_version import StagedVersion
-    from weightsync.vllm.apply.device_ops import MemoryRegistrar
     from weightsync.vllm.plan.model_parts import PartNames
+    from weightsync.vllm.plan.staged_tensors import StagedTensors
 
-__all__ = ["ReadWatch", "VersionSource", "opened_version"]
+__all__ = ["ReadWatch", "VersionSource"]
 
 
 class VersionSource:
@@ -101,38 +96,3 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             begin, size, name = self._places[index]
             if value.data_ptr() < begin + size:
                 self.read.add(name)
-
-
-@contextlib.contextmanager
-def opened_version(
-    socket: str, staged: StagedVersion, registrar: MemoryRegistrar | None
-) -> Iterator[StagedTensors]:
-    """Map the segments of a version for the body.
-
-    Args:
-        socket: The segment socket.
-        staged: Where the version lies.
-        registrar: Makes what is mapped known to a device; None: no device.
-
-    Raises:
-        OSError: Nobody listens on the socket.
-        LookupError: The server has no such segment.
-    """
-    with contextlib.ExitStack() as mapped:
-        views = []
-        with SegmentClient(socket) as client:
-            received = client.map(list(staged.segments))
-        for name, (fd, size) in zip(staged.segments, received, strict=True):
-            segment = MappedSegment(fd, size)
-            mapped.callback(_close, segment)
-            if registrar is not None:
-                registrar.register(name, segment.view)
-                mapped.callback(registrar.unregister, name)
-            views.append(segment.view)
-        yield StagedTensors(staged.manifest.layout, views)
-
-
-def _close(segment: MappedSegment) -> None:
-    # What a failed load still views stays mapped until its process ends, which is soon.
-    with contextlib.suppress(BufferError):
-        segment.close()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from weightsync.vllm.plan.plan_cache import PlanCache
     from weightsync.vllm.plan.view_cache import ViewCache
     from weightsync.vllm.worker.rank_job import Job
-    from weightsync.vllm.worker.segment_mappings import RankSegments
+    from weightsync.vllm.worker.rank_segments import RankSegments
 
 __all__ = ["PlanTransform"]
 

@@ -22,7 +22,7 @@ from weightsync.vllm.plan.view_cache import ViewCache
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
-from weightsync.vllm.worker.segment_mappings import RankSegments
+from weightsync.vllm.worker.rank_segments import RankSegments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -299,10 +299,14 @@ class Rank:
         for apply_id in set(self._prepared) - keep:
             # A job that was cancelled takes back its own.
             self._prepared.pop(apply_id, None)
-        busy, mappings = self._background.busy, self._segments.mappings
-        if args.get("segments") is not None and not busy:
-            self._segments.unmap(mappings.ids.difference(map(str, args["segments"])))
-        mapped = sorted(mappings.ids)
+        busy, mappings, twin = self._background.busy, self._segments.mappings, self._twin
+        if args.get("segments") is not None:
+            existing = frozenset(map(str, args["segments"]))
+            if not busy:
+                self._segments.unmap(mappings.ids - existing)
+            if twin is not None:
+                twin.unmap(existing)
+        mapped = sorted(mappings.ids | (twin.mapped if twin is not None else frozenset()))
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
 

@@ -10,8 +10,10 @@ from safetensors.torch import save
 
 from tests.support.staging import Staging
 from weightsync.shm.staged_version import read_document
+from weightsync.vllm.apply.segment_mappings import SegmentMappings
 from weightsync.vllm.plan.model_parts import PartNames
-from weightsync.vllm.twin.version_source import ReadWatch, VersionSource, opened_version
+from weightsync.vllm.plan.staged_tensors import StagedTensors
+from weightsync.vllm.twin.version_source import ReadWatch, VersionSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,18 +34,18 @@ def test_only_what_was_read_counts(staging: Staging) -> None:
     staged = read_document(path, version.document.id)
     seen: list[int] = []
     target = torch.zeros(4, 6)
-    with opened_version(path, staged, None) as bytes_of:
-        source = VersionSource(staged.manifest.layout, bytes_of, seen.append)
-        with ReadWatch(source) as watch:
-            for name, tensor in source.of_part(PartNames()):
-                view = tensor.t()[1:].detach()
-                if name == "copied":
-                    target.copy_(tensor)
-                elif name == "sliced":
-                    target[0, :4] += view[0]
-                elif name == "converted":
-                    tensor.to(torch.float64)
-        assert watch.read == {"copied", "sliced", "converted"}
-        del tensor, view
+    layout, mappings = staged.manifest.layout, SegmentMappings()
+    bytes_of = StagedTensors(layout, mappings.map(path, staged.segments))
+    source = VersionSource(layout, bytes_of, seen.append)
+    with ReadWatch(source) as watch:
+        for name, tensor in source.of_part(PartNames()):
+            view = tensor.t()[1:].detach()
+            if name == "copied":
+                target.copy_(tensor)
+            elif name == "sliced":
+                target[0, :4] += view[0]
+            elif name == "converted":
+                tensor.to(torch.float64)
+    assert watch.read == {"copied", "sliced", "converted"}
     assert seen == [0, 1, 2, 3]
     assert torch.equal(target[1:], tensors["copied"][1:])
