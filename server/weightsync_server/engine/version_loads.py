@@ -72,6 +72,35 @@ class _Load:
     ticket: str = ""
 
 
+class _Group:
+    """Where the loaders of an engine meet when they start.
+
+    One of them alone could not be replaced, and where some have met before, others do not.
+    """
+
+    def __init__(self) -> None:
+        self._name, self._met = secrets.token_hex(16), False
+
+    def meet(self) -> str:
+        """Return its name, for loaders that are there or start."""
+        self._met = True
+        return self._name
+
+    def part(self) -> None:
+        """Have the loaders that start next meet at another place."""
+        if self._met:
+            self._name, self._met = secrets.token_hex(16), False
+
+
+@dataclass
+class _Failures:
+    """Failures in a row: how many, the last one's sentence, and when the next try may begin."""
+
+    count: int = 0
+    error: str = ""
+    not_before: float = 0.0
+
+
 class LoadScheduler:
     """Has the ranks load one version at a time.
 
@@ -100,12 +129,13 @@ class LoadScheduler:
         self._ranks = ranks
         self._stager = stager
         self._metrics = metrics
-        self._group = secrets.token_hex(16)
+        self._group = _Group()
+        #: How often vLLM was seen to sleep.
+        self._sleeps = 0
+        self._counted_restarts = 0
         self._load: _Load | None = None
         self._last: list[RankLoad] = []
-        self._failures = 0
-        self._not_before = 0.0
-        self._error = ""
+        self._failures = _Failures()
         self._proved = False
         #: Content digest of what was loaded last.
         self._loaded = ""
@@ -136,7 +166,11 @@ class LoadScheduler:
     def up(self) -> bool:
         """Whether every rank's loader can load, and none has failed since it last did."""
         loads = self.progress()
-        return bool(loads) and all(self._state(load) in _UP for load in loads) and not self._error
+        return (
+            bool(loads)
+            and all(self._state(load) in _UP for load in loads)
+            and not self._failures.error
+        )
 
     @property
     def arena_bytes(self) -> int:
@@ -154,13 +188,13 @@ class LoadScheduler:
             percent=load.percent,
             arena_bytes=load.arena_bytes,
             restarts=load.restarts,
-            last_error=self._error,
+            last_error=self._failures.error,
             load=duration(load.seconds),
         )
 
     def _state(self, load: RankLoad) -> pb.LoaderState.ValueType:
         if not self.running:
-            return pb.LOADER_STATE_FAILED if self._error else pb.LOADER_STATE_READY
+            return pb.LOADER_STATE_FAILED if self._failures.error else pb.LOADER_STATE_READY
         if load.phase == "starting":
             return pb.LOADER_STATE_STARTING
         return pb.LOADER_STATE_LOADING if self._proved else pb.LOADER_STATE_PROVING
@@ -181,12 +215,17 @@ class LoadScheduler:
     def sleep(self) -> None:
         """Take note that vLLM sleeps, with which its loaders have ended."""
         self.forget()
-        if self._last:
-            self._last, self._group = [], secrets.token_hex(16)
+        self._group.part()
+        self._sleeps += 1
+        self._last = []
 
     def begin(self, record: VersionRecord) -> None:
         """Let the ranks load a version soon, unless they do, or need not."""
-        if self.wants(record) and not self.running and clock.monotonic() >= self._not_before:
+        if (
+            self.wants(record)
+            and not self.running
+            and clock.monotonic() >= self._failures.not_before
+        ):
             self._start(record)
 
     def wants(self, record: VersionRecord) -> bool:
@@ -237,10 +276,11 @@ class LoadScheduler:
 
     async def _run(self, load: _Load) -> None:
         self._loaded, record = "", load.record
+        sleeps = self._sleeps
         lease = await self._stager.lease(record, _STAGE_S, for_engine=True, durable=False)
         with lease:
             try:
-                load.ticket = await self._ranks.start_load(self._group, lease.staged_id)
+                load.ticket = await self._started(lease.staged_id)
                 if self.on_start is not None:
                     await self.on_start()
                 await self._ended(load.ticket)
@@ -255,9 +295,22 @@ class LoadScheduler:
             if not all(rank.cached for rank in self._last):
                 # What they read may have been damaged before they did.
                 await self._stager.verify(lease)
-        self._failures, self._error, self._proved = 0, "", True
-        self._loaded = record.content_digest
+        if sleeps != self._sleeps or await self._look() is Presence.ASLEEP:
+            self.sleep()
+            raise asleep()
+        self._failures, self._proved = _Failures(), True
         self._resident = frozenset.intersection(*(rank.holds for rank in self._last))
+        self._loaded = record.content_digest
+
+    async def _started(self, document: str) -> str:
+        try:
+            return await self._ranks.start_load(self._group.meet(), document)
+        except WeightSyncError as error:
+            if error.reason is not Reason.ENGINE_AWAY:
+                raise
+            # VLLM may have slept unseen, and with it the group has ended.
+            self._group.part()
+            return await self._ranks.start_load(self._group.meet(), document)
 
     async def _ended(self, ticket: str) -> None:
         looked = clock.monotonic()
@@ -284,18 +337,18 @@ class LoadScheduler:
                     retry_after_s=why.retry_after_s,
                 )
             if all(load.report is not None for load in loads):
-                restarts = sum(x.restarts for x in loads) - sum(x.restarts for x in self._last)
-                self._metrics.count(max(load.seconds for load in loads), max(0, restarts))
-                self._last = loads
+                restarts = sum(load.restarts for load in loads)
+                more = max(0, restarts - self._counted_restarts)
+                self._metrics.count(max(load.seconds for load in loads), more)
+                self._last, self._counted_restarts = loads, restarts
                 return
 
     def _failed(self, error: WeightSyncError) -> None:
-        # Loaders meet when they start: one of them alone could not be replaced.
-        self._group = secrets.token_hex(16)
-        self._failures += 1
-        self._error, self._resident = error.message, frozenset()
-        wait_s = min(_MOST_S, _AGAIN_S * 2 ** (self._failures - 1))
-        self._not_before = clock.monotonic() + wait_s
+        self._group.part()
+        self._failures.count += 1
+        self._failures.error, self._resident = error.message, frozenset()
+        wait_s = min(_MOST_S, _AGAIN_S * 2 ** (self._failures.count - 1))
+        self._failures.not_before = clock.monotonic() + wait_s
         logger.warning("a version could not be loaded: %s", error.message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.llm_calls import error_text
 from weightsync.vllm.bridge.rank_replies import Pairing, agreed
@@ -25,6 +26,8 @@ TOUCH_WEIGHTS = frozenset(
 )
 #: How often workers are asked whether they have done what they do in the background.
 _SETTLE_S = 0.05
+#: How long that may take, seconds: a loader that hangs is ended after 120.
+_SETTLED_S = 150.0
 
 
 class WorkerCalls:
@@ -99,9 +102,19 @@ class WorkerCalls:
         return len(untouched) == self._count and all(untouched)
 
     async def settle(self) -> None:
-        """Return when no rank works in the background any more; what reads ahead is ended."""
-        busy = True
-        while busy:
+        """Return when no rank works in the background any more; what reads ahead is ended.
+
+        Raises:
+            RuntimeError: One does not come to an end.
+        """
+        deadline = clock.monotonic() + _SETTLED_S
+        while True:
             replies = await self.call("weightsync_state", {"settle": True})
-            busy = any(reply.get("busy") for reply in replies)
-            await asyncio.sleep(_SETTLE_S if busy else 0)
+            busy = [reply for reply in replies if reply.get("busy") or not reply["ok"]]
+            if not busy:
+                return
+            if clock.monotonic() > deadline:
+                why = busy[0]["error"] or "it is at work"
+                msg = f"rank {busy[0]['rank']} does not let go of the weights ({why}); try again"
+                raise RuntimeError(msg)
+            await asyncio.sleep(_SETTLE_S)

@@ -40,7 +40,8 @@ def digests_of(
         pace: Of the current stream: some are digested at a time; None: all at once.
         stop: Asked now and then; True raises `StoppedError`.
     """
-    known = [key for key, tensor in tensors.items() if digestible(tensor)]
+    # A kernel reads no memory of the host's.
+    known = [key for key, t in tensors.items() if t.device.type != "cpu" and digestible(t)]
     if kernels is None or not known:
         return {}
     # The longest first, and those beside each other that take as long.

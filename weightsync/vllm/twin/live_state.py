@@ -88,14 +88,19 @@ class ExchangedMemory:
         found = [self.in_model, *(arena.version for arena in self._arenas)]
         return [version for version in found if version is not None]
 
-    def replaceable(self, limit: int) -> int:
+    def replaceable(self, limit: int, content_digest: str = "") -> int:
         """Return the arena that a load may fill; the number of all: a new one.
 
-        What was live before is kept wherever another one can be filled.
+        One that holds the version already is filled with it again. What was live before is kept
+        wherever another one can be filled.
 
         Args:
             limit: How many there may be.
+            content_digest: Of what is loaded.
         """
+        for at, arena in enumerate(self._arenas):
+            if arena.version is not None and arena.version.content_digest == content_digest:
+                return at
         unknown = [at for at, arena in enumerate(self._arenas) if arena.version is None]
         if unknown:
             return unknown[0]
@@ -118,11 +123,25 @@ class ExchangedMemory:
     def drop_arenas(self) -> None:
         """Let go of all of them; nothing is under way."""
         self._arenas = []
+        self._forget()
 
     def set_version(self, index: int, version: LoadedVersion | None) -> None:
-        """Take note of what lies in an arena; None: not known."""
-        if index < len(self._arenas):
+        """Take note of what was put into an arena; None: not known.
+
+        Whatever else was known of that version in other arenas counts no more, nor does any proof:
+        it may have been read from a source that was damaged.
+        """
+        for at, arena in enumerate(self._arenas):
+            again = version is not None and _digest(arena.version) == version.content_digest
+            if at == index or again:
+                arena.version = None
+        self._forget()
+        if version is not None:
             self._arenas[index].version = version
+
+    def _forget(self) -> None:
+        """Forget the proofs of what lies nowhere any more."""
+        self._proved &= {version.content_digest for version in self.versions}
 
     def check_unmoved(self, live: ModelState) -> None:
         """Refuse to write where the model no longer looks.
@@ -214,8 +233,12 @@ class ExchangedMemory:
         spans = dict.fromkeys(span for span, have, wanted in pairs if have != wanted)
         if not spans:
             self.in_model = target
-            kept = {version.content_digest for version in self.versions}
-            self._proved = (self._proved | {target.content_digest}) & kept
+            self._proved.add(target.content_digest)
+            self._forget()
         elif self.in_model == target:
             self.in_model = None
         return [self.form.named(span) for span in spans]
+
+
+def _digest(version: LoadedVersion | None) -> str:
+    return version.content_digest if version is not None else ""

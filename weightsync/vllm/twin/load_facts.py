@@ -6,7 +6,7 @@ compare its first load with: its rank has.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightsync.vllm.plan.load_plan import PlanRefusedError
@@ -24,19 +24,23 @@ class LoadFacts:
     Attributes:
         others: Digest of every tensor that is not exchanged, by path.
         unread: Names of the version's tensors of which no byte was read.
+        same_as: Of those, which repeat which; see `LoadPlan`. Loaders that come later are told.
     """
 
     others: Mapping[str, str]
     unread: frozenset[str]
+    same_as: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as `from_json` reads it."""
-        return {"others": dict(self.others), "unread": sorted(self.unread)}
+        facts = {"others": dict(self.others), "unread": sorted(self.unread)}
+        return {**facts, "same_as": dict(self.same_as)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> LoadFacts:
         """Read what `to_json` returned."""
-        return cls(dict(document["others"]), frozenset(document["unread"]))
+        unread = frozenset(document["unread"])
+        return cls(dict(document["others"]), unread, dict(document["same_as"]))
 
     def check(self, first: LoadFacts) -> None:
         """Refuse a load that is unlike the first one.

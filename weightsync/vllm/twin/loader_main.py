@@ -87,6 +87,8 @@ class _Loader:
         path = str(request["socket"])
         staged = read_document(path, str(request["document"]))
         failpoints.hit("loader.load")
+        if request["same_as"] is not None:
+            self._loads.expect(request["same_as"])
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
@@ -98,7 +100,7 @@ class _Loader:
         failpoints.hit("loader.loaded")
         seconds = time.perf_counter() - begin
         others = {name: digest.hex() for name, digest in state.others.items()}
-        facts = LoadFacts(others, self._loads.unread).to_json()
+        facts = LoadFacts(others, self._loads.unread, self._loads.same_as).to_json()
         form = state.form.to_json()
         peak = {"peak": self._peak(state)}
         self._send({"event": "loaded", "form": form, "seconds": seconds, **peak, **facts})
@@ -183,10 +185,16 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
     group = LoaderGroup(whole, start["rank"], start["local_rank"], start["rendezvous"])
     ops = _ops_of(group.device, start["room"])
 
-    def progress(phase: str, percent: int) -> None:
-        send(sock, {"event": "progress", "phase": phase, "percent": percent})
+    mappings, last = SegmentMappings(ops.registrar), ("", 0)
 
-    mappings = SegmentMappings(ops.registrar)
+    def progress(phase: str, percent: int) -> None:
+        nonlocal last
+        if (phase, percent) != last:
+            last = phase, percent
+            reply = {"event": "progress", "phase": phase, "percent": percent}
+            # What it has mapped already counts, too: a load may be given up.
+            send(sock, {**reply, "mapped": sorted(mappings.ids)})
+
     loads = StateLoads(VllmLoad(whole), ops, mappings, progress)
     # What was imported stays: vLLM collects garbage twice in each load.
     gc.collect()

@@ -16,7 +16,7 @@ from weightsync import clock
 from weightsync.wire.fd_passing import receive, receive_fds, send
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from weightsync.vllm.apply.device_ops import Stop
 
@@ -134,6 +134,7 @@ class LoaderProcess:
         self,
         path: str,
         document: str,
+        same_as: Mapping[str, str] | None,
         limit_s: float,
         stop: Stop,
         progress: Callable[[dict[str, Any]], None],
@@ -143,6 +144,8 @@ class LoaderProcess:
         Args:
             path: The segment socket.
             document: Segment that tells where the version lies.
+            same_as: What the first loader of the rank has found, see `LoadFacts`; None: this one
+                is the first.
             limit_s: How long it may take, seconds.
             stop: True: nobody wants it any more.
             progress: Told how far it is.
@@ -151,7 +154,9 @@ class LoaderProcess:
             LoaderRefusedError: The version is none for this model.
             LoaderError: It failed, was stopped, or took too long.
         """
-        self._send({"op": "load", "socket": path, "document": document})
+        asked = {"socket": path, "document": document}
+        known = dict(same_as) if same_as is not None else None
+        self._send({"op": "load", **asked, "same_as": known})
         return self._next("loaded", clock.monotonic() + limit_s, stop, progress)
 
     def store(self, arena: int, limit_s: float) -> tuple[dict[str, Any], list[int]]:

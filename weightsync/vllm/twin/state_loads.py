@@ -62,11 +62,22 @@ class StateLoads:
         self._progress = progress
         self._plans = PlanCache()
         self.unread: frozenset[str] = frozenset()
+        #: What the first loader of this rank has found; None: this is the first.
+        self._same_as: Mapping[str, str] | None = None
         #: Of the first version; None: none is loaded yet.
         self._first: ModelState | None = None
         self._paths: frozenset[str] = frozenset()
         #: What vLLM's loaders read of the first version, where they run each time.
         self._first_read: tuple[Layout, frozenset[str]] | None = None
+
+    @property
+    def same_as(self) -> Mapping[str, str]:
+        """See `LoadFacts`."""
+        return self._plans.base.same_as if self._plans.base is not None else {}
+
+    def expect(self, same_as: Mapping[str, str]) -> None:
+        """Take over what the first loader of this rank has found; see `LoadFacts`."""
+        self._same_as = same_as
 
     def state(self, socket: str, staged: StagedVersion) -> ModelState:
         """Return a version as loading leaves it in memory; that of the version before is gone.
@@ -130,6 +141,8 @@ class StateLoads:
             return False
         finally:
             _free()
+        if base is None and self._same_as is not None:
+            plan.same_as.update(self._same_as)
         self._plans.add(plan)
         return True
 

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _LEAST_S, _TIMES = 120.0, 3.0
 #: How often a version is tried before it is refused.
 _TRIES = 3
+#: How often it is looked at whether a load is still wanted, seconds.
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,28 @@ class _TwinWriter:
         return self.memory.unlike(self.target, threads)
 
 
+@dataclass
+class _Starts:
+    """What is known of the loaders that were started.
+
+    Attributes:
+        group: Of the last one; "": there was none.
+        over: The group whose loaders were ended without a failure: nobody can be met there.
+        expected: Whether the next one is not started because one has failed.
+        restarts: How many were.
+    """
+
+    group: str = ""
+    over: str = ""
+    expected: bool = True
+    restarts: int = 0
+
+    def note(self, group: str) -> None:
+        """Take note that one starts."""
+        self.restarts += not self.expected
+        self.group, self.expected = group, False
+
+
 class TwinTransform:
     """See `VersionTransform`. One load at a time; what a commit needs was loaded before it.
 
@@ -108,13 +132,13 @@ class TwinTransform:
         self._room = room
         self._threads = SliceThreads(background_thread_count(device, ranks), yield_cores)
         self._loader: LoaderProcess | None = None
-        self._group = ""
         self._memory: ExchangedMemory | None = None
         self._arenas: dict[int, RankArena] = {}
         #: Held by whoever waits for the loader's answers.
         self._asking = threading.Lock()
         self._last_s = 0.0
-        self._restarts = -1
+        self._peak = 0
+        self._starts = _Starts()
         #: Failures in a row, by content digest, and what the last one said.
         self._failed: dict[str, tuple[int, str]] = {}
         #: Layout of what was loaded first: the engine's own checkpoint.
@@ -123,24 +147,28 @@ class TwinTransform:
 
     def is_of(self, args: Mapping[str, Any]) -> bool:
         """Whether the loader, if there is one, belongs to the group of a call."""
-        return self._loader is None or self._group == str(args["group"])
+        return self._loader is None or self._starts.group == str(args["group"])
 
     def begin(self, args: Mapping[str, Any]) -> None:
         """See to it that there is a loader of a group. Called by the thread that never ends.
 
         Raises:
             PlanRefusedError: There is no room for what it would load.
+            LoaderError: The group is over.
         """
         if self._memory is None:
             self._check_room()
         group = str(args["group"])
-        if self._loader is not None and (group != self._group or not self._loader.alive):
-            self._end_loader(self._loader)
+        if group == self._starts.over:
+            msg = "the loaders of this group were ended; they are started in another one"
+            raise LoaderError(msg)
+        loader = self._loader
+        if loader is not None and (group != self._starts.group or not loader.alive):
+            self._end_loader(loader)
         if self._loader is None:
             self._make_room()
             self._loader = LoaderProcess(self._start(group))
-            self._group = group
-            self._restarts += 1
+            self._starts.note(group)
             logger.info("weightsync: loader %d starts", self._loader.pid)
 
     def status(self) -> dict[str, Any]:
@@ -148,8 +176,8 @@ class TwinTransform:
         loader = self._loader
         return {
             "loader_up": loader is not None and loader.ready and loader.alive,
-            "loader_restarts": max(0, self._restarts),
-            "arena_bytes": sum(arena.nbytes for arena in self._arenas.values()),
+            "loader_restarts": self._starts.restarts,
+            "arena_bytes": sum(arena.nbytes for arena in list(self._arenas.values())),
             "held": [version.content_digest for version in self._memory.versions]
             if self._memory is not None
             else [],
@@ -189,10 +217,8 @@ class TwinTransform:
 
     def unload(self) -> None:
         """End the loader and let go of what it has loaded; what is live stays. Nothing loads."""
-        if self._loader is not None:
-            self._end_loader(self._loader)
-            # The next one was not started because this one had failed.
-            self._restarts -= 1
+        self._end_loader(self._loader)
+        self._starts.expected, self._starts.over = True, self._starts.group
         self._drop_arenas()
 
     def _drop_arenas(self) -> None:
@@ -200,9 +226,9 @@ class TwinTransform:
             # An exchange may be under way on a device.
             self._ops.synchronize()
             self._memory.drop_arenas()
-        for arena in self._arenas.values():
+        arenas, self._arenas = self._arenas, {}
+        for arena in arenas.values():
             arena.close()
-        self._arenas = {}
 
     def load(
         self, content_digest: str, path: str, document: str, stop: Stop, report: Report
@@ -230,24 +256,35 @@ class TwinTransform:
         if self._layout is not None:
             # A loader that is new has nothing with which it could compare what it loads first.
             check_same(read_document(path, document).manifest.layout, self._layout)
-        begin, loader = time.perf_counter(), self._loader
+        begin = time.perf_counter()
+        self._ask(stop)
+        loader = self._loader
         try:
-            with self._asking:
-                self._load(loader, content_digest, path, document, stop, report)
+            self._load(loader, content_digest, path, document, stop, report)
         except LoaderRefusedError as error:
             raise PlanRefusedError(str(error), error.names) from error
-        except PlanRefusedError:
+        except BaseException as error:
             # It waits for what comes after a load.
             self._end_loader(loader)
-            raise
-        except LoaderError as error:
-            self._end_loader(loader)
+            if isinstance(error, PlanRefusedError) or not isinstance(error, Exception):
+                raise
+            kind = "" if isinstance(error, LoaderError) else f"{type(error).__name__}: "
+            text = f"{kind}{error}"
             if not stop():
-                self._failed[content_digest] = count + 1, str(error)
-            raise
+                self._failed[content_digest] = count + 1, text
+            raise LoaderError(text) from error
+        finally:
+            self._asking.release()
         self._failed.pop(content_digest, None)
         self._last_s = time.perf_counter() - begin
         return {"phase": "ready", "load_s": self._last_s, **self.status()}
+
+    def _ask(self, stop: Stop) -> None:
+        """Return when nobody else waits for the loader's answers."""
+        while not self._asking.acquire(timeout=_LOOK_S):
+            if stop():
+                msg = "the load was given up"
+                raise LoaderError(msg)
 
     def _check_room(self) -> None:
         """Refuse a load that cannot end well: what is being loaded lies beside what was."""
@@ -264,7 +301,8 @@ class TwinTransform:
         room = self._room()
         if room is not None and self._memory is not None:
             kept = sum(arena.nbytes for arena in self._arenas.values())
-            if kept + 2 * self._memory.nbytes > room:
+            nbytes = self._memory.nbytes
+            if kept + nbytes + max(nbytes, self._peak) > room:
                 self._drop_arenas()
 
     def _most_arenas(self, live: ModelState, peak: int) -> int:
@@ -291,7 +329,8 @@ class TwinTransform:
         def show(phase: dict[str, Any]) -> None:
             report({"load": phase["phase"], "percent": phase["percent"]})
 
-        reply = loader.load(path, document, limit_s, stop, show)
+        known = self._first.same_as if self._first is not None else None
+        reply = loader.load(path, document, known, limit_s, stop, show)
         form = StateForm.from_json(reply["form"])
         live = self._live_state()
         _check_form(form, live.form)
@@ -301,11 +340,16 @@ class TwinTransform:
         memory = self._memory or ExchangedMemory(live, self._ops, self._threads)
         self._memory = memory
         # The one that is stored takes the place of another version.
+        self._peak = max(self._peak, int(reply["peak"]))
         with memory.lock:
-            arena = memory.replaceable(self._most_arenas(live, int(reply["peak"])))
+            most = self._most_arenas(live, int(reply["peak"]))
+            arena = memory.replaceable(most, content_digest)
             memory.set_version(arena, None)
             failpoints.hit("worker.store")
             stored, fds = loader.store(arena, limit_s)
+            if self._loader is not loader:
+                msg = "another loader has taken its place"
+                raise LoaderError(msg)
             if "arena" in stored:
                 self._open_arena(memory, arena, stored, fds)
             digests = tuple(bytes.fromhex(digest) for digest in stored["digests"])
@@ -317,7 +361,11 @@ class TwinTransform:
         self, memory: ExchangedMemory, index: int, stored: Mapping[str, Any], fds: list[int]
     ) -> None:
         opened = RankArena(stored["arena"], fds, memory.form.spans, self._device)
-        memory.put_arena(index, opened.memory)
+        try:
+            memory.put_arena(index, opened.memory)
+        except BaseException:
+            opened.close()
+            raise
         replaced, self._arenas[index] = self._arenas.get(index), opened
         if replaced is not None:
             replaced.close()

@@ -19,6 +19,7 @@ from weightsync.vllm.plan.live_params import LiveParameters
 from weightsync.vllm.plan.load_plan import PlanRefusedError
 from weightsync.vllm.plan.plan_cache import PlanCache
 from weightsync.vllm.plan.view_cache import ViewCache
+from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.worker.background import Background
 from weightsync.vllm.worker.plan_transform import PlanTransform
 from weightsync.vllm.worker.rank_job import NAMES, RefusedCallError, refused
@@ -181,7 +182,7 @@ class Rank:
 
         Raises:
             PlanRefusedError: It cannot load.
-            RefusedCallError: Another load is at work.
+            RefusedCallError: Another load is at work, or the group's loaders were ended.
         """
         failpoints.hit("worker.load")
         if self._twin is None:
@@ -195,7 +196,10 @@ class Rank:
         if not twin.is_of(args):
             # What the loaders before are at work on is waited for by nobody any more.
             self._loads.job.cancelled.set()
-        twin.begin(args)
+        try:
+            twin.begin(args)
+        except LoaderError as error:
+            raise RefusedCallError(str(error)) from error
 
         def load(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
             path, document = self._socket(asked), str(asked["document"])

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.residency.leases import SlotLease
 
 NAMES = ("0/0/0", "0/0/1")
 
@@ -38,6 +39,7 @@ class Loaders:
         asked: Arguments of every load.
         refusal: What the ranks answer to the call itself; empty: they begin.
         presence: How this start of vLLM is.
+        over: Whether the ranks refuse the group of the next load.
     """
 
     def __init__(self, here: World) -> None:
@@ -45,10 +47,14 @@ class Loaders:
         self.asked: list[dict[str, Any]] = []
         self.refusal: dict[str, Any] = {}
         self.presence = Presence.HERE
+        self.over = False
 
     async def call_workers(self, method: str, args: dict[str, Any]) -> list[dict[str, Any]]:
         assert method == "weightsync_load"
         self.asked.append(args)
+        if self.over:
+            self.over = False
+            return [{"ok": False, "rank": name, "error": "the group is over"} for name in NAMES]
         return [{"ok": True, "rank": name} | self.refusal for name in NAMES]
 
     async def look(self) -> Presence:
@@ -275,7 +281,7 @@ async def test_from_failure_to_failure_the_next_load_is_put_off_longer(
     waits = []
     for _ in range(3):
         await _fail(loads, engine, two)
-        waits.append(loads._not_before - clock.monotonic())
+        waits.append(loads._failures.not_before - clock.monotonic())
     assert 0 < waits[0] < 0.05 < waits[1] < 0.1 < waits[2] < 0.2
 
 
@@ -426,6 +432,37 @@ async def test_loaders_that_ended_for_a_sleep_have_not_failed(
     assert engine.asked[2]["group"] != engine.asked[1]["group"], "its loaders are new ones"
     engine.ready("3", "live")
     await until(lambda: not loads.running)
+    assert loads.up
+
+
+async def test_a_sleep_while_a_load_is_looked_at_leaves_nothing_loaded(
+    here: World, engine: Loaders, loads: LoadScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = here.model.stager.verify
+
+    async def slept(lease: SlotLease) -> None:
+        await verify(lease)
+        loads.sleep()
+
+    monkeypatch.setattr(here.model.stager, "verify", slept)
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 5))
+    await engine.loads(1)
+    engine.ready("2", "live")
+    with pytest.raises(WeightSyncError, match="the engine sleeps"):
+        await waiting
+    assert not loads.resident("live")
+    assert loads.wants(here.model.table.get(2))
+
+
+async def test_loaders_that_a_sleep_has_ended_unseen_start_elsewhere(
+    here: World, engine: Loaders, loads: LoadScheduler
+) -> None:
+    engine.over = True
+    waiting = asyncio.create_task(loads.ensure(here.model.table.get(2), 5))
+    await engine.loads(2)
+    assert engine.asked[0]["group"] != engine.asked[1]["group"]
+    engine.ready("2")
+    await waiting
     assert loads.up
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge import worker_calls
 from weightsync.vllm.bridge.adapter import VllmEngine
 
 DIGEST = "ab" * 16
@@ -358,6 +359,26 @@ async def test_sleeping_engine_is_not_started_before_it_is_awake() -> None:
     await engine.resume("", 7, DIGEST)
     assert _state(engine) is EngineState.SERVING
     await llm.sleep()
+
+
+async def test_sleep_does_not_begin_while_a_rank_holds_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_calls, "_SETTLED_S", 0.0)
+    llm = Llm()
+    engine = VllmEngine(llm, "0.32.0", "bridge")
+    await engine.start()
+    told = llm.collective_rpc
+
+    async def fail(method: str, args: Any = ()) -> list[dict[str, Any]]:
+        first, second = await told(method, args)
+        return [first, second | {"ok": False, "error": "no memory"}]
+
+    llm.collective_rpc = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"rank 0/0/1 does not let go .* \(no memory\)"):
+        await llm.sleep()
+    assert (await engine.health()).sleeping is False
+    llm.collective_rpc = told  # type: ignore[method-assign]
+    await llm.sleep()
+    assert (await engine.health()).sleeping is True
 
 
 async def test_sleep_does_not_come_between_proof_and_start() -> None:

@@ -47,7 +47,7 @@ def memory(state: ModelState) -> ExchangedMemory:
 def load(memory: ExchangedMemory, name: str, limit: int = 1) -> int:
     """Put a version of other bytes into the arena that a load may fill; return which it is."""
     arena = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in memory.form.spans]
-    index = memory.replaceable(limit)
+    index = memory.replaceable(limit, name)
     memory.put_arena(index, arena)
     memory.set_version(index, version(name, arena))
     return index
@@ -124,6 +124,32 @@ def test_two_arenas_keep_what_was_live_before(memory: ExchangedMemory, state: Mo
     assert memory.has("fourth") is not None
     memory.drop_arenas()
     assert [found.content_digest for found in memory.versions] == ["third"]
+
+
+def test_what_is_loaded_again_is_believed_of_the_new_load_alone(memory: ExchangedMemory) -> None:
+    load(memory, "other", limit=2)
+    damaged = memory.has("new")
+    assert load(memory, "new", limit=2) == 0, "not beside the first one"
+    good = memory.has("new")
+    assert good != damaged
+    # Also where it lies in an arena that another one was meant for.
+    memory.set_version(1, damaged)
+    assert [found for found in memory.versions if found.content_digest == "new"] == [damaged]
+
+
+def test_a_proof_ends_with_what_was_proved(memory: ExchangedMemory) -> None:
+    old, new = memory.in_model, memory.has("new")
+    assert old is not None
+    assert new is not None
+    memory.unlike(old, THREADS)
+    memory.write(new, THREADS)
+    memory.unlike(new, THREADS)
+    assert memory.has_proved("old")
+    memory.drop_arenas()
+    load(memory, "old")
+    assert memory.has("old") != old
+    assert not memory.has_proved("old")
+    assert memory.has_proved("new")
 
 
 def test_what_is_unknown_is_filled_first(memory: ExchangedMemory) -> None:

@@ -14,6 +14,7 @@ from weightsync.vllm.apply.host_ops import HostOps
 from weightsync.vllm.apply.transform import NeedsLoadError, TransformRequest
 from weightsync.vllm.plan import load_watch
 from weightsync.vllm.plan.load_plan import PlanRefusedError
+from weightsync.vllm.twin.loader_process import LoaderError
 from weightsync.vllm.twin.twin_transform import TwinTransform
 from weightsync.vllm.worker.rank_job import caught
 
@@ -76,6 +77,19 @@ def test_a_load_without_room_is_refused_before_it_begins(
     room = 800
     with pytest.raises(AssertionError, match="0" * 32):
         twin.begin({"group": "0" * 32})
+
+
+def test_loaders_do_not_meet_where_others_were_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, model = torch.device("cpu"), _Watched()
+    monkeypatch.setitem(load_watch._made, model, frozenset())
+    twin = TwinTransform(model, cpu, HostOps(cpu), _start, 1, _unbounded)
+    twin._starts.note("0" * 32)
+    twin.unload()
+    with pytest.raises(LoaderError, match="started in another one"):
+        twin.begin({"group": "0" * 32})
+    with pytest.raises(AssertionError, match="1" * 32):
+        twin.begin({"group": "1" * 32})
+    assert twin.status()["loader_restarts"] == 0
 
 
 def test_a_report_tells_that_it_must_be_loaded() -> None:
