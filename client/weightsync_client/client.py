@@ -133,12 +133,13 @@ class Client:
         in the order in which they were called.
 
         Args:
-            source: A state dict (name to tensor) or a list of name and tensor pairs, a safetensors
-                file or a folder of them, or any other iterable of such pairs. That is read once and
+            source: A PyTorch module, which is pushed as its checkpoint has it, whatever wraps it; a
+                state dict (name to tensor) or a list of name and tensor pairs, a safetensors file
+                or a folder of them, or any other iterable of such pairs. That is read once and
                 never collected: each tensor is copied to the host before the next is asked for, so
                 all may lie in the same memory, and at most `streams` + 1 shards of them are held.
-                The tensors of a state dict or a list are not copied, and must not change before the
-                push is over.
+                The tensors of a module, a state dict or a list are not copied, and must not change
+                before the push is over.
             **options: See `PushOptions`.
 
         Raises:

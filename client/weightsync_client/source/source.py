@@ -1,4 +1,4 @@
-"""What can be pushed: a state dict, safetensors files, or a sequence that is never collected."""
+"""What can be pushed: a module, a state dict, safetensors files, or a sequence never collected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from weightsync.errors import Reason
 from weightsync.model.layout import check_version
@@ -18,15 +18,28 @@ from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.layout_cache import LayoutCache
+from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
 
 _INDEX = "model.safetensors.index.json"
 
-#: A state dict, a path, or name and tensor pairs.
-PushSource = Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
+
+class _Module(Protocol):
+    """A PyTorch module: who pushes none needs no PyTorch."""
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]: ...
+
+    def state_dict(self) -> Any: ...
+
+
+#: A module, a state dict, a path, or name and tensor pairs.
+PushSource = _Module | Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
 
 
 class DeltaSource(Protocol):
@@ -149,6 +162,8 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
     shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
         return _of_files(Path(source))
+    if is_module(source):
+        source = module_tensors(cast("torch.nn.Module", source))
     if isinstance(source, Mapping):
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
@@ -157,7 +172,7 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
     if isinstance(source, Iterable):
         flow = Flow(iter(source), shard_bytes)
         return Source(flow.shards(), None, flow=flow)
-    hint = "a state dict, a path or name and tensor pairs"
+    hint = "a PyTorch module, a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
     raise refuse(

@@ -335,11 +335,12 @@ def test_bad_sources(client: Client, source: Any, sentence: str) -> None:
         client.push(source)
 
 
-def test_a_module_is_told_to_give_its_state_dict(client: Client) -> None:
+def test_what_has_a_state_dict_and_is_no_module_is_told_to_give_it(client: Client) -> None:
     import torch
 
+    model = torch.nn.Linear(1, 1)
     with pytest.raises(InvalidError, match=r"push its state_dict\(\)"):
-        client.push(torch.nn.Linear(1, 1))  # type: ignore[arg-type] # the mistake
+        client.push(torch.optim.SGD(model.parameters()))  # type: ignore[arg-type] # the mistake
 
 
 @pytest.mark.parametrize(
