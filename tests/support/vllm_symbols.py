@@ -35,6 +35,7 @@ def _each(prefix: str, names: str, used_for: str) -> list[Symbol]:
     return [Symbol((f"{prefix}.{name}",), used_for) for name in names.split()]
 
 
+_GROUPS = "vllm.distributed.parallel_state"
 _LAUNCH = "vllm.entrypoints.launchers"
 _OPENAI = "vllm.entrypoints.openai"
 _CLI_HOMES = ("vllm.entrypoints.common", _LAUNCH, _OPENAI)
@@ -89,6 +90,17 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         ("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm#layer.cpu_linear",),
         "finding repacked layers",
+    ),
+    # loaders
+    Symbol(("vllm.v1.worker.gpu_worker:init_worker_distributed_environment",), "loaders"),
+    Symbol(("vllm.v1.worker.workspace:init_workspace_manager",), "loaders"),
+    Symbol(
+        ("vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",),
+        "loaders",
+    ),
+    Symbol(
+        (f"{_GROUPS}:init_distributed_environment#get_distributed_init_method(",),
+        "loaders of replicas that share experts",
     ),
     # adapter
     *_each(
