@@ -189,7 +189,8 @@ def _begin(start: dict[str, Any], sock: socket.socket) -> _Loader:
 
     def progress(phase: str, percent: int) -> None:
         nonlocal last
-        if (phase, percent) != last:
+        # Thousands of tensors are no thousand messages; each load begins with 0.
+        if not percent or (phase, percent) != last:
             last = phase, percent
             reply = {"event": "progress", "phase": phase, "percent": percent}
             # What it has mapped already counts, too: a load may be given up.
