@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from weightsync.gpu.device_kernels import Kernels
 from weightsync.model.digest import tensor_digest
@@ -27,6 +28,7 @@ class HostKernels(Kernels):
     """
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self.ran: list[str] = []
 
     def function(self, name: str) -> ctypes.c_void_p:

@@ -83,13 +83,16 @@ class Kernels:
     Args:
         device: Of CUDA.
 
+    Attributes:
+        device: The same: they read no memory of another kind.
+
     Raises:
         NvrtcError: There is no compiler, or it refuses them.
         KernelError: The driver refuses them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         code = _compiled(torch.cuda.get_device_capability(device))
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
@@ -151,8 +154,8 @@ class Kernels:
     ) -> None:
         """Queue a kernel on the current stream; see `Launch`."""
         blocks, threads = grid
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
             self._call(
                 "cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None
             )

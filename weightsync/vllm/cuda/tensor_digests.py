@@ -40,9 +40,12 @@ def digests_of(
         pace: Of the current stream: some are digested at a time; None: all at once.
         stop: Asked now and then; True raises `StoppedError`.
     """
-    # A kernel reads no memory of the host's.
-    known = [key for key, t in tensors.items() if t.device.type != "cpu" and digestible(t)]
-    if kernels is None or not known:
+    if kernels is None:
+        return {}
+    # A kernel reads no memory of another kind than its device's.
+    kind = kernels.device.type
+    known = [key for key, t in tensors.items() if t.device.type == kind and digestible(t)]
+    if not known:
         return {}
     # The longest first, and those beside each other that take as long.
     known.sort(key=lambda key: -tensors[key].nbytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightsync.vllm.cuda.tensor_digests import small_digests
+from tests.support.host_kernels import HostKernels
+from weightsync.vllm.cuda.tensor_digests import digests_of, small_digests
 from weightsync.vllm.plan.int_views import tensor_digest_of
 
 
@@ -30,3 +31,10 @@ def test_tensors_of_several_devices_are_digested(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_large_or_empty_is_left_out() -> None:
     assert set(small_digests({"big": torch.zeros(2000), "none": torch.zeros(0)})) == set()
+
+
+def test_a_kernel_is_given_no_memory_of_another_kind() -> None:
+    kernels = HostKernels()
+    tensors = {"here": torch.arange(1000.0), "there": torch.zeros(1000, device="meta")}
+    assert set(digests_of(kernels, tensors)) == {"here"}
+    assert kernels.ran == ["digest_texts"]
