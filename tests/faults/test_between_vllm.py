@@ -17,7 +17,12 @@ from weightsync.v1 import weightsync_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.alone,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("whole"),
+]
 
 
 @pytest.fixture(
@@ -34,15 +39,6 @@ def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
     with running_site(tp, alike=alike) as site:
         site.pause.mode = pb.PAUSE_MODE_BETWEEN_STEPS
         yield site
-
-
-@pytest.fixture(autouse=True)
-def whole(site: FaultySite) -> Iterator[None]:
-    """Whatever a test did: afterwards one verified version is served, and nothing was violated."""
-    site.recover()
-    yield
-    site.recover()
-    assert site.violations() == 0
 
 
 def _tp(site: FaultySite) -> int:

@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
     import torch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.alone,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("whole"),
+]
 
 #: How long a rank that died may have a loader, seconds.
 _ORPHAN_S = 5.0
@@ -50,15 +55,6 @@ def site(request: pytest.FixtureRequest) -> Iterator[FaultySite]:
     packed = {"WEIGHTSYNC_CPU_PLAIN_WEIGHTS": "linear"}
     with running_site(arch="qwen3_moe", variables=packed, **request.param) as site:
         yield site
-
-
-@pytest.fixture(autouse=True)
-def whole(site: FaultySite) -> Iterator[None]:
-    """Whatever a test did: afterwards one verified version is served, and nothing was violated."""
-    site.recover()
-    yield
-    site.recover()
-    assert site.violations() == 0
 
 
 def _unloaded(site: FaultySite) -> str:

@@ -11,14 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
 from benchmarks.gpu.kinds import KINDS
 from benchmarks.gpu.loading import transform
 from tests.support.kind_site import Fresh, KindSite
 from weightsync.errors import Reason
-from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,15 +89,7 @@ def _unlike(found: dict[str, str], wanted: dict[str, str]) -> list[str]:
 
 def test_a_failing_rank_is_restored(site: KindSite) -> None:
     before, digests = site.answers(), site.digests()
-    version = site.push("b")
-    site.arm("worker.written=1*error(ENOMEM)")
-    try:
-        with pytest.raises(grpc.RpcError) as caught:
-            site.apply(version)
-    finally:
-        site.arm("")
-    refusal = from_call(caught.value)
-    assert refusal is not None
+    refusal = site.refused(site.push("b"), "worker.written=1*error(ENOMEM)")
     assert refusal.reason is Reason.APPLY_RESTORED, refusal.message
     assert site.answers() == before
     assert _unlike(site.digests(), digests) == []

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
 from benchmarks.gpu.kinds import KINDS
@@ -19,7 +18,6 @@ from benchmarks.gpu.loading import arena_bytes
 from tests.support.kind_site import Fresh, KindSite
 from tests.support.loader_processes import loaders_of, wait_gone
 from weightsync.errors import Reason
-from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,11 +60,7 @@ def test_an_update_after_a_sleep_answers_like_a_fresh_engine(
     asleep, _ = site.memory()
     # The loader's context as well.
     assert awake - asleep > arena
-    with pytest.raises(grpc.RpcError) as caught:
-        site.apply(version)
-    refusal = from_call(caught.value)
-    assert refusal is not None
-    assert refusal.reason is Reason.ENGINE_ASLEEP
+    assert site.refused(version).reason is Reason.ENGINE_ASLEEP
     assert site.vllm.request("/wake_up", {}, _CHANGE_S)[0] == 200
     assert site.answers() == before
     site.apply(version)

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import grpc
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from benchmarks.gpu.kinds import KINDS
 from benchmarks.gpu.loading import ranks, transform
 from tests.support.kind_site import Fresh, KindSite
 from weightsync.errors import Reason
-from weightsync.wire.rpc_status import from_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,15 +95,7 @@ def test_one_rank_that_fails_keeps_all_from_a_version(
 ) -> None:
     site, _, _ = started
     before, digests = site.answers(), site.digests()
-    version = site.push("b")
-    site.arm("worker.written=1*error(ENOMEM)")
-    try:
-        with pytest.raises(grpc.RpcError) as caught:
-            site.apply(version)
-    finally:
-        site.arm("")
-    refusal = from_call(caught.value)
-    assert refusal is not None
+    refusal = site.refused(site.push("b"), "worker.written=1*error(ENOMEM)")
     assert refusal.reason is Reason.APPLY_RESTORED, refusal.message
     assert site.answers() == before
     assert site.digests() == digests

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from benchmarks.gpu.checkpoint import write_checkpoint
 from benchmarks.gpu.device_memory import DeviceMemory
 from benchmarks.gpu.engine import NO_MULTICAST
@@ -20,10 +22,12 @@ from tests.support.vllm_server import VllmServer
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync.failpoints import VARIABLE
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync.wire.rpc_status import from_call
 from weightsync_client import Client
 
 if TYPE_CHECKING:
     from benchmarks.gpu.kinds import Kind
+    from weightsync.errors import WeightSyncError
 
 __all__ = ["LOGS", "Fresh", "KindSite"]
 
@@ -152,6 +156,20 @@ class KindSite:
         """Apply a version."""
         request = pb.ApplyVersionRequest(model="default", version=version)
         return self.server.stub.ApplyVersion(request, timeout=120).report
+
+    def refused(self, version: int, plan: str = "") -> WeightSyncError:
+        """Apply a version that is refused, while things fail as planned; return why."""
+        self.arm(plan)
+        try:
+            self.apply(version)
+        except grpc.RpcError as error:
+            refusal = from_call(error)
+            assert refusal is not None
+            return refusal
+        finally:
+            self.arm("")
+        msg = "it was applied"
+        raise AssertionError(msg)
 
     def rollback(self) -> pb.ApplyReport:
         """Go back to the version before."""
