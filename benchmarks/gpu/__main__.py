@@ -32,7 +32,7 @@ from benchmarks.gpu.shape import FULL, SMALL
 __all__ = ["main"]
 
 _BUDGET_S = 450.0
-#: A model of 31 GB is loaded five times, twice of them by a vLLM that starts.
+#: 657 s on an H200: vLLM starts twice with 31 GB, loaders load them again and again, so does vLLM.
 _BUDGETS = {"moe30": 900.0}
 #: Stopping vLLM takes a while.
 _OVERTIME_S = 40.0

@@ -138,8 +138,8 @@ class Client:
                 or a folder of them, or any other iterable of such pairs. That is read once and
                 never collected: each tensor is copied to the host before the next is asked for, so
                 all may lie in the same memory, and at most `streams` + 1 shards of them are held.
-                The tensors of a module, a state dict or a list are not copied, and must not change
-                before the push is over.
+                The tensors of a module, a state dict or a list are not copied (but experts that
+                transformers has fused), and must not change before the push is over.
             **options: See `PushOptions`.
 
         Raises:

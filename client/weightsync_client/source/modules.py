@@ -28,11 +28,12 @@ def is_module(value: object) -> bool:
 
 
 def module_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a module as a checkpoint of it has them; none is copied.
+    """Return the tensors of a module as a checkpoint of it has them.
 
     Wrappers leave no trace in the names: DistributedDataParallel and DataParallel, torch.compile,
     activation checkpointing. Of a model of transformers it is what its `save_pretrained` writes:
-    tied weights once, experts that it fused under the names that they had.
+    tied weights once, experts that it fused one by one, under the names that they had. Those
+    experts are copied for it, on their device; no other tensor is.
 
     Args:
         module: The model, or a wrapper around it.
