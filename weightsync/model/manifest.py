@@ -5,13 +5,18 @@ A layout that exists has been checked (`weightsync.model.layout`), so code that 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
 
 from weightsync.model.digest import content_head, lines_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["MAX_VERSION", "Layout", "Manifest", "ShardEntry", "TensorEntry"]
 
@@ -125,6 +130,20 @@ class Layout:
             groups[tensor.shard].append(tensor)
         return tuple(tuple(group) for group in groups)
 
+    def to_json(self) -> bytes:
+        """Return what `from_json` reads."""
+        return _lines(self, map(_row, self.tensors))
+
+    @classmethod
+    def from_json(cls, data: bytes | memoryview) -> Layout:
+        """Read what `to_json` wrote. For the server's own memory, not for strangers.
+
+        Raises:
+            ValueError: The bytes are no such document.
+        """
+        with _reading(data, "layout") as (shards, rows):
+            return cls(shards, tuple(map(_tensor, rows)))
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -149,20 +168,9 @@ class Manifest:
         return lines_digest([self.layout.digest, self.content_digest, *shards])
 
     def to_json(self) -> bytes:
-        """Return the stored form, read back by `from_json`: a line of facts, then lines of tensors.
-
-        Lines are short, so that no call keeps the GIL from an event loop for long.
-        """
-        shards = [[s.name, s.size, s.header_size] for s in self.layout.shards]
-        tensors = zip(self.layout.tensors, self.digests, strict=True)
-        rows = (
-            [t.name, t.dtype, t.shape, t.shard, t.begin, t.end, digest.hex()]
-            for t, digest in tensors
-        )
-        lines = [_encode({"format": _FORMAT, "shards": shards, "tensors": len(self.digests)})]
-        while part := list(islice(rows, _SLICE)):
-            lines.append(_encode(part))
-        return b"\n".join(lines)
+        """Return the stored form, read back by `from_json`."""
+        pairs = zip(self.layout.tensors, self.digests, strict=True)
+        return _lines(self.layout, ([*_row(tensor), digest.hex()] for tensor, digest in pairs))
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> Manifest:
@@ -171,23 +179,62 @@ class Manifest:
         Raises:
             ValueError: The bytes are no such document.
         """
-        lines = bytes(data).split(b"\n")
-        tensors: list[TensorEntry] = []
-        digests: list[bytes] = []
-        try:
-            facts = json.loads(lines[0])
-            if facts["format"] != _FORMAT:
-                raise ValueError(f"unknown manifest format {facts['format']!r}")
-            shards = tuple(ShardEntry(*entry) for entry in facts["shards"])
-            for line in islice(lines, 1, None):
-                for name, dtype, shape, shard, begin, end, digest in json.loads(line):
-                    tensors.append(TensorEntry(name, dtype, tuple(shape), shard, begin, end))
-                    digests.append(bytes.fromhex(digest))
-            if len(tensors) != facts["tensors"]:
-                raise ValueError(f"{len(tensors)} of {facts['tensors']!r} tensors in a manifest")
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"not a manifest: {error!r}") from error
-        return cls(Layout(shards, tuple(tensors)), tuple(digests))
+        with _reading(data, "manifest") as (shards, rows):
+            pairs = [(_tensor(row), bytes.fromhex(digest)) for *row, digest in rows]
+        tensors, digests = zip(*pairs, strict=True) if pairs else ((), ())
+        return cls(Layout(shards, tensors), digests)
+
+
+def _row(tensor: TensorEntry) -> list[object]:
+    return [tensor.name, tensor.dtype, tensor.shape, tensor.shard, tensor.begin, tensor.end]
+
+
+def _tensor(row: Sequence[Any]) -> TensorEntry:
+    name, dtype, shape, shard, begin, end = row
+    return TensorEntry(name, dtype, tuple(shape), shard, begin, end)
+
+
+def _lines(layout: Layout, rows: Iterable[list[object]]) -> bytes:
+    """Return a line of facts, then lines of tensors.
+
+    Lines are short, so that no call keeps the GIL from an event loop for long.
+    """
+    shards = [[s.name, s.size, s.header_size] for s in layout.shards]
+    lines = [_encode({"format": _FORMAT, "shards": shards, "tensors": len(layout.tensors)})]
+    rest = iter(rows)
+    while part := list(islice(rest, _SLICE)):
+        lines.append(_encode(part))
+    return b"\n".join(lines)
+
+
+@contextlib.contextmanager
+def _reading(
+    data: bytes | memoryview, what: str
+) -> Iterator[tuple[tuple[ShardEntry, ...], Iterator[Any]]]:
+    """Give the shards and the rows that `_lines` wrote, as many as it did.
+
+    Raises:
+        ValueError: The bytes are no such document.
+    """
+    lines = bytes(data).split(b"\n")
+    count = 0
+
+    def rows() -> Iterator[Any]:
+        nonlocal count
+        for line in islice(lines, 1, None):
+            for row in json.loads(line):
+                count += 1
+                yield row
+
+    try:
+        facts = json.loads(lines[0])
+        if facts["format"] != _FORMAT:
+            raise ValueError(f"unknown {what} format {facts['format']!r}")
+        yield tuple(ShardEntry(*entry) for entry in facts["shards"]), rows()
+        if count != facts["tensors"]:
+            raise ValueError(f"{count} of {facts['tensors']!r} tensors in a {what}")
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"not a {what}: {error!r}") from error
 
 
 def _encode(value: object) -> bytes:

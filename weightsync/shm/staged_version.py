@@ -1,21 +1,31 @@
 """A staged version as other processes read it: its manifest and the segment of each shard.
 
-The document lies in a segment of its own, because RPC arguments to workers are ids only.
+The document lies in a segment of its own, because RPC arguments to workers are ids only. Its layout
+lies apart from the digests: most versions have the one that was read before, and reading tens of
+thousands of tensors keeps the GIL from a thread that generates.
 """
 
 from __future__ import annotations
 
 import struct
+import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from weightsync.model.manifest import Manifest
+from weightsync.model.manifest import Layout, Manifest
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.shm.segments import MappedSegment, Segment
 
-__all__ = ["StagedVersion", "read_document"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-_HEAD = struct.Struct("<8sII")
-_MAGIC = b"WSSTAGE2"
+__all__ = ["StagedDocuments", "StagedVersion", "read_document"]
+
+#: Magic, the layout's digest, bytes of the ids, of the layout, of all digests and of each.
+_HEAD = struct.Struct("<8s32sIQQI")
+_MAGIC = b"WSSTAGE3"
+#: Documents that a process keeps: of what is live, what comes next, and what was before.
+_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -32,35 +42,62 @@ class StagedVersion:
 
     def to_segment(self) -> Segment:
         """Write the document into a new segment, which the caller owns."""
+        manifest = self.manifest
         ids = ",".join(self.segments).encode()
-        body = self.manifest.to_json()
-        head = _HEAD.pack(_MAGIC, len(ids), len(body)) + ids
-        segment = Segment.create(len(head) + len(body))
-        segment.fill(0, head)
-        segment.fill(len(head), body)
+        layout, digests = manifest.layout.to_json(), b"".join(manifest.digests)
+        each = len(digests) // max(1, len(manifest.digests))
+        sizes = len(ids), len(layout), len(digests), each
+        parts = _HEAD.pack(_MAGIC, manifest.layout.digest.encode(), *sizes), ids, layout, digests
+        segment = Segment.create(sum(map(len, parts)))
+        at = 0
+        for part in parts:
+            segment.fill(at, part)
+            at += len(part)
         return segment
 
     @classmethod
-    def from_view(cls, view: memoryview) -> StagedVersion:
+    def from_view(
+        cls, view: memoryview, known: Callable[[str], Layout | None] | None = None
+    ) -> StagedVersion:
         """Read what `to_segment` wrote.
+
+        Args:
+            view: The document.
+            known: Returns the layout of a digest where it was read before; None: none was.
 
         Raises:
             ValueError: The memory holds no such document.
         """
-        magic, ids_size, body_size = _HEAD.unpack_from(view)
-        end = _HEAD.size + ids_size
-        if magic != _MAGIC or end + body_size > len(view):
+        if len(view) < _HEAD.size:
             raise ValueError("not a staged version")
-        ids = bytes(view[_HEAD.size : end]).decode()
-        manifest = Manifest.from_json(view[end : end + body_size])
-        segments = tuple(ids.split(","))
-        if len(segments) != len(manifest.layout.shards):
-            raise ValueError(f"{len(segments)} segments for {len(manifest.layout.shards)} shards")
-        return cls(manifest, segments)
+        magic, digest, ids_size, layout_size, digests_size, each = _HEAD.unpack_from(view)
+        ids_end = _HEAD.size + ids_size
+        layout_end = ids_end + layout_size
+        end = layout_end + digests_size
+        if magic != _MAGIC or end > len(view):
+            raise ValueError("not a staged version")
+        segments = tuple(bytes(view[_HEAD.size : ids_end]).decode().split(","))
+        layout = known(digest.decode()) if known is not None else None
+        layout = layout or Layout.from_json(view[ids_end:layout_end])
+        count = len(layout.tensors)
+        if count * each != digests_size:
+            raise ValueError(f"{digests_size} bytes of digests for {count} tensors")
+        if len(segments) != len(layout.shards):
+            raise ValueError(f"{len(segments)} segments for {len(layout.shards)} shards")
+        whole = bytes(view[layout_end:end])
+        digests = tuple(whole[at * each : (at + 1) * each] for at in range(count))
+        return cls(Manifest(layout, digests), segments)
 
 
-def read_document(socket: str, document: str) -> StagedVersion:
+def read_document(
+    socket: str, document: str, known: Callable[[str], Layout | None] | None = None
+) -> StagedVersion:
     """Return the staged version that a document segment describes.
+
+    Args:
+        socket: The segment socket.
+        document: Id of the segment.
+        known: See `StagedVersion.from_view`.
 
     Raises:
         OSError: Nobody listens on the segment socket.
@@ -69,7 +106,34 @@ def read_document(socket: str, document: str) -> StagedVersion:
     with SegmentClient(socket) as client:
         ((fd, size),) = client.map([document])
     mapped = MappedSegment(fd, size)
-    staged = StagedVersion.from_view(mapped.view)
+    staged = StagedVersion.from_view(mapped.view, known)
     # Not in a `finally`: the traceback of a failure holds views, and closing would hide the reason.
     mapped.close()
     return staged
+
+
+class StagedDocuments:
+    """Reads the documents of staged versions, each once, and a layout that several have once.
+
+    Any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By the id of the document's segment, which is never used again; the last one last.
+        self._read: dict[str, StagedVersion] = {}
+
+    def read(self, socket: str, document: str) -> StagedVersion:
+        """Do as `read_document`."""
+        with self._lock:
+            staged = self._read.pop(document, None)
+            if staged is None:
+                staged = read_document(socket, document, self._layout)
+            self._read[document] = staged
+            while len(self._read) > _KEPT:
+                del self._read[next(iter(self._read))]
+            return staged
+
+    def _layout(self, digest: str) -> Layout | None:
+        known = (staged.manifest.layout for staged in self._read.values())
+        return next((layout for layout in known if layout.digest == digest), None)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
-from weightsync.shm.staged_version import read_document
 from weightsync.vllm.apply.parallel import SliceThreads, background_thread_count, yield_cores
 from weightsync.vllm.apply.transform import NeedsLoadError
 from weightsync.vllm.plan.load_plan import PlanRefusedError
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weightsync.model.manifest import Layout
+    from weightsync.model.manifest import Layout, Manifest
     from weightsync.vllm.apply.device_ops import DeviceOps, Stop
     from weightsync.vllm.apply.transform import Prepared, TransformRequest
     from weightsync.vllm.apply.writes import Writer
@@ -231,12 +230,12 @@ class TwinTransform:
             arena.close()
 
     def load(
-        self, content_digest: str, path: str, document: str, stop: Stop, report: Report
+        self, manifest: Manifest, path: str, document: str, stop: Stop, report: Report
     ) -> dict[str, Any]:
         """Load a version, unless it lies here; return what the report tells.
 
         Args:
-            content_digest: Of the version.
+            manifest: Of the version.
             path: The segment socket.
             document: Segment that tells where it lies.
             stop: True: nobody wants it any more.
@@ -246,6 +245,7 @@ class TwinTransform:
             PlanRefusedError: The model cannot take it, or it has failed too often.
             LoaderError: It failed; the loader is gone.
         """
+        content_digest = manifest.content_digest
         if self._memory is not None and self._memory.has_proved(content_digest):
             self._memory.check_unmoved(self._live_state())
             return {"phase": "ready", "held_before": True, **self.status()}
@@ -255,12 +255,13 @@ class TwinTransform:
             raise PlanRefusedError(msg)
         if self._layout is not None:
             # A loader that is new has nothing with which it could compare what it loads first.
-            check_same(read_document(path, document).manifest.layout, self._layout)
+            check_same(manifest.layout, self._layout)
         begin = time.perf_counter()
         self._ask(stop)
         loader = self._loader
         try:
             self._load(loader, content_digest, path, document, stop, report)
+            self._layout = self._layout or manifest.layout
         except LoaderRefusedError as error:
             raise PlanRefusedError(str(error), error.names) from error
         except BaseException as error:
@@ -354,8 +355,6 @@ class TwinTransform:
                 self._open_arena(memory, arena, stored, fds)
             digests = tuple(bytes.fromhex(digest) for digest in stored["digests"])
             memory.set_version(arena, LoadedVersion(content_digest, digests))
-        if self._layout is None:
-            self._layout = read_document(path, document).manifest.layout
 
     def _open_arena(
         self, memory: ExchangedMemory, index: int, stored: Mapping[str, Any], fds: list[int]

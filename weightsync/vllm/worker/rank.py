@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.shm.staged_version import read_document
+from weightsync.shm.staged_version import StagedDocuments, read_document
 from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count, yield_cores
 from weightsync.vllm.apply.transform import TransformRequest
 from weightsync.vllm.plan.in_place import why_not_plain
@@ -88,6 +88,7 @@ class Rank:
         views = ViewCache(live)
         # What writes in a pause; what runs beside generation has threads of its own.
         self._threads = SliceThreads(commit_thread_count(device, ranks))
+        self._documents = StagedDocuments()
         self._segments = RankSegments(views, ops.registrar, self._segments_in_use)
         plans = PlanCache(alone=alone)
         self._plan = PlanTransform(model, live, views, self._segments, ops, self._threads, plans)
@@ -152,7 +153,7 @@ class Rank:
         """
         failpoints.hit("worker.capture")
         socket = self._socket(args)
-        staged = read_document(socket, str(args["document"]))
+        staged = self._documents.read(socket, str(args["document"]))
         try:
             return self._plan.capture(staged, socket)
         except PlanRefusedError as error:
@@ -172,6 +173,7 @@ class Rank:
             RefusedCallError: Nothing is adopted yet.
         """
         failpoints.hit("worker.check")
+        # A part of a version, which nobody reads again.
         layout = read_document(self._socket(args), str(args["document"])).manifest.layout
         return {"unplaced": (self._twin or self._plan).check(layout)}
 
@@ -203,8 +205,8 @@ class Rank:
 
         def load(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
             path, document = self._socket(asked), str(asked["document"])
-            digest = read_document(path, document).manifest.content_digest
-            return twin.load(digest, path, document, job.cancelled.is_set, job.report)
+            staged = self._documents.read(path, document)
+            return twin.load(staged.manifest, path, document, job.cancelled.is_set, job.report)
 
         self._loads.start(args, load)
         return {}
@@ -344,7 +346,7 @@ class Rank:
     def _prepare(self, job: Job, args: dict[str, Any]) -> dict[str, Any]:
         failpoints.hit("worker.prepare")
         socket = self._socket(args)
-        staged = read_document(socket, str(args["document"]))
+        staged = self._documents.read(socket, str(args["document"]))
         self._plan.learn(staged.manifest.layout, str(args.get("unloaded", "")))
         # Without a base the engine stands, and is proved by what the server received: a copy
         # beside it would shorten no pause. What is live already needs none either.

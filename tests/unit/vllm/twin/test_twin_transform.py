@@ -50,9 +50,9 @@ def test_what_another_loader_knew_is_compared_all_the_same(staging: Staging) -> 
     twin._layout = read_document(path, first.document.id).manifest.layout
     less = toy_tensors(2)
     del less["down"]
-    version = staging.stage_files([save(less)])
+    document = staging.stage_files([save(less)]).document.id
     with pytest.raises(PlanRefusedError) as refused:
-        twin.load("x", path, version.document.id, bool, print)
+        twin.load(read_document(path, document).manifest, path, document, bool, print)
     assert refused.value.names == ["down"]
 
 
