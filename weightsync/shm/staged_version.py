@@ -77,7 +77,8 @@ class StagedVersion:
         if magic != _MAGIC or end > len(view):
             raise ValueError("not a staged version")
         segments = tuple(bytes(view[_HEAD.size : ids_end]).decode().split(","))
-        layout = known(digest.decode()) if known is not None else None
+        name = digest.decode()
+        layout = known(name) if known is not None else None
         layout = layout or Layout.from_json(view[ids_end:layout_end])
         count = len(layout.tensors)
         if count * each != digests_size:
