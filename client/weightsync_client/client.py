@@ -135,7 +135,8 @@ class Client:
         Args:
             source: A PyTorch module, which is pushed as its checkpoint has it, whatever wraps it; a
                 state dict (name to tensor) or a list of name and tensor pairs, a safetensors file
-                or a folder of them, or any other iterable of such pairs. That is read once and
+                or a folder of them, with the parts that ranks saved by PyTorch's distributed
+                checkpoint too, or any other iterable of such pairs. That is read once and
                 never collected: each tensor is copied to the host before the next is asked for, so
                 all may lie in the same memory, and at most `streams` + 1 shards of them are held.
                 The tensors of a module, a state dict or a list are not copied (but experts that

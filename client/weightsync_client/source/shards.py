@@ -28,6 +28,7 @@ __all__ = [
     "ShardReader",
     "blob_shard",
     "cut",
+    "file_header",
     "file_shard",
     "file_tensors",
     "frame_of",
@@ -174,11 +175,11 @@ def blob_shard(blob: memoryview, index: int, name: str) -> Shard:
     return Shard(index, entry, tensors, lambda _: _BlobReader(blob))
 
 
-def file_shard(path: Path, index: int) -> Shard:
-    """Return the shard that a safetensors file is, its header checked.
+def file_header(path: Path) -> tuple[int, bytes]:
+    """Return the size of a safetensors file and its header, which may be wrong.
 
     Raises:
-        InvalidError: The file cannot be read, or naming what is wrong with its header.
+        InvalidError: The file cannot be read, or is too short.
     """
     try:
         with path.open("rb") as file:
@@ -193,7 +194,17 @@ def file_shard(path: Path, index: int) -> Shard:
             f"{path} is no safetensors file, or was cut: {size} bytes cannot hold a header "
             f"of {header_size}; copy it again",
         )
-    entry = ShardEntry(path.name, size, header_size)
+    return size, header
+
+
+def file_shard(path: Path, index: int) -> Shard:
+    """Return the shard that a safetensors file is, its header checked.
+
+    Raises:
+        InvalidError: The file cannot be read, or naming what is wrong with its header.
+    """
+    size, header = file_header(path)
+    entry = ShardEntry(path.name, size, len(header))
     with typed_errors():
         declared = parse_header(header, index)
         whole = entry.data_start + max((tensor.end for tensor in declared), default=0)

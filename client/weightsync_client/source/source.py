@@ -16,6 +16,7 @@ from weightsync.model.layout import check_version
 from weightsync.model.manifest import Layout
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
+from weightsync_client.source.box_files import assembled
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
@@ -161,7 +162,7 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
     """
     shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
-        return _of_files(Path(source))
+        return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
     if is_module(source):
         source = module_tensors(cast("torch.nn.Module", source))
     if isinstance(source, Mapping):
@@ -186,6 +187,10 @@ def _of_pairs(pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache) -
     seen: set[str] = set()
     for tensor in tensors:
         _note_name(tensor.name, seen)
+    return _of_tensors(tensors, shard_bytes, layouts)
+
+
+def _of_tensors(tensors: Sequence[SourceTensor], shard_bytes: int, layouts: LayoutCache) -> Source:
     shards, layout = layouts.shards_of(tensors, shard_bytes)
     return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
 
@@ -196,9 +201,12 @@ def _note_name(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def _of_files(path: Path) -> Source:
+def _of_files(path: Path, shard_bytes: int, layouts: LayoutCache) -> Source:
     files = _files(path)
     shards = [file_shard(file, number) for number, file in enumerate(files)]
+    tensors = assembled(list(zip(files, shards, strict=True)))
+    if tensors is not None:
+        return _of_tensors(tensors, shard_bytes, layouts)
     with typed_errors():
         layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
     pairs = zip(files, shards, strict=True)
