@@ -77,6 +77,9 @@ def test_push_apply_rollback_and_stop(folder: Path, shape: str) -> None:
             assert client.rollback().report.version == 1
             with pytest.raises(RefusedError, match="push this model"):
                 client.apply(client.push({"other": torch.zeros(1)}).version)
+            wrapped = {f"module.{name}": tensor for name, tensor in _tensors(3).items()}
+            with pytest.raises(RefusedError, match=r"remove the prefix 'module\.' from"):
+                client.apply(client.push(wrapped).version)
             (status,) = client.status().models
             assert status.live_version == 1
     finally:

@@ -33,6 +33,10 @@ def _kinds(tensors: Sequence[TensorEntry]) -> set[_Kind]:
     return {(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors}
 
 
+def _names(kinds: tuple[_Kind, ...]) -> frozenset[str]:
+    return frozenset(name for name, _, _ in kinds)
+
+
 class AcceptedTensors:
     """Names, dtypes and shapes that the engine takes, as far as anybody asked it.
 
@@ -70,6 +74,11 @@ class AcceptedTensors:
             # Not before: the engine may have been forgotten meanwhile.
             self._signatures.add(signature)
             self._kinds |= kinds
+
+    async def names(self) -> frozenset[str]:
+        """Return the names that the engine is known to take, its own checkpoint's among them."""
+        # A copy: what is learned meanwhile would change the set under the thread.
+        return await asyncio.to_thread(_names, tuple(self._kinds))
 
     def forget(self) -> None:
         """Take note that the engine may be another one."""

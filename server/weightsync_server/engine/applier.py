@@ -16,6 +16,7 @@ from weightsync.engine import BETWEEN_STEPS
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine import idempotency, replies
+from weightsync_server.engine.nearest_names import add_suggestion
 from weightsync_server.engine.outcome import CutoverPlan
 from weightsync_server.engine.pause_options import duration, pause_spec
 from weightsync_server.engine.reconcile import reject
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from weightsync_server.engine.session import EngineSession
     from weightsync_server.engine.supervisor import EngineSupervisor
     from weightsync_server.ops.metrics import Metrics
+    from weightsync_server.residency.digests import StagedDigests
     from weightsync_server.residency.leases import SlotLease
 
 __all__ = ["Applier"]
@@ -258,15 +260,7 @@ class Applier:
     ) -> PreparedVersion:
         # Each shard is digested after every rank has read it: so what they read is proved.
         async with self._model.stager.digesting(lease) as digests:
-            target = await session.prepare(
-                lease,
-                compare_live=False,
-                timeout_s=timeout_s,
-                patch=True,
-                prefetched=self._supervisor.prefetcher.name_of(lease.record),
-                apply_id=self._supervisor.apply_id,
-                digests=digests,
-            )
+            target = await self._prepared(session, lease, digests, timeout_s)
             try:
                 await self._model.stager.verify(lease, digests)
                 target.check()
@@ -275,6 +269,28 @@ class Applier:
                 await session.hold(live)
                 raise
         return target
+
+    async def _prepared(
+        self,
+        session: EngineSession,
+        lease: SlotLease,
+        digests: StagedDigests,
+        timeout_s: float,
+    ) -> PreparedVersion:
+        try:
+            return await session.prepare(
+                lease,
+                compare_live=False,
+                timeout_s=timeout_s,
+                patch=True,
+                prefetched=self._supervisor.prefetcher.name_of(lease.record),
+                apply_id=self._supervisor.apply_id,
+                digests=digests,
+            )
+        except WeightSyncError as error:
+            manifest = lease.record.manifest
+            tensors = manifest.layout.tensors if manifest else ()
+            raise await add_suggestion(error, tensors, self._model.accepted) from None
 
     async def _accept(
         self, session: EngineSession, live: PreparedVersion, target: PreparedVersion

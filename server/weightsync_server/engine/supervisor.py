@@ -13,6 +13,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.engine.condition import EngineCondition
 from weightsync_server.engine.cutover import Cutover
 from weightsync_server.engine.live_check import LiveChecks
+from weightsync_server.engine.nearest_names import add_suggestion
 from weightsync_server.engine.prefetch import Prefetcher
 from weightsync_server.engine.quarantine import QuarantinedLeases
 from weightsync_server.engine.reconcile import Reconciler, unfinished, write_down
@@ -154,8 +155,14 @@ class EngineSupervisor:
         """Ask every rank whether it takes tensors of a push; False: none can be asked now.
 
         Raises:
-            WeightSyncError: ENGINE_REFUSED, naming those that it does not take.
+            WeightSyncError: ENGINE_REFUSED, naming those that it does not take, with a suggestion.
         """
+        try:
+            return await self._asked(tensors)
+        except WeightSyncError as error:
+            raise await add_suggestion(error, tensors, self._model.accepted) from None
+
+    async def _asked(self, tensors: Sequence[TensorEntry]) -> bool:
         try:
             async with asyncio.timeout(_CHECK_S):
                 await self._lock.acquire()

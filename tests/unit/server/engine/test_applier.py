@@ -178,6 +178,16 @@ async def test_a_refusal_names_the_first_tensors_and_tells_all_that_were_named(
     assert it.outcomes() == {"refused": 1}
 
 
+async def test_a_refused_apply_tells_what_was_probably_meant(it: Plant) -> None:
+    kinds = {f"module.{name}": kind for name, kind in checkpoint(2).items()}
+    # As if nobody could be asked when the layout came.
+    it.here.model.accepted.ask = None
+    await it.here.push([make_shard(0, [(name, *kind) for name, kind in kinds.items()])], 2)
+    remedy = "remove the prefix 'module.' from the names"
+    await _refused(it, Reason.ENGINE_REFUSED, remedy, version=2)
+    assert it.keeper.serving
+
+
 async def test_a_bit_flipped_in_a_segment_after_it_was_staged(it: Plant) -> None:
     await it.push(2)
     slot = it.here.model.table.get(2).slot

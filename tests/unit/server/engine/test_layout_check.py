@@ -78,6 +78,33 @@ async def test_a_name_that_no_rank_has_a_place_for_is_refused(it: Plant) -> None
     assert it.here.model.table.get(2).layout_check == _PASSED
 
 
+@pytest.mark.parametrize("by_each_rank", [True, False])
+@pytest.mark.parametrize(
+    ("added", "suggestion"),
+    [
+        (["module.a", "module.b"], "; or remove the prefix 'module.' from the names"),
+        (["module.a", "aa"], "; the nearest name to 'aa' that the engine knows is 'a'"),
+        (["d"], ""),
+    ],
+)
+async def test_what_was_probably_meant_is_told(
+    it: Plant, added: list[str], suggestion: str, *, by_each_rank: bool
+) -> None:
+    """Whether each rank refuses a name, or the server one that no rank has a place for."""
+    added = sorted(added)
+    shard = _with(dict.fromkeys(added, ("U8", (1,), b"x")))
+    if not by_each_rank:
+        it.engine.after["check"] = lambda replies: [
+            {"ok": True, "rank": reply["rank"], "unplaced": pack(frozenset(added), added)}
+            for reply in replies
+        ]
+    error = await _layout_refused(it, shard, *added)
+    tail = f"({', '.join(added)})" if len(added) > 1 or not by_each_rank else "push this model"
+    assert error.message.endswith(tail + suggestion)
+    # Also when it is remembered.
+    assert (await _layout_refused(it, shard, *added)).message == error.message
+
+
 async def test_a_refusal_is_remembered(it: Plant) -> None:
     wrong = _with({"d": ("U8", (1,), b"x")})
     first = await _layout_refused(it, wrong, "d")
