@@ -1,0 +1,150 @@
+"""One step of a training run as a version: pushed once however often it is repeated, and applied.
+
+It knows no framework: what a framework calls at the end of a step calls `push_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsync.errors import Reason
+from weightsync_client.client import Client
+from weightsync_client.errors import ClientError, NotFoundError, refuse
+from weightsync_client.options import ApplyOptions, PushOptions, check_options
+from weightsync_client.rpc.validate import metadata
+from weightsync_client.source.source import PushSource
+from weightsync_client.types import ApplyReport, PushResult
+
+__all__ = ["PushedStep", "StepOptions", "push_step"]
+
+#: One value for many steps would make each a repetition of the first.
+_PER_STEP = ("idempotency_key", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How every step of a run is pushed and applied.
+
+    Attributes:
+        push: Of `Client.push`, but for those that each step has one of its own of.
+        apply: Of `Client.apply`, but for the key; None: versions are pushed and not applied.
+
+    Raises:
+        TypeError: There is no such option.
+        InvalidError: One of them can only be given for a single push or apply.
+    """
+
+    push: PushOptions = field(default_factory=PushOptions)
+    apply: ApplyOptions | None = None
+
+    def __post_init__(self) -> None:
+        check_options("push", self.push, PushOptions)
+        check_options("apply", self.apply or {}, ApplyOptions)
+        metadata(self.push.get("metadata", {}))
+        for name in _PER_STEP:
+            if name in self.push or name in (self.apply or {}):
+                raise refuse(
+                    Reason.REQUEST_INVALID,
+                    f"{name} is given for all steps, but each step has its own; leave it out",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class PushedStep:
+    """What was done with a step.
+
+    Attributes:
+        push: The version that it is.
+        apply: None: it was not to be applied.
+        push_s: Seconds that the training stood still for the push.
+        apply_s: The same for the apply.
+    """
+
+    push: PushResult
+    apply: ApplyReport | None
+    push_s: float
+    apply_s: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a training log should say of it; durations in seconds."""
+        found: dict[str, float] = {
+            "weightsync/version": self.push.version,
+            "weightsync/sent_bytes": self.push.sent_bytes,
+            "weightsync/push_seconds": self.push_s,
+        }
+        if self.apply is not None:
+            found["weightsync/apply_seconds"] = self.apply_s
+            found["weightsync/paused_seconds"] = self.apply.phases.paused_total_s
+        return found
+
+
+def push_step(
+    client: Client, source: PushSource, step: int, run_id: str, options: StepOptions
+) -> PushedStep:
+    """Push the weights of a step, and apply them if asked: then the engine serves just these.
+
+    A step that a resumed run repeats with the same weights is the version that it was, and none of
+    its bytes are sent. With other weights, as not every training repeats itself to the bit, it
+    becomes a new version.
+
+    Args:
+        client: To the server.
+        source: The model.
+        step: Number of optimizer steps that led to it.
+        run_id: Name of the training run; a resumed run keeps it.
+        options: The same for all steps of the run.
+
+    Raises:
+        ClientError: Of the push or the apply; a note says so if the version exists.
+    """
+    ours = {"run_id": run_id, "step": str(step)}
+    pushing: dict[str, Any] = {**options.push}
+    pushing["metadata"] = {**ours, **pushing.get("metadata", {})}
+    started = time.monotonic()
+    pushed = _push_once(client, source, f"{run_id}/{step}", pushing)
+    ended = time.monotonic()
+    if options.apply is None:
+        return PushedStep(pushed, None, ended - started, 0.0)
+    try:
+        pushed, report = _apply(client, source, pushed, pushing, options.apply)
+    except ClientError as error:
+        error.add_note(f"step {step} is version {pushed.version}, which was not applied")
+        raise
+    return PushedStep(pushed, report, ended - started, time.monotonic() - ended)
+
+
+def _push_once(client: Client, source: PushSource, key: str, options: dict[str, Any]) -> PushResult:
+    try:
+        return client.push(source, idempotency_key=key, **options)
+    except ClientError as error:
+        if error.reason is not Reason.VERSION_CONFLICT:
+            raise
+        unfinished = error.metadata.get("push_id", "")
+    if unfinished:
+        # A push that a crash has left, and that this one cannot go on with.
+        with contextlib.suppress(NotFoundError):  # It may have run out by now.
+            client.abort(unfinished)
+        return client.push(source, idempotency_key=key, **options)
+    # The key stands for other weights, which may be served: these get a version of their own.
+    return client.push(source, **options)
+
+
+def _apply(
+    client: Client,
+    source: PushSource,
+    pushed: PushResult,
+    pushing: dict[str, Any],
+    options: ApplyOptions,
+) -> tuple[PushResult, ApplyReport]:
+    try:
+        return pushed, client.apply(pushed.version, **options)
+    except ClientError as error:
+        if error.reason is not Reason.VERSION_BELOW_LIVE:
+            raise
+    # A resumed run repeats a step before the one that is live, or the best step was an earlier one;
+    # applies only go up.
+    pushed = client.push(source, **pushing)
+    return pushed, client.apply(pushed.version, **options)

@@ -1,0 +1,209 @@
+"""A callback of transformers' Trainer: the model is a version after every so many steps."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any, Literal, TypedDict, Unpack
+
+from transformers import TrainerCallback
+
+from weightsync.errors import Reason
+from weightsync_client.access import Access
+from weightsync_client.client import Client
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.integrations.step_push import StepOptions, push_step
+from weightsync_client.options import (
+    DEFAULT_ADDRESS,
+    ApplyOptions,
+    PushOptions,
+    Retry,
+    Timeouts,
+    check_options,
+)
+from weightsync_client.rpc.validate import text, whole_number
+
+__all__ = ["ClientOptions", "WeightSyncCallback"]
+
+logger = logging.getLogger(__name__)
+
+#: In `trainer_state.json`, beside the states of callbacks. It is the name of no class, so that
+#: `restore_callback_states_from_checkpoint` does not take it for arguments to make a callback of.
+_STATE = "weightsync"
+
+#: Of values that are summed up between two logs; of all others the last one counts.
+_SUMMED = ("_seconds", "_bytes", "_steps")
+
+
+class ClientOptions(TypedDict, total=False):
+    """Keyword options of `Client`, for a callback that makes its own."""
+
+    model: str | None
+    timeouts: Timeouts | None
+    retry: Retry | None
+    access: Access | None
+
+
+# follow_imports = "skip": transformers' types are Any here.
+class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
+    """Pushes the model after every `every` optimizer steps and at the end of training.
+
+    When a step's push returns, the version is committed and verified; with `apply` the engine
+    serves it then. Training waits for both. Only the main process pushes.
+
+    A run that is resumed from a checkpoint and repeats a step with the same weights makes no second
+    version of it: the run's name is kept in its checkpoints. Steps with other weights than before,
+    and with `apply` those before the live one, become new versions. With `load_best_model_at_end`
+    the version at the end is that of the best step.
+
+    Versions and seconds are in the Trainer's next log and its history. Reporters of `report_to` are
+    called before other callbacks; `add_to` has them see the values as well.
+
+    Args:
+        server: Address of weightsync-server, for a client that is opened when training begins and
+            closed when it ends; or a client, which stays open.
+        every: Optimizer steps between two pushes.
+        apply: True: apply each version; or with which options.
+        push: Options of the push; its metadata is kept in addition to `run_id` and `step`, and
+            should not change when a run is resumed.
+        on_error: "raise" (default): an error of a push or an apply ends the training; "log": it is
+            logged as a warning, and the training goes on.
+        run_id: Name of the training run; default: a new one, kept in checkpoints.
+        **options: `model`, `timeouts`, `retry` and `access` (token and TLS), as of `Client`.
+
+    Raises:
+        ClientError: REQUEST_INVALID; an argument cannot be. While training, see `Client.push` and
+            `Client.apply`; when it begins, if no server answers.
+        TypeError: There is no such option.
+    """
+
+    def __init__(
+        self,
+        server: Client | str = DEFAULT_ADDRESS,
+        *,
+        every: int = 1,
+        apply: bool | ApplyOptions = False,
+        push: PushOptions | None = None,
+        on_error: Literal["raise", "log"] = "raise",
+        run_id: str = "",
+        **options: Unpack[ClientOptions],
+    ) -> None:
+        check_options("WeightSyncCallback", options, ClientOptions)
+        if isinstance(server, Client) and options:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"{', '.join(options)} would be for a new client, but one is given; make that with "
+                "these options, or give its address",
+            )
+        if on_error not in ("raise", "log"):
+            raise refuse(Reason.REQUEST_INVALID, f"on_error is {on_error!r}; use 'raise' or 'log'")
+        self._every = whole_number("every", every, 1)
+        applying = None if apply is False else ApplyOptions() if apply is True else apply
+        self._step_options = StepOptions(push or PushOptions(), applying)
+        self._server = server if isinstance(server, Client) else text("server", server)
+        self._client_options = options
+        self._raises = on_error == "raise"
+        self._given_run_id = text("run_id", run_id)
+        self._run_id = ""
+        self._client: Client | None = None
+        self._pushed_step = 0
+        self._metrics: dict[str, float] = {}
+
+    def add_to(self, trainer: Any) -> None:
+        """Add this callback in front of all others of a trainer, its reporters included."""
+        callbacks = trainer.callback_handler.callbacks
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+
+    # Called by the Trainer.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the client, and find a wrong address or token before the first step."""
+        del args, control, kwargs
+        if not state.is_world_process_zero:
+            return
+        self._close()  # Of a training that an error has ended.
+        kept = state.stateful_callbacks.get(_STATE, {})
+        self._run_id = self._given_run_id or kept.get("run_id") or uuid.uuid4().hex
+        state.stateful_callbacks[_STATE] = {"run_id": self._run_id}
+        self._pushed_step, self._metrics = 0, {}
+        try:
+            self._open().status()
+        except ClientError as error:
+            self._failed("as it begins", error)
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Push the model if it is its turn, which the last step always is."""
+        del args, control, kwargs
+        step = state.global_step
+        # The last one here, and not only at the end, because no log comes after the end.
+        due = step % self._every == 0 or 0 < state.max_steps <= step
+        if state.is_world_process_zero and due:
+            self._push(step, model)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Put what was pushed since the last log into this one and into the history."""
+        del args, control, kwargs
+        if not state.is_world_process_zero or logs is None or not self._metrics:
+            return
+        logs.update(self._metrics)
+        if state.log_history:
+            # The Trainer has made this entry of the same values just before.
+            state.log_history[-1].update(self._metrics)
+        self._metrics = {}
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Push the model that training leaves, unless it was pushed last; close the client."""
+        del control, kwargs
+        if not state.is_world_process_zero:
+            return
+        step = state.global_step
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            step = state.best_global_step  # The Trainer has just loaded it.
+        try:
+            if step != self._pushed_step:
+                self._push(step, model)
+        finally:
+            self._close()
+
+    # Inside.
+
+    def _push(self, step: int, model: Any) -> None:
+        try:
+            pushed = push_step(self._open(), model, step, self._run_id, self._step_options)
+        except ClientError as error:
+            self._count({"weightsync/failed_steps": 1})
+            self._failed(f"at step {step}", error)
+        else:
+            self._pushed_step = step
+            self._count(pushed.metrics())
+
+    def _count(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            before = self._metrics.get(name, 0) if name.endswith(_SUMMED) else 0
+            self._metrics[name] = before + value
+
+    def _failed(self, when: str, error: ClientError) -> None:
+        """Raise or log an error that is being handled."""
+        if self._raises:
+            self._close()
+            raise error
+        notes = getattr(error, "__notes__", ())
+        sentence = "; ".join([error.message, *notes])
+        logger.warning("training goes on after an error %s: %s", when, sentence)
+
+    def _open(self) -> Client:
+        if self._client is None:
+            server, options = self._server, self._client_options
+            self._client = server if isinstance(server, Client) else Client(server, **options)
+        return self._client
+
+    def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None and client is not self._server:
+            client.close()
