@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
@@ -40,7 +40,12 @@ from weightsync_client.push.handle import PushHandle
 from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again_async
+from weightsync_client.source.modules import is_module
+from weightsync_client.source.peft_models import has_adapters
 from weightsync_client.source.source import PushSource
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["AsyncClient", "AsyncPushHandle", "AsyncPushSource"]
 
@@ -147,13 +152,20 @@ class AsyncClient:
     async def push(
         self, source: AsyncPushSource, **options: Unpack[PushOptions]
     ) -> types.PushResult:
-        """Push a version as `Client.push` does; cancelling it ends the push."""
+        """Push a version as `Client.push` does; cancelling it ends the push.
+
+        The adapters of a PEFT model are merged on the event loop, and are unmerged when a push that
+        was cancelled raises.
+        """
         check_options("push", options, PushOptions)
         handle = await self.push_async(source, **options)
         try:
             await asyncio.wait([handle.committed])
         except asyncio.CancelledError:
             handle.cancel()
+            if is_module(source) and has_adapters(cast("torch.nn.Module", source)):
+                # They are merged until the push has ended, and the caller may train on.
+                await asyncio.wait([handle.committed])
             raise
         return handle.committed.result()
 

@@ -140,7 +140,10 @@ class Client:
                 never collected: each tensor is copied to the host before the next is asked for, so
                 all may lie in the same memory, and at most `streams` + 1 shards of them are held.
                 The tensors of a module, a state dict or a list are not copied (but experts that
-                transformers has fused), and must not change before the push is over.
+                transformers has fused), and must not change before the push is over. The adapters
+                of a PEFT model are merged for the push and exactly as they were after it, however
+                it ends; it must not be trained meanwhile, and the layers that have adapters take
+                their memory a second time for so long.
             **options: See `PushOptions`.
 
         Raises:
@@ -175,17 +178,14 @@ class Client:
         options: PushOptions,
         on_source_free: Callable[[], None] | None = None,
     ) -> PushPolicy:
-        shard_bytes = options.get("shard_bytes", SHARD_BYTES)
-        return PushPolicy(
-            self._link,
-            self._invoke,
-            self.model,
-            make_source(source, shard_bytes, self._history.layouts),
-            options,
-            self._retry,
-            self._history,
-            on_source_free,
-        )
+        shard_bytes, model = options.get("shard_bytes", SHARD_BYTES), self.model
+        made = make_source(source, shard_bytes, self._history.layouts)
+        facts = options, self._retry, self._history, on_source_free
+        try:
+            return PushPolicy(self._link, self._invoke, model, made, *facts)
+        except BaseException:
+            made.release()
+            raise
 
     def hold(self, source: PushSource) -> types.Version:
         """Take a copy of a version's tensors, so that the next push already is a delta.
@@ -198,9 +198,11 @@ class Client:
         Raises:
             ClientError: VERSION_UNKNOWN where no version has that content.
         """
-        return self._history.hold(
-            make_source(source, SHARD_BYTES, self._history.layouts), self.versions
-        )
+        made = make_source(source, SHARD_BYTES, self._history.layouts)
+        try:
+            return self._history.hold(made, self.versions)
+        finally:
+            made.release()
 
     def acquire_epoch(self, holder: str = "") -> int:
         """Become the writer: pushes under older epochs are refused from then on."""

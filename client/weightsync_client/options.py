@@ -104,6 +104,12 @@ class PushOptions(TypedDict, total=False):
             "require": an error in place of a push in full.
         compress: Whether deltas are packed with zstd: "auto" (default): where the link is slow,
             "always" or "never".
+        partial: True: the tensors that the source lacks stay what they are in the base. What is
+            pushed of the others is what changed, where this client holds a copy of the base, else
+            all of each that has another digest. The result is a version like any other, whose
+            content digest is that of all tensors; `PushResult.base_version` tells the base.
+        base: For a partial push: the version that it is based on; 0 (default): the last one that
+            this client has committed, else the live one.
         same_host: "auto" (default): where the server runs on this host and offers it, tensors are
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that
@@ -120,6 +126,8 @@ class PushOptions(TypedDict, total=False):
     on_progress: Callable[[int, int], None]
     delta: str
     compress: str
+    partial: bool
+    base: int
     same_host: str
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weightsync.errors import Reason
-from weightsync.model.digest import TensorDigester, content_digest
+from weightsync.model.digest import TensorDigester
 from weightsync.model.dtypes import torch_dtype
 from weightsync.model.layout import MAX_HEADER_BYTES, check_header, check_shard
 from weightsync.model.manifest import ShardEntry, TensorEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import ClientError, passing, refuse, typed_errors
-from weightsync_client.rpc import calls
 from weightsync_client.rpc.retry import Backoff
-from weightsync_client.types import PullResult, TensorInfo, Version
+from weightsync_client.rpc.version_tensors import version_tensors
+from weightsync_client.types import PullResult, Version
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from weightsync_client.rpc.retry import Invoke
 
 __all__ = ["OpenPull", "PulledTensor", "Puller"]
-
-_PAGE_TENSORS = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,40 +133,17 @@ class Puller:
         retry: Retry,
     ) -> None:
         self._link = link
-        self._invoke = invoke
         self._open = open_pull
         self._model = model
         self._retry = retry
         #: Bytes have come: what was begun is not given up for want of a slot.
         self._begun = False
-        self.version, infos = self._manifest(version)
+        self.version, infos = version_tensors(invoke, link.timeouts, model, version)
         self._digests = {info.name: bytes.fromhex(info.digest) for info in infos}
         self._shards: list[list[TensorEntry]] = [[] for _ in range(self.version.shard_count)]
         for t in infos:
             entry = TensorEntry(t.name, t.dtype, t.shape, t.shard, t.begin, t.end)
             self._shards[t.shard].append(entry)
-
-    def _manifest(self, number: int) -> tuple[Version, list[TensorInfo]]:
-        infos: list[TensorInfo] = []
-        token, more = "", True
-        while more:
-            version, tensors, token = self._invoke(
-                calls.get_version(
-                    self._model,
-                    number,
-                    self._link.timeouts,
-                    tensors=_PAGE_TENSORS,
-                    page_token=token,
-                )
-            )
-            # 0 means the live one, which may change between two pages.
-            number = version.version
-            infos += tensors
-            more = bool(token)
-        digest = content_digest((t.name, t.dtype, t.shape, bytes.fromhex(t.digest)) for t in infos)
-        if digest != version.content_digest or any(t.shard >= version.shard_count for t in infos):
-            raise _corrupt(version, "the tensors that the server tells do not have its digest")
-        return version, infos
 
     def tensors(self) -> Iterator[PulledTensor]:
         """Yield every tensor, its digest compared; one is held at a time."""

@@ -98,3 +98,31 @@ def test_a_model_that_is_none_is_one_sentence(folder: Path, content: bytes | Non
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("weightsync-server: --model ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_part_is_based_on_the_checkpoint_that_is_served(folder: Path) -> None:
+    model = folder / "model.safetensors"
+    save_file(_tensors(1), model)
+    server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
+    try:
+        with Client(f"unix:{folder}/server.sock") as client:
+            end = time.monotonic() + _START_S
+            while not _serving(client):
+                assert server.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            pushed = client.push({"w": _tensors(2)["w"]}, partial=True)
+            assert pushed.base_version == 1
+            client.apply(pushed.version)
+            assert client.verify().verified
+            found = {tensor.name: tensor.torch() for tensor in client.tensors(pushed.version)}
+            assert torch.equal(found["w"], _tensors(2)["w"])
+            assert torch.equal(found["b"], _tensors(1)["b"])
+            assert client.rollback().report.version == 1
+            # From the way back on, too.
+            again = client.push({"b": _tensors(3)["b"]}, partial=True, base=1)
+            client.apply(again.version)
+            assert client.verify().verified
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0

@@ -9,7 +9,15 @@ from __future__ import annotations
 from weightsync.delta.decoder import ElementUpdate, apply_change, decode_tensor, patch
 from weightsync.delta.delta_errors import DeltaError
 from weightsync.delta.delta_shard import ShardDelta, TensorChange, parse_shard
-from weightsync.delta.encoder import EncodedShard, Encoder, Item, Later, TensorStats, encode_shard
+from weightsync.delta.encoder import (
+    EncodedShard,
+    Encoder,
+    Item,
+    Later,
+    TensorStats,
+    WholeTensor,
+    encode_shard,
+)
 from weightsync.delta.found_changes import Changes
 from weightsync.delta.kernels import warm_up
 
@@ -24,6 +32,7 @@ __all__ = [
     "ShardDelta",
     "TensorChange",
     "TensorStats",
+    "WholeTensor",
     "apply_change",
     "decode_tensor",
     "encode_shard",

@@ -87,19 +87,7 @@ class Item(NamedTuple):
         Raises:
             DeltaError: LAYOUT_INVALID or REQUEST_INVALID.
         """
-        entry = TensorEntry(self.name, self.dtype, self.shape, 0, 0, len(self.new))
-        try:
-            check_shard(ShardEntry("delta", 108 + len(self.new), 100), [entry])
-        except WeightSyncError as error:
-            raise DeltaError(error.reason, error.message) from None
-        for data in (self.base, self.new):
-            flat = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
-            if not flat or len(data) != len(self.new):
-                raise DeltaError(
-                    Reason.REQUEST_INVALID,
-                    f"tensor {self.name[:100]!a} needs {len(self.new)} contiguous bytes before "
-                    f"and after; got {data.dtype} {list(data.shape)}",
-                )
+        _check_tensor(self.name, self.dtype, self.shape, self.base, self.new)
 
     def new_digest(self) -> bytes:
         """Return xxh3-128 of them."""
@@ -108,6 +96,63 @@ class Item(NamedTuple):
     def same_digest(self) -> bytes:
         """Return the same where nothing changed."""
         return self.base_digest or self.new_digest()
+
+
+def _check_tensor(
+    name: str, dtype: str, shape: tuple[int, ...], base: NDArray[np.uint8], new: NDArray[np.uint8]
+) -> None:
+    entry = TensorEntry(name, dtype, shape, 0, 0, len(new))
+    try:
+        check_shard(ShardEntry("delta", 108 + len(new), 100), [entry])
+    except WeightSyncError as error:
+        raise DeltaError(error.reason, error.message) from None
+    for data in (base, new):
+        flat = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+        if not flat or len(data) != len(new):
+            raise DeltaError(
+                Reason.REQUEST_INVALID,
+                f"tensor {name[:100]!a} needs {len(new)} contiguous bytes before "
+                f"and after; got {data.dtype} {list(data.shape)}",
+            )
+
+
+class WholeTensor(NamedTuple):
+    """A tensor whose bytes before are not known here: all of it is coded, or nothing.
+
+    Attributes:
+        name: Name in the checkpoint.
+        dtype: safetensors dtype name.
+        shape: Dimensions in elements.
+        new: All bytes after; contiguous.
+        base_digest: xxh3-128 of those before; where it is theirs, nothing changed.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    new: NDArray[np.uint8]
+    base_digest: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return len(self.new)
+
+    def all_bytes(self) -> NDArray[np.uint8]:
+        """Return all bytes after."""
+        return self.new
+
+    def check(self) -> None:
+        """Prove what can be proved without a digest; see `Item.check`."""
+        _check_tensor(self.name, self.dtype, self.shape, self.new, self.new)
+
+    def new_digest(self) -> bytes:
+        """Return xxh3-128 of them."""
+        return tensor_digest(self.new.data)
+
+    def same_digest(self) -> bytes:
+        """Return the same where nothing changed."""
+        return self.base_digest
 
 
 class Later(NamedTuple):
@@ -123,7 +168,7 @@ class Later(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    read: Callable[[], Item]
+    read: Callable[[], Item | WholeTensor]
 
     @property
     def size(self) -> int:
@@ -134,7 +179,7 @@ class Later(NamedTuple):
 if TYPE_CHECKING:
     _Bare = tuple[str, str, tuple[int, ...], NDArray[np.uint8], NDArray[np.uint8]]
     #: What an encoder takes for a tensor.
-    _Given = Item | Later | Changes | _Bare
+    _Given = Item | WholeTensor | Later | Changes | _Bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +329,8 @@ class Encoder:
         Raises:
             DeltaError: REQUEST_INVALID or LAYOUT_INVALID, naming the tensor.
         """
-        given = [item if isinstance(item, (Changes, Later)) else Item(*item) for item in items]
+        kinds = (Changes, Later, WholeTensor)
+        given = [item if isinstance(item, kinds) else Item(*item) for item in items]
         if len({item.name for item in given}) != len(given):
             raise DeltaError(Reason.LAYOUT_INVALID, "a tensor is given twice; give each once")
         _check_bindings((base_content_digest, layout_digest), index)
@@ -294,13 +340,19 @@ class Encoder:
         blob = _assemble(changed, base_content_digest, layout_digest, index, zstd=self._zstd)
         return EncodedShard(index, blob, tuple(done[item.name].stats for item in given))
 
-    def _encode_all(self, items: Sequence[Item | Later | Changes]) -> Iterable[_Tensor]:
+    def _encode_all(
+        self, items: Sequence[Item | WholeTensor | Later | Changes]
+    ) -> Iterable[_Tensor]:
         if self._pool is None:
             return map(self._encode, items)
         return spread(self._pool, self._threads, self._encode, items)
 
-    def _compared(self, item: Item | Changes) -> tuple[Coding, Coded]:
+    def _compared(self, item: Item | WholeTensor | Changes) -> tuple[Coding, Coded]:
         width = element_width(item.dtype)
+        if isinstance(item, WholeTensor):
+            same = item.new_digest() == item.base_digest
+            counts = Counts(0 if same else item.size // width)
+            return Coding(Positions.NONE, Values.DENSE), Coded(counts, [], [item.new])
         if isinstance(item, Changes):
             density = len(item.index) * width / item.size if item.size else 0.0
             coding = _coding_at(density, width, absolute=self._absolute)
@@ -310,7 +362,7 @@ class Encoder:
         coding = choose_coding(item.base, item.new, width, absolute=self._absolute)
         return coding, chosen().encode(item.base, item.new, width, coding)
 
-    def _encode(self, item: Item | Later | Changes) -> _Tensor:
+    def _encode(self, item: Item | WholeTensor | Later | Changes) -> _Tensor:
         if isinstance(item, Later):
             item = item.read()
         item.check()

@@ -25,8 +25,8 @@ __all__ = [
     "SwitchOutcome",
 ]
 
-#: Version of `engine.proto`; server and bridge must agree.
-PROTOCOL_VERSION = 1
+#: Version of `engine.proto` and of what ranks read in shared memory; server and bridge must agree.
+PROTOCOL_VERSION = 2
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"

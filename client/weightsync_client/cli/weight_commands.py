@@ -96,6 +96,16 @@ def push(
             "server holds as a version; in full where that is no less."
         ),
     ] = None,
+    partial: Annotated[
+        bool,
+        typer.Option("--partial", help="Keep the tensors that PATH lacks as they are in --keep."),
+    ] = False,
+    keep: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MAX_VERSION, help="With --partial: the version they are of; 0: the live one."
+        ),
+    ] = 0,
     key: Key = None,
     address: Address = DEFAULT_ADDRESS,
     model: Model = None,
@@ -106,6 +116,18 @@ def push(
         version=version, epoch=epoch, metadata=_metadata(metadata or []), streams=streams
     )
     options["delta"] = "never" if base is None else "auto"
+    if base is not None and partial:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "--base compares a whole checkpoint and --partial pushes a part of one; use one",
+        )
+    if keep and not partial:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"--keep {keep} is given, but --partial is not: a push of all tensors keeps none",
+        )
+    if partial:
+        options |= PushOptions(partial=True, base=keep)
     if key:
         options["idempotency_key"] = key
     with (

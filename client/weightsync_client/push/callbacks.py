@@ -36,17 +36,22 @@ class SourceRelease:
 
     Args:
         callback: Called for that; None: the caller waits for the end of the push.
+        restore: Called before that; where nobody is told, the end of the push is soon enough.
 
     Attributes:
         done: It was called: the tensors may hold other weights by now.
     """
 
-    def __init__(self, callback: Callable[[], None] | None) -> None:
+    def __init__(
+        self, callback: Callable[[], None] | None, restore: Callable[[], None] = lambda: None
+    ) -> None:
         self._callback = callback
+        self._restore = restore
         self.done = False
 
     def __call__(self) -> None:
         """Call it, unless that was done."""
         if self._callback is not None and not self.done:
             self.done = True
+            self._restore()
             self._callback()

@@ -16,7 +16,8 @@ class PushHandle:
 
     Attributes:
         source_free: Done when the source may be changed: the server holds every byte, or all that
-            changed was encoded. It fails if the push fails before that.
+            changed was encoded, and the adapters of a PEFT model are unmerged. It fails if the push
+            fails before that; they are unmerged then too.
         committed: Done when the version is committed, with its PushResult, or with the error.
     """
 
@@ -45,6 +46,9 @@ class PushHandle:
             self.committed.set_exception(error)
         else:
             self.committed.set_result(result)
+        finally:
+            # It holds the source, which may have memory of its own.
+            self._cancel = lambda: None
 
     def cancel(self) -> None:
         """End the push; `committed` then fails with AbortedError, unless the commit came first."""

@@ -33,6 +33,8 @@ class PushHistory:
     def __init__(self, address: str) -> None:
         self.layouts = LayoutCache()
         self.snapshot = SnapshotStore()
+        #: The version that was committed last; 0: none was.
+        self.committed = 0
         self.link_speed = LinkSpeed(address)
         self.kernels = Warmup()
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.

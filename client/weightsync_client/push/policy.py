@@ -15,6 +15,7 @@ from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.push.callbacks import SourceRelease
+from weightsync_client.push.partial import base_of_part, check_part
 from weightsync_client.push.request import RequestTemplate
 from weightsync_client.push.session import NOTHING_SENT, PushSession
 from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
@@ -106,6 +107,7 @@ class PushPolicy:
         self._template = RequestTemplate.from_options(model, options)
         allowed = ("auto", "never", "require")
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
+        check_part(options)
         allowed = ("auto", "always", "never")
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
         _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
@@ -115,7 +117,7 @@ class PushPolicy:
         self._options = options
         self._retry = retry
         self._history = history
-        self._release = SourceRelease(on_source_free)
+        self._release = SourceRelease(on_source_free, source.release)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: PushSession | None = None
@@ -126,6 +128,7 @@ class PushPolicy:
 
     def drop(self) -> None:
         """Give up what `run` will never be called for."""
+        self._source.release()
         if self._ticket is not None:
             self._history.snapshot.leave(self._ticket)
 
@@ -135,11 +138,13 @@ class PushPolicy:
         try:
             with self._turn():
                 self._source.ready()
-                result = self._full("") if self._ticket is None else self._with_snapshot()
+                result = self._sent_as_wanted()
+                self._history.committed = result.version
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(self._push.state if self._push else NOTHING_SENT)
             raise
         finally:
+            self._source.release()
             if self._source.flow is not None:
                 self._source.flow.close()
         return replace(result, seconds=time.monotonic() - started)
@@ -155,6 +160,11 @@ class PushPolicy:
         if self._ticket is None:
             return contextlib.nullcontext()
         return self._history.snapshot.turn(self._ticket, self._stop)
+
+    def _sent_as_wanted(self) -> PushResult:
+        if self._options.get("partial"):
+            return self._part()
+        return self._full("") if self._ticket is None else self._with_snapshot()
 
     def _with_snapshot(self) -> PushResult:
         try:
@@ -209,13 +219,49 @@ class PushPolicy:
             raise unfit from error
         finally:
             shards.close()
+        return self._as_delta(result, shards, layout.size if layout else base.size)
+
+    def _as_delta(self, result: PushResult, shards: DeltaShards, dense: int) -> PushResult:
         return replace(
             result,
             kind=PushKind.DELTA,
             base_version=shards.base_version,
             changed_fraction=shards.changed_fraction,
-            dense_bytes=layout.size if layout else base.size,
+            dense_bytes=dense,
         )
+
+    def _part(self) -> PushResult:
+        """Send what some tensors are now, as a delta that leaves all others as they are."""
+        from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
+        from weightsync_client.snapshot.grouping import as_they_come, by_size
+
+        source, snapshot = self._source, self._history.snapshot
+        facts = self._options, self._history, self._invoke, self._link.timeouts
+        base = base_of_part(*facts, self._template.model)
+        zstd = self._compress == "always" or (
+            self._compress == "auto" and self._history.link_speed.slow
+        )
+        groups = (
+            as_they_come(source.flow, base.size)
+            if source.flow is not None
+            else by_size(source.tensors, default_threads())
+        )
+        current = snapshot.current
+        copied = current is not None and base.tensors is current.tensors
+        shards = DeltaShards(groups, base, zstd=zstd, partial=True)
+        try:
+            push = self._begin(replace(source, shards=shards, layout=None, delta=shards))
+            with typed_errors():
+                result = push.run()
+            if push.joined:
+                return result
+            if copied:
+                snapshot.advance(base, result, self._template.run_id, shards.blobs, shards.threads)
+        except Unfit as unfit:
+            raise refuse(Reason.MEMORY_EXHAUSTED, f"{unfit}; free some and push again") from unfit
+        finally:
+            shards.close()
+        return self._as_delta(result, shards, base.size)
 
     def _refuse_slower(self) -> None:
         """Have everything sent where the server copies it faster than it could be compared."""

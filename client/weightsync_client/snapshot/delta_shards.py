@@ -48,6 +48,7 @@ class DeltaShards(Iterable[Shard]):
         base: What they are compared with; it must not change meanwhile.
         zstd: Whether streams are packed.
         most_changed: Share of changed elements from which on all is sent.
+        partial: Tensors that the groups lack stay as they are in the base.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class DeltaShards(Iterable[Shard]):
         *,
         zstd: bool,
         most_changed: float = 1.0,
+        partial: bool = False,
     ) -> None:
         self.threads = default_threads()
         self._base = base
         self._most_changed = most_changed
+        self._partial = partial
         self._groups = groups
         #: Taken from the groups and not encoded yet.
         self._taken: list[SourceTensor] = []
@@ -93,7 +96,8 @@ class DeltaShards(Iterable[Shard]):
             if any(stats.changed for stats in encoded.stats):
                 self._made.append(encoded)
                 return True
-        self._refuse_missing()
+        if not self._partial:
+            self._refuse_missing()
         self.whole = True
         if not self._made:
             # Nothing changed: one shard says so.
@@ -120,7 +124,8 @@ class DeltaShards(Iterable[Shard]):
             dtype = self._base.tensors[stats.name].dtype
             self._elements += stats.dense_bytes // element_width(dtype)
             self.codings[stats.coding] += 1
-        self._check_pays()
+        if not self._partial:
+            self._check_pays()
         return encoded
 
     def _check_pays(self) -> None:
@@ -137,11 +142,20 @@ class DeltaShards(Iterable[Shard]):
 
     def _refuse_other(self, tensor: SourceTensor) -> None:
         old = self._base.tensors.get(tensor.name)
-        if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
-            raise Unfit(
-                Fallback.LAYOUT_CHANGED,
-                f"version {self._base.version} has no {tensor.name!r} of that dtype and shape",
+        if old is not None and (old.dtype, old.shape) == (tensor.dtype, tensor.shape):
+            return
+        if self._partial:
+            kept = f"{old.dtype} {list(old.shape)}" if old is not None else "not at all"
+            raise refuse(
+                Reason.LAYOUT_INVALID,
+                f"tensor {tensor.name!r} is {tensor.dtype} {list(tensor.shape)}, in version "
+                f"{self._base.version}, whose other tensors a partial push keeps, it is {kept}; "
+                "leave it out, or push all tensors",
             )
+        raise Unfit(
+            Fallback.LAYOUT_CHANGED,
+            f"version {self._base.version} has no {tensor.name!r} of that dtype and shape",
+        )
 
     def _refuse_missing(self) -> None:
         missing = self._base.tensors.keys() - self._digests.keys()
@@ -210,7 +224,7 @@ class DeltaShards(Iterable[Shard]):
     def content_digest(self) -> str:
         """Content digest of the new version, from the digests of all its tensors."""
         return content_digest(
-            (name, old.dtype, old.shape, self._digests[name])
+            (name, old.dtype, old.shape, self._digests.get(name, old.digest))
             for name, old in self._base.tensors.items()
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
@@ -12,7 +12,7 @@ from weightsync_client.errors import refuse
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_module", "module_tensors"]
+__all__ = ["check_plain", "is_module", "module_tensors", "plain_name", "unwrapped"]
 
 #: What PyTorch puts into names for a wrapper around a part of a model: torch.compile, activation
 #: checkpointing and FSDP.
@@ -27,7 +27,9 @@ def is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def module_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+def module_tensors(
+    module: torch.nn.Module, *, state: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a module as a checkpoint of it has them.
 
     Wrappers leave no trace in the names: DistributedDataParallel and DataParallel, torch.compile,
@@ -37,16 +39,17 @@ def module_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 
     Args:
         module: The model, or a wrapper around it.
+        state: Its tensors by name, where those of its state dict are not what it computes with.
 
     Raises:
         InvalidError: Its parameters are not its weights: FSDP1 holds flat ones, DeepSpeed ZeRO-3
-            parts of them, PEFT adapters beside them.
+            parts of them.
     """
-    model = _unwrapped(module)
-    _check_plain(model)
+    model = unwrapped(module)
+    check_plain(model)
     named: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        plain = ".".join(part for part in name.split(".") if part not in _INFIXES)
+    for name, tensor in model.state_dict().items() if state is None else state:
+        plain = plain_name(name)
         if plain.rpartition(".")[2] == _EXTRA_STATE:
             continue
         if plain in named:
@@ -59,7 +62,13 @@ def module_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     return _saved(model, named)
 
 
-def _unwrapped(module: Any) -> Any:
+def plain_name(name: str) -> str:
+    """Return the name of a tensor or a part as it is without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _INFIXES)
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the model that DistributedDataParallel, DataParallel and torch.compile wrap."""
     import torch
 
     around = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -68,7 +77,12 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
-def _check_plain(model: Any) -> None:
+def check_plain(model: Any) -> None:
+    """Refuse a model whose parameters are not its weights.
+
+    Raises:
+        InvalidError: So it is; the sentence says what to push instead.
+    """
     problem = ""
     # Not imported: who uses it has.
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
@@ -80,11 +94,6 @@ def _check_plain(model: Any) -> None:
         problem = (
             "is partitioned by DeepSpeed ZeRO-3; push its state_dict() inside of "
             "deepspeed.zero.GatheredParameters"
-        )
-    elif getattr(model, "peft_config", None) and hasattr(model, "merge_adapter"):
-        problem = (
-            "is a PEFT model, whose adapters lie beside the weights; merge them into a copy "
-            "(merge_and_unload) and push that"
         )
     if problem:
         raise refuse(Reason.REQUEST_INVALID, f"the module {problem}")

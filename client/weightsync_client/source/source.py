@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -20,6 +20,7 @@ from weightsync_client.source.box_files import assembled
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
+from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
 
@@ -122,6 +123,8 @@ class Source:
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
         ready: Waits until the tensors hold what they held for whoever made this.
+        release: Undoes what was done to the caller's module for this; called when nothing is read
+            of the tensors any more, from any thread, and more than once.
     """
 
     shards: Iterable[Shard]
@@ -130,6 +133,7 @@ class Source:
     flow: Flow | None = None
     delta: DeltaSource | None = None
     ready: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
 
     @property
     def again(self) -> bool:
@@ -150,7 +154,7 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
     Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
-    waits for it.
+    waits for it. The adapters of a PEFT model are merged until `Source.release`.
 
     Args:
         source: See `Client.push`.
@@ -164,7 +168,7 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
     if isinstance(source, (str, os.PathLike)):
         return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
     if is_module(source):
-        source = module_tensors(cast("torch.nn.Module", source))
+        return _of_module(cast("torch.nn.Module", source), shard_bytes, layouts or LayoutCache())
     if isinstance(source, Mapping):
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
@@ -180,6 +184,17 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
         Reason.REQUEST_INVALID,
         f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
     )
+
+
+def _of_module(module: torch.nn.Module, shard_bytes: int, layouts: LayoutCache) -> Source:
+    if not has_adapters(module):
+        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts)
+    tensors, release = merged_tensors(module)
+    try:
+        return replace(_of_pairs(tensors.items(), shard_bytes, layouts), release=release)
+    except BaseException:
+        release()
+        raise
 
 
 def _of_pairs(pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache) -> Source:

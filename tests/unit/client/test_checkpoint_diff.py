@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from weightsync_client import Client
 from weightsync_client.checkpoint_diff import compare
@@ -150,6 +150,24 @@ def test_push_with_a_base(run: Run, folders: tuple[Path, Path], servicer: Any) -
     code, _, err = run("push", folders[1], "--base", folders[0])
     assert code == 3
     assert "no version of the server has this content" in err
+
+
+def test_push_a_part(run: Run, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    run("push", folders[0])
+    part = tmp_path / "part.safetensors"
+    tensors = load_file(next(folders[1].glob("*.safetensors")))
+    name = min(tensors)
+    save_file({name: tensors[name]}, part)
+    code, out, _ = run("push", part, "--partial", "--keep", "1", "--json")
+    told = json.loads(out)
+    assert (code, told["kind"], told["base_version"]) == (0, "delta", 1)
+    assert told["tensor_count"] > 1
+    code, _, err = run("push", part, "--partial", "--base", folders[0])
+    assert code == 2
+    assert "--base compares a whole checkpoint" in err
+    code, _, err = run("push", part, "--keep", "1")
+    assert code == 2
+    assert "--keep 1 is given, but --partial is not" in err
 
 
 def test_a_base_that_does_not_fit_is_told(

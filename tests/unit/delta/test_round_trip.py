@@ -21,7 +21,9 @@ from tests.unit.delta.cases import (
     many,
 )
 from weightsync.delta import (
+    DeltaError,
     Item,
+    WholeTensor,
     apply_change,
     decode_tensor,
     encode_shard,
@@ -247,3 +249,30 @@ def test_codings_of_every_code_point_were_made() -> None:
         if where is not Positions.NONE and what is not Values.DENSE
     }
     assert made == wanted | {"dense"}
+
+
+def test_a_tensor_whose_base_is_not_here_is_coded_whole_or_not_at_all() -> None:
+    chance = np.random.default_rng(1)
+    data = {name: chance.integers(0, 256, 64, np.uint8) for name in ("same", "other", "empty")}
+    data["empty"] = data["empty"][:0]
+    digests = {name: tensor_digest(bytes_.data) for name, bytes_ in data.items()}
+    given = [
+        WholeTensor(name, "U8", (len(new),), new, bytes(16) if name == "other" else digests[name])
+        for name, new in data.items()
+    ]
+    encoded = encode_shard(
+        given, zstd=False, base_content_digest=BASE_DIGEST, layout_digest=LAYOUT_DIGEST, index=0
+    )
+    assert {stats.name: stats.changed for stats in encoded.stats} == {
+        "same": False,
+        "other": True,
+        "empty": False,
+    }
+    assert [stats.digest for stats in encoded.stats] == list(digests.values())
+    shapes = {name: ("U8", (len(new),)) for name, new in data.items()}
+    (change,) = parse_shard(encoded.blob, shapes).changes.values()
+    before = np.zeros(64, np.uint8)
+    apply_change(change, before)
+    assert before.tobytes() == data["other"].tobytes()
+    with pytest.raises(DeltaError, match="needs 64 contiguous bytes"):
+        WholeTensor("a", "U8", (64,), np.zeros(128, np.uint8)[::2], b"").check()
