@@ -39,7 +39,7 @@ def test_what_is_loaded_is_found() -> None:
 
 def test_the_house_and_the_contracts_hold() -> None:
     # As `make lint` runs them.
-    contracts = Path(sys.executable).with_name("lint-imports")
+    contracts = str(Path(sys.executable).with_name("lint-imports"))
     for command in ([sys.executable, "scripts/house.py"], [contracts, "--no-cache"]):
         ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         assert ran.returncode == 0, ran.stdout
