@@ -179,7 +179,8 @@ class Client:
         on_source_free: Callable[[], None] | None = None,
     ) -> PushPolicy:
         shard_bytes, model = options.get("shard_bytes", SHARD_BYTES), self.model
-        made = make_source(source, shard_bytes, self._history.layouts)
+        collective = bool(options.get("collective"))
+        made = make_source(source, shard_bytes, self._history.layouts, collective=collective)
         facts = options, self._retry, self._history, on_source_free
         try:
             return PushPolicy(self._link, self._invoke, model, made, *facts)

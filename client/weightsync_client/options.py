@@ -110,6 +110,10 @@ class PushOptions(TypedDict, total=False):
             content digest is that of all tensors; `PushResult.base_version` tells the base.
         base: For a partial push: the version that it is based on; 0 (default): the last one that
             this client has committed, else the live one.
+        collective: True: other ranks take part in each step of the iterable that is pushed, as in a
+            gather of one tensor after the other. It is read to its end even where the push fails,
+            so that no rank waits for this one, and the error is raised then. So are the sources
+            of vLLM's trainers (`WeightSource`) by themselves.
         same_host: "auto" (default): where the server runs on this host and offers it, tensors are
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that
@@ -128,6 +132,7 @@ class PushOptions(TypedDict, total=False):
     compress: str
     partial: bool
     base: int
+    collective: bool
     same_host: str
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import reprlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +24,14 @@ from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
+from weightsync_client.source.weight_sources import check_whole, is_weight_source
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 
@@ -107,6 +111,15 @@ class Flow(Iterator[SourceTensor]):
             on_group(group)
             yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
 
+    def drain(self) -> None:
+        """Read what has not come yet, for the other ranks that take part in it."""
+        try:
+            for _ in self._pairs:
+                pass
+        except Exception:
+            # The push has failed before: that is what its caller is told.
+            logger.warning("the iterable failed when it was read to its end", exc_info=True)
+
     def close(self) -> None:
         """Let go of the iterable; a generator that was left early runs its clean-up now."""
         self._pairs = iter(())
@@ -123,8 +136,9 @@ class Source:
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
         ready: Waits until the tensors hold what they held for whoever made this.
-        release: Undoes what was done to the caller's module for this; called when nothing is read
-            of the tensors any more, from any thread, and more than once.
+        release: Undoes what was done to the caller's module for this, or reads an iterable to its
+            end for other ranks; called when nothing is read of the tensors any more, from any
+            thread, and more than once.
     """
 
     shards: Iterable[Shard]
@@ -150,7 +164,13 @@ class Source:
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
-def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = None) -> Source:
+def make_source(
+    source: object,
+    shard_bytes: int,
+    layouts: LayoutCache | None = None,
+    *,
+    collective: bool = False,
+) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
     Work that the calling thread has queued on a device may still write to tensors: `Source.ready`
@@ -160,6 +180,7 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
         source: See `Client.push`.
         shard_bytes: Most bytes of tensors in a shard that holds more than one.
         layouts: Knows how the tensors of the last push lay.
+        collective: An iterable is read to its end in any case; see `PushOptions`.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
@@ -175,8 +196,12 @@ def make_source(source: object, shard_bytes: int, layouts: LayoutCache | None = 
         # These hold all of their tensors; what else can be iterated may make them one by one.
         return _of_pairs(source, shard_bytes, layouts or LayoutCache())
     if isinstance(source, Iterable):
+        if is_weight_source(source):
+            check_whole(source)
+            collective = True
         flow = Flow(iter(source), shard_bytes)
-        return Source(flow.shards(), None, flow=flow)
+        made = Source(flow.shards(), None, flow=flow)
+        return replace(made, release=flow.drain) if collective else made
     hint = "a PyTorch module, a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"

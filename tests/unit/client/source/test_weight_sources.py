@@ -1,0 +1,115 @@
+"""What vLLM's trainers hand over is pushed as it is, and by every rank to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_client import Client, ClientError, InvalidError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+
+class _Source(WeightSource):  # type: ignore[misc]  # vLLM's types are Any here
+    """Counts what was asked of it."""
+
+    def __init__(self, count: int = 4, names: Collection[str] | None = None) -> None:
+        self.tensors = {f"layers.{i}.weight": torch.full((1000,), float(i)) for i in range(count)}
+        self.names = names
+        self.given = 0
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in self.tensors.items()]
+
+    def held_names(self) -> Collection[str] | None:
+        return self.names
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self.tensors.items():
+            self.given += 1
+            yield pair
+
+
+def _gather(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a generator that knows nothing of vLLM."""
+    yield from source
+
+
+def test_a_source_is_pushed(client: Client) -> None:
+    for source in (_Source(), _Source(names=_Source().tensors.keys())):
+        pushed = client.push(source, delta="never")
+        assert pushed.tensor_count == source.given == 4
+
+
+def test_what_other_ranks_have_is_not_left_out(client: Client) -> None:
+    source = _Source(names=["layers.1.weight", "layers.3.weight"])
+    with pytest.raises(InvalidError, match=r"lacks 2 of the 4 .* 'layers\.0\.weight'"):
+        client.push(source)
+    assert not source.given
+
+
+@pytest.fixture(params=["BeginPush", "CommitPush"])
+def refused(request: pytest.FixtureRequest, servicer: Any) -> str:
+    """Has the server refuse one call of every push."""
+    call: str = request.param
+
+    def refuse(method: str, _request: Any) -> None:
+        if method == call:
+            raise WeightSyncError(Reason.DISK_EXHAUSTED, "the disk is full; free some")
+
+    servicer.before = refuse
+    return call
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("delta", ["never", "auto"])
+@pytest.mark.parametrize("of_vllm", [True, False])
+def test_it_is_read_to_its_end_when_the_push_fails(
+    client: Client, delta: str, *, of_vllm: bool
+) -> None:
+    source = _Source()
+    pushed = source if of_vllm else _gather(source)
+    with pytest.raises(ClientError, match="disk is full"):
+        client.push(pushed, collective=not of_vllm, delta=delta)
+    assert source.given == 4
+
+
+def test_others_are_not(client: Client, refused: str) -> None:
+    source = _Source()
+    with pytest.raises(ClientError, match="disk is full"):
+        client.push(_gather(source), delta="never")
+    assert (source.given < 4) is (refused == "BeginPush")
+
+
+def test_wrong_options_do_not_leave_ranks_waiting(client: Client) -> None:
+    source = _Source()
+    with pytest.raises(InvalidError):
+        client.push(source, delta="sometimes")
+    assert source.given == 4
+
+
+def test_a_cancelled_push_reads_on(client: Client) -> None:
+    source = _Source(count=50)
+    handle = client.push_async(_gather(source), collective=True, shard_bytes=4000)
+    handle.cancel()
+    with pytest.raises(ClientError):
+        handle.committed.result(30)
+    assert source.given == 50
+
+
+def test_an_iterable_that_fails_at_its_end_hides_nothing(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(2)
+        yield "a", torch.zeros(2)
+        raise RuntimeError("a rank has died")
+
+    with pytest.raises(InvalidError, match="'a' twice"):
+        client.push(broken(), collective=True)
+    assert "a rank has died" in caplog.text
