@@ -20,4 +20,9 @@ pip uninstall -q -y torchvision torchaudio torchcodec
 
 echo "The tools, then weightsync itself"
 install --group dev
+# Tests read the code of these that calls our adapters. They are not on the path of Python: to be
+# imported they need Ray, datasets and more, and one brings packages called `tests` and `scripts`.
+for framework in trl verl; do
+  install --no-deps --upgrade --target "$VENV/opt/$framework" "$framework"
+done
 install --no-build-isolation --editable '.[server,vllm,otel]'

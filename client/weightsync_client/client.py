@@ -178,12 +178,12 @@ class Client:
         options: PushOptions,
         on_source_free: Callable[[], None] | None = None,
     ) -> PushPolicy:
-        shard_bytes, model = options.get("shard_bytes", SHARD_BYTES), self.model
+        shard_bytes = options.get("shard_bytes", SHARD_BYTES)
         collective = bool(options.get("collective"))
         made = make_source(source, shard_bytes, self._history.layouts, collective=collective)
         facts = options, self._retry, self._history, on_source_free
         try:
-            return PushPolicy(self._link, self._invoke, model, made, *facts)
+            return PushPolicy(self._link, self._invoke, self.model, made, *facts)
         except BaseException:
             made.release()
             raise

@@ -1,29 +1,38 @@
 """Adapters for training frameworks; a framework is imported when its adapter is asked for.
 
-from weightsync_client.integrations import WeightSyncCallback
+from weightsync_client.integrations import WeightSyncCallback, WeightSyncTransfer
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync_client.integrations.transformers_callback import WeightSyncCallback
+    from weightsync_client.integrations.trl_transfer import WeightSyncTransfer
 
-__all__ = ["WeightSyncCallback"]
+__all__ = ["WeightSyncCallback", "WeightSyncTransfer"]
+
+#: Module of each adapter, the package that it imports, and what to install for it.
+_ADAPTERS = {
+    "WeightSyncCallback": ("transformers_callback", "transformers", "transformers accelerate"),
+    # Of TRL itself it imports nothing: the hook is an interface. TRL brings transformers.
+    "WeightSyncTransfer": ("trl_transfer", "transformers", "'trl==1.16.*'"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "WeightSyncCallback":
+    if name not in _ADAPTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, package, install = _ADAPTERS[name]
     try:
-        from weightsync_client.integrations.transformers_callback import WeightSyncCallback
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise  # Something that transformers itself lacks, which it says better.
+        if error.name != package:
+            raise  # Something that the package itself lacks, which it says better.
         raise ImportError(
-            "WeightSyncCallback needs transformers, which is not installed here; install it with "
-            "`pip install transformers accelerate`",
-            name="transformers",
+            f"{name} needs {package}, which is not installed here; install it with "
+            f"`pip install {install}`",
+            name=package,
         ) from None
-    return WeightSyncCallback

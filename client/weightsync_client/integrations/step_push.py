@@ -6,7 +6,9 @@ It knows no framework: what a framework calls at the end of a step calls `push_s
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from weightsync_client.rpc.validate import metadata
 from weightsync_client.source.source import PushSource
 from weightsync_client.types import ApplyReport, PushResult
 
-__all__ = ["PushedStep", "StepOptions", "push_step"]
+__all__ = ["PushedStep", "StepOptions", "push_iterable", "push_step"]
 
 #: One value for many steps would make each a repetition of the first.
 _PER_STEP = ("idempotency_key", "version")
@@ -100,18 +102,67 @@ def push_step(
     Raises:
         ClientError: Of the push or the apply; a note says so if the version exists.
     """
-    ours = {"run_id": run_id, "step": str(step)}
+    pushing = _with_metadata(options, {"run_id": run_id, "step": str(step)})
+    push = functools.partial(_push_once, client, source, f"{run_id}/{step}", pushing)
+    if options.apply is None:
+        return _measured(push, None, "")
+    apply = functools.partial(_apply, client, source, pushing, options.apply)
+    return _measured(push, apply, f"step {step}")
+
+
+def push_iterable(
+    client: Client,
+    tensors: Iterable[tuple[str, object]],
+    name: str,
+    labels: Mapping[str, str],
+    options: StepOptions,
+) -> PushedStep:
+    """Push tensors that can be read only once, and apply them if asked.
+
+    Each call makes a new version. The pushes have no key in common with those of a run before:
+    where one stood for other weights, the tensors would have to be pushed again, and cannot be.
+
+    Args:
+        client: To the server.
+        tensors: Names and tensors.
+        name: What they are, for an error.
+        labels: Metadata of the version.
+        options: The same for all pushes of the run.
+
+    Raises:
+        ClientError: Of the push or the apply; a note says so if the version exists.
+    """
+    push = functools.partial(client.push, tensors, **_with_metadata(options, labels))
+    if options.apply is None:
+        return _measured(push, None, "")
+    applying = options.apply
+
+    def apply(pushed: PushResult) -> tuple[PushResult, ApplyReport]:
+        return pushed, client.apply(pushed.version, **applying)
+
+    return _measured(push, apply, name)
+
+
+def _with_metadata(options: StepOptions, ours: Mapping[str, str]) -> dict[str, Any]:
     pushing: dict[str, Any] = {**options.push}
     pushing["metadata"] = {**ours, **pushing.get("metadata", {})}
+    return pushing
+
+
+def _measured(
+    push: Callable[[], PushResult],
+    apply: Callable[[PushResult], tuple[PushResult, ApplyReport]] | None,
+    name: str,
+) -> PushedStep:
     started = time.monotonic()
-    pushed = _push_once(client, source, f"{run_id}/{step}", pushing)
+    pushed = push()
     ended = time.monotonic()
-    if options.apply is None:
+    if apply is None:
         return PushedStep(pushed, None, ended - started, 0.0)
     try:
-        pushed, report = _apply(client, source, pushed, pushing, options.apply)
+        pushed, report = apply(pushed)
     except ClientError as error:
-        error.add_note(f"step {step} is version {pushed.version}, which was not applied")
+        error.add_note(f"{name} is version {pushed.version}, which was not applied")
         raise
     return PushedStep(pushed, report, ended - started, time.monotonic() - ended)
 
@@ -135,9 +186,9 @@ def _push_once(client: Client, source: PushSource, key: str, options: dict[str, 
 def _apply(
     client: Client,
     source: PushSource,
-    pushed: PushResult,
     pushing: dict[str, Any],
     options: ApplyOptions,
+    pushed: PushResult,
 ) -> tuple[PushResult, ApplyReport]:
     try:
         return pushed, client.apply(pushed.version, **options)

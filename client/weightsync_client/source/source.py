@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from weightsync.errors import Reason
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Layout
-from weightsync_client.errors import refuse, typed_errors
+from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.box_files import assembled
 from weightsync_client.source.copy_memory import CopyMemory
@@ -185,7 +185,13 @@ def make_source(
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
-    shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+    collective = collective or is_weight_source(source)
+    try:
+        shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+    except ClientError:
+        if collective and isinstance(source, Iterable):
+            Flow(iter(source), 1).drain()
+        raise
     if isinstance(source, (str, os.PathLike)):
         return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
     if is_module(source):
@@ -198,7 +204,6 @@ def make_source(
     if isinstance(source, Iterable):
         if is_weight_source(source):
             check_whole(source)
-            collective = True
         flow = Flow(iter(source), shard_bytes)
         made = Source(flow.shards(), None, flow=flow)
         return replace(made, release=flow.drain) if collective else made

@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_client import Client, ClientError, InvalidError
+from weightsync_client import Client, ClientError, InvalidError, Retry, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -86,10 +86,21 @@ def test_others_are_not(client: Client, refused: str) -> None:
     assert (source.given < 4) is (refused == "BeginPush")
 
 
-def test_wrong_options_do_not_leave_ranks_waiting(client: Client) -> None:
+@pytest.mark.parametrize("options", [{"delta": "sometimes"}, {"shard_bytes": 0}, {"epoch": -1}])
+def test_wrong_options_do_not_leave_ranks_waiting(client: Client, options: Any) -> None:
     source = _Source()
     with pytest.raises(InvalidError):
-        client.push(source, delta="sometimes")
+        client.push(source, **options)
+    assert source.given == 4
+
+
+def test_a_server_that_is_away_does_not_either() -> None:
+    source = _Source()
+    with (
+        Client("127.0.0.1:1", retry=Retry(attempts=1), timeouts=Timeouts(call_s=1)) as client,
+        pytest.raises(ClientError),
+    ):
+        client.push(source)
     assert source.given == 4
 
 

@@ -1,0 +1,165 @@
+"""The hook of TRL's AsyncGRPOTrainer: what the trainer sends is pushed, and served then."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, Unpack
+
+from weightsync.errors import Reason
+from weightsync_client.client import Client
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
+from weightsync_client.integrations.transformers_callback import ClientOptions
+from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions, check_options
+from weightsync_client.rpc.validate import text
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["WeightSyncTransfer"]
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSyncTransfer:
+    """Has the engine serve what AsyncGRPOTrainer sends: give it as the trainer's `weight_transfer`.
+
+    When a transfer returns, its version is committed and verified, and with `apply` the engine
+    serves it. Generation goes on while the weights are sent; it pauses for the exchange only. The
+    tensors are read to their end even where the push fails, so that no other rank waits in a
+    gather; TRL calls this object on the main process alone, and the others read by themselves.
+
+    TRL leaves out what does not change, such as the vision tower of a model of which it trains the
+    text part, and a head that is tied to the embeddings. Then `push={"partial": True}` is needed:
+    what is absent stays what it is in the version before, at first the live one. Where that is not
+    what training began with, as after another run, `"base"` has to name a version that is. A PEFT
+    model comes in full, with its adapters merged.
+
+    The dtype is the one that TRL trains in, float32 by default. It must be the served checkpoint's:
+    `AsyncGRPOConfig(dtype="bfloat16")`.
+
+    TRL tells neither the step nor what is sent again, so each transfer is a new version. Its
+    metadata is `run_id` and `sync`, the number of the transfer: 1 is the one as training begins;
+    with `weight_sync_steps=n`, sync k comes after (k - 1) * n steps of a run that was not resumed.
+
+    TRL 1.16 has this hook, as `trl.experimental.async_grpo`'s `WeightTransferProtocol`.
+
+    Args:
+        server: Address of weightsync-server, for a client that is opened when training begins and
+            closed when it ends; or a client, which stays open.
+        apply: True (default): apply each version; or with which options; False: only push it.
+        push: Options of the push; its metadata is kept in addition.
+        on_error: "raise" (default): an error of a push or an apply ends the training; "log": it is
+            logged as a warning, and the training goes on while the engine serves what it served.
+            TRL counts such a transfer all the same: its samples then are older than it says.
+        run_id: Name of the training run; default: a new one.
+        **options: `model`, `timeouts`, `retry` and `access` (token and TLS), as of `Client`.
+
+    Raises:
+        ClientError: REQUEST_INVALID; an argument cannot be. While training, see `Client.push` and
+            `Client.apply`; when it begins, if no server answers.
+        TypeError: There is no such option.
+    """
+
+    def __init__(
+        self,
+        server: Client | str = DEFAULT_ADDRESS,
+        *,
+        apply: bool | ApplyOptions = True,
+        push: PushOptions | None = None,
+        on_error: Literal["raise", "log"] = "raise",
+        run_id: str = "",
+        **options: Unpack[ClientOptions],
+    ) -> None:
+        check_options("WeightSyncTransfer", options, ClientOptions)
+        if isinstance(server, Client) and options:
+            raise refuse(
+                Reason.REQUEST_INVALID,
+                f"{', '.join(options)} would be for a new client, but one is given; make that with "
+                "these options, or give its address",
+            )
+        if on_error not in ("raise", "log"):
+            raise refuse(Reason.REQUEST_INVALID, f"on_error is {on_error!r}; use 'raise' or 'log'")
+        applying = None if apply is False else ApplyOptions() if apply is True else apply
+        pushing = PushOptions(**{**(push or {}), "collective": True})
+        self._options = StepOptions(pushing, applying)
+        self._server = server if isinstance(server, Client) else text("server", server)
+        self._client_options = options
+        self._raises = on_error == "raise"
+        self._run_id = text("run_id", run_id) or uuid.uuid4().hex
+        self._client: Client | None = None
+        self._sync = 0
+        self._last: PushedStep | None = None
+
+    @property
+    def last(self) -> PushedStep | None:
+        """Return the last transfer that succeeded: its version, and how long it took."""
+        return self._last
+
+    # Called by AsyncGRPOTrainer, on the main process.
+
+    def init_weight_transfer(self) -> None:
+        """Open the client, and find a wrong address or token before the first transfer."""
+        try:
+            self._open().status()
+        except ClientError as error:
+            self._failed("as it begins", error)
+
+    def pause(self) -> None:
+        """Do nothing: weights are sent while the engine generates, and the apply pauses it."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Push the weights and apply them; the iterator is read to its end, whatever happens.
+
+        Raises:
+            ClientError: Of the push or the apply; a note says so if the version exists.
+        """
+        self._sync += 1
+        name = f"sync {self._sync}"
+        try:
+            pushed = push_iterable(self._open(), iterator, name, self._labels(), self._options)
+        except ClientError as error:
+            self._failed(f"at {name}", error)
+        else:
+            self._last = pushed
+            values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
+            logger.info("%s: %s", name, values)
+        finally:
+            # A push that ends before it begins, as where no server answers, has read none of them.
+            for _ in iterator:
+                pass
+
+    def resume(self) -> None:
+        """Do nothing: generation has gone on when the apply was over."""
+
+    def destroy(self) -> None:
+        """Close the client, unless it was given."""
+        client, self._client = self._client, None
+        if client is not None and client is not self._server:
+            client.close()
+
+    # Inside.
+
+    def _labels(self) -> dict[str, str]:
+        labels = {"run_id": self._run_id, "sync": str(self._sync)}
+        options = self._options.push
+        if options.get("partial") and (options.get("base") or self._last is None):
+            # Its base may be of another run, and the server takes no change of such a version.
+            del labels["run_id"]
+        return labels
+
+    def _failed(self, when: str, error: ClientError) -> None:
+        """Raise or log an error that is being handled."""
+        if self._raises:
+            raise error
+        notes = getattr(error, "__notes__", ())
+        sentence = "; ".join([error.message, *notes])
+        logger.warning("training goes on after an error %s: %s", when, sentence)
+
+    def _open(self) -> Client:
+        if self._client is None:
+            server, options = self._server, self._client_options
+            self._client = server if isinstance(server, Client) else Client(server, **options)
+        return self._client
