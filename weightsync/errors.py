@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -344,6 +344,10 @@ class WeightSyncError(Exception):
         self.message = message
         self.metadata = dict(metadata or {})
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes it anew: frameworks bring errors of their workers to the driver so."""
+        return type(self), (self.reason, self.message), self.__dict__
 
     @property
     def code(self) -> grpc.StatusCode:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -151,3 +152,14 @@ def test_exit_codes_are_total_and_told() -> None:
     assert exit_code(errors.refuse(Reason.DEADLINE_EXCEEDED, "")) == 8
     for code in CODES:
         assert exit_code(convert(FakeRpcError(code))) != ExitCode.FAULT
+
+
+@pytest.mark.parametrize("kind", [errors.RefusedError, errors.UnavailableError, WeightSyncError])
+def test_an_error_reaches_another_process_whole(kind: type[WeightSyncError]) -> None:
+    error = kind(Reason.NO_SLOT, "sentence", metadata={"a": "b"}, retry_after_s=2.0)
+    error.add_note("a note")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert (again.reason, again.message, str(again)) == (Reason.NO_SLOT, "sentence", "sentence")
+    assert (again.metadata, again.retry_after_s, again.code) == ({"a": "b"}, 2.0, error.code)
+    assert again.__notes__ == ["a note"]
