@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -50,6 +51,23 @@ def _serving(client: Client) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _served(folder: Path, model: Path) -> Iterator[Client]:
+    """Run a server as a user types it, until the body ends; it must end well then."""
+    server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
+    try:
+        with Client(f"unix:{folder}/server.sock") as client:
+            end = time.monotonic() + _START_S
+            while not _serving(client):
+                assert server.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            yield client
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+
+
 @pytest.mark.parametrize("shape", ["file", "folder"])
 def test_push_apply_rollback_and_stop(folder: Path, shape: str) -> None:
     model = folder / "model.safetensors"
@@ -60,31 +78,21 @@ def test_push_apply_rollback_and_stop(folder: Path, shape: str) -> None:
         save_file({"b": _tensors(1)["b"]}, model / "model-00002-of-00002.safetensors")
     else:
         save_file(_tensors(1), model)
-    server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
-    try:
-        with Client(f"unix:{folder}/server.sock") as client:
-            end = time.monotonic() + _START_S
-            while not _serving(client):
-                assert server.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
-            version = client.push(_tensors(2)).version
-            report = client.apply(version)
-            assert [rank.rank for rank in report.ranks] == ["0/0/0", "0/0/1"]
-            proof = client.verify()
-            assert proof.verified
-            assert proof.version == version
-            assert client.rollback().report.version == 1
-            with pytest.raises(RefusedError, match="push this model"):
-                client.apply(client.push({"other": torch.zeros(1)}).version)
-            wrapped = {f"module.{name}": tensor for name, tensor in _tensors(3).items()}
-            with pytest.raises(RefusedError, match=r"remove the prefix 'module\.' from"):
-                client.apply(client.push(wrapped).version)
-            (status,) = client.status().models
-            assert status.live_version == 1
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+    with _served(folder, model) as client:
+        version = client.push(_tensors(2)).version
+        report = client.apply(version)
+        assert [rank.rank for rank in report.ranks] == ["0/0/0", "0/0/1"]
+        proof = client.verify()
+        assert proof.verified
+        assert proof.version == version
+        assert client.rollback().report.version == 1
+        with pytest.raises(RefusedError, match="push this model"):
+            client.apply(client.push({"other": torch.zeros(1)}).version)
+        wrapped = {f"module.{name}": tensor for name, tensor in _tensors(3).items()}
+        with pytest.raises(RefusedError, match=r"remove the prefix 'module\.' from"):
+            client.apply(client.push(wrapped).version)
+        (status,) = client.status().models
+        assert status.live_version == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 100, b"\x10\0\0\0\0\0\0\0{}"])
@@ -103,26 +111,16 @@ def test_a_model_that_is_none_is_one_sentence(folder: Path, content: bytes | Non
 def test_a_part_is_based_on_the_checkpoint_that_is_served(folder: Path) -> None:
     model = folder / "model.safetensors"
     save_file(_tensors(1), model)
-    server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
-    try:
-        with Client(f"unix:{folder}/server.sock") as client:
-            end = time.monotonic() + _START_S
-            while not _serving(client):
-                assert server.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
-            pushed = client.push({"w": _tensors(2)["w"]}, partial=True)
-            assert pushed.base_version == 1
-            client.apply(pushed.version)
-            assert client.verify().verified
-            found = {tensor.name: tensor.torch() for tensor in client.tensors(pushed.version)}
-            assert torch.equal(found["w"], _tensors(2)["w"])
-            assert torch.equal(found["b"], _tensors(1)["b"])
-            assert client.rollback().report.version == 1
-            # From the way back on, too.
-            again = client.push({"b": _tensors(3)["b"]}, partial=True, base=1)
-            client.apply(again.version)
-            assert client.verify().verified
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+    with _served(folder, model) as client:
+        pushed = client.push({"w": _tensors(2)["w"]}, partial=True)
+        assert pushed.base_version == 1
+        client.apply(pushed.version)
+        assert client.verify().verified
+        found = {tensor.name: tensor.torch() for tensor in client.tensors(pushed.version)}
+        assert torch.equal(found["w"], _tensors(2)["w"])
+        assert torch.equal(found["b"], _tensors(1)["b"])
+        assert client.rollback().report.version == 1
+        # From the way back on, too.
+        again = client.push({"b": _tensors(3)["b"]}, partial=True, base=1)
+        client.apply(again.version)
+        assert client.verify().verified

@@ -5,7 +5,7 @@ from weightsync_client.integrations import WeightSyncCallback, WeightSyncTransfe
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,13 +26,10 @@ def __getattr__(name: str) -> Any:
     if name not in _ADAPTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, package, install = _ADAPTERS[name]
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise  # Something that the package itself lacks, which it says better.
+    if importlib.util.find_spec(package) is None:
         raise ImportError(
             f"{name} needs {package}, which is not installed here; install it with "
             f"`pip install {install}`",
             name=package,
-        ) from None
+        )
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 from transformers import TrainerCallback
 
-from weightsync.errors import Reason
-from weightsync_client.access import Access
 from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError
+from weightsync_client.integrations.adapter_client import (
+    AdapterClient,
+    ClientOptions,
+    apply_options,
+)
 from weightsync_client.integrations.step_push import StepOptions, push_step
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
     PushOptions,
-    Retry,
-    Timeouts,
-    check_options,
 )
 from weightsync_client.rpc.validate import text, whole_number
 
-__all__ = ["ClientOptions", "WeightSyncCallback"]
+__all__ = ["WeightSyncCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +33,6 @@ _STATE = "weightsync"
 
 #: Of values that are summed up between two logs; of all others the last one counts.
 _SUMMED = ("_seconds", "_bytes", "_steps")
-
-
-class ClientOptions(TypedDict, total=False):
-    """Keyword options of `Client`, for a callback that makes its own."""
-
-    model: str | None
-    timeouts: Timeouts | None
-    retry: Retry | None
-    access: Access | None
 
 
 # follow_imports = "skip": transformers' types are Any here.
@@ -88,24 +79,11 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         run_id: str = "",
         **options: Unpack[ClientOptions],
     ) -> None:
-        check_options("WeightSyncCallback", options, ClientOptions)
-        if isinstance(server, Client) and options:
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                f"{', '.join(options)} would be for a new client, but one is given; make that with "
-                "these options, or give its address",
-            )
-        if on_error not in ("raise", "log"):
-            raise refuse(Reason.REQUEST_INVALID, f"on_error is {on_error!r}; use 'raise' or 'log'")
+        self._client = AdapterClient("WeightSyncCallback", server, options, on_error, logger)
         self._every = whole_number("every", every, 1)
-        applying = None if apply is False else ApplyOptions() if apply is True else apply
-        self._step_options = StepOptions(push or PushOptions(), applying)
-        self._server = server if isinstance(server, Client) else text("server", server)
-        self._client_options = options
-        self._raises = on_error == "raise"
+        self._step_options = StepOptions(push or PushOptions(), apply_options(apply))
         self._given_run_id = text("run_id", run_id)
         self._run_id = ""
-        self._client: Client | None = None
         self._pushed_step = 0
         self._metrics: dict[str, float] = {}
 
@@ -121,13 +99,13 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         del args, control, kwargs
         if not state.is_world_process_zero:
             return
-        self._close()  # Of a training that an error has ended.
+        self._client.close()  # Of a training that an error has ended.
         kept = state.stateful_callbacks.get(_STATE, {})
         self._run_id = self._given_run_id or kept.get("run_id") or uuid.uuid4().hex
         state.stateful_callbacks[_STATE] = {"run_id": self._run_id}
         self._pushed_step, self._metrics = 0, {}
         try:
-            self._open().status()
+            self._client.open().status()
         except ClientError as error:
             self._failed("as it begins", error)
 
@@ -169,13 +147,13 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
             if step != self._pushed_step:
                 self._push(step, model)
         finally:
-            self._close()
+            self._client.close()
 
     # Inside.
 
     def _push(self, step: int, model: Any) -> None:
         try:
-            pushed = push_step(self._open(), model, step, self._run_id, self._step_options)
+            pushed = push_step(self._client.open(), model, step, self._run_id, self._step_options)
         except ClientError as error:
             self._count({"weightsync/failed_steps": 1})
             self._failed(f"at step {step}", error)
@@ -189,21 +167,8 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
             self._metrics[name] = before + value
 
     def _failed(self, when: str, error: ClientError) -> None:
-        """Raise or log an error that is being handled."""
-        if self._raises:
-            self._close()
-            raise error
-        notes = getattr(error, "__notes__", ())
-        sentence = "; ".join([error.message, *notes])
-        logger.warning("training goes on after an error %s: %s", when, sentence)
-
-    def _open(self) -> Client:
-        if self._client is None:
-            server, options = self._server, self._client_options
-            self._client = server if isinstance(server, Client) else Client(server, **options)
-        return self._client
-
-    def _close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and client is not self._server:
-            client.close()
+        try:
+            self._client.handle(when, error)
+        except ClientError:
+            self._client.close()
+            raise

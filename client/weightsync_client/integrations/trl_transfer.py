@@ -7,12 +7,15 @@ import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from weightsync.errors import Reason
 from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, refuse
+from weightsync_client.errors import ClientError
+from weightsync_client.integrations.adapter_client import (
+    AdapterClient,
+    ClientOptions,
+    apply_options,
+)
 from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
-from weightsync_client.integrations.transformers_callback import ClientOptions
-from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions, check_options
+from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import text
 
 if TYPE_CHECKING:
@@ -73,23 +76,10 @@ class WeightSyncTransfer:
         run_id: str = "",
         **options: Unpack[ClientOptions],
     ) -> None:
-        check_options("WeightSyncTransfer", options, ClientOptions)
-        if isinstance(server, Client) and options:
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                f"{', '.join(options)} would be for a new client, but one is given; make that with "
-                "these options, or give its address",
-            )
-        if on_error not in ("raise", "log"):
-            raise refuse(Reason.REQUEST_INVALID, f"on_error is {on_error!r}; use 'raise' or 'log'")
-        applying = None if apply is False else ApplyOptions() if apply is True else apply
+        self._client = AdapterClient("WeightSyncTransfer", server, options, on_error, logger)
         pushing = PushOptions(**{**(push or {}), "collective": True})
-        self._options = StepOptions(pushing, applying)
-        self._server = server if isinstance(server, Client) else text("server", server)
-        self._client_options = options
-        self._raises = on_error == "raise"
+        self._options = StepOptions(pushing, apply_options(apply))
         self._run_id = text("run_id", run_id) or uuid.uuid4().hex
-        self._client: Client | None = None
         self._sync = 0
         self._last: PushedStep | None = None
 
@@ -103,9 +93,9 @@ class WeightSyncTransfer:
     def init_weight_transfer(self) -> None:
         """Open the client, and find a wrong address or token before the first transfer."""
         try:
-            self._open().status()
+            self._client.open().status()
         except ClientError as error:
-            self._failed("as it begins", error)
+            self._client.handle("as it begins", error)
 
     def pause(self) -> None:
         """Do nothing: weights are sent while the engine generates, and the apply pauses it."""
@@ -119,9 +109,11 @@ class WeightSyncTransfer:
         self._sync += 1
         name = f"sync {self._sync}"
         try:
-            pushed = push_iterable(self._open(), iterator, name, self._labels(), self._options)
+            pushed = push_iterable(
+                self._client.open(), iterator, name, self._labels(), self._options
+            )
         except ClientError as error:
-            self._failed(f"at {name}", error)
+            self._client.handle(f"at {name}", error)
         else:
             self._last = pushed
             values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
@@ -136,9 +128,7 @@ class WeightSyncTransfer:
 
     def destroy(self) -> None:
         """Close the client, unless it was given."""
-        client, self._client = self._client, None
-        if client is not None and client is not self._server:
-            client.close()
+        self._client.close()
 
     # Inside.
 
@@ -149,17 +139,3 @@ class WeightSyncTransfer:
             # Its base may be of another run, and the server takes no change of such a version.
             del labels["run_id"]
         return labels
-
-    def _failed(self, when: str, error: ClientError) -> None:
-        """Raise or log an error that is being handled."""
-        if self._raises:
-            raise error
-        notes = getattr(error, "__notes__", ())
-        sentence = "; ".join([error.message, *notes])
-        logger.warning("training goes on after an error %s: %s", when, sentence)
-
-    def _open(self) -> Client:
-        if self._client is None:
-            server, options = self._server, self._client_options
-            self._client = server if isinstance(server, Client) else Client(server, **options)
-        return self._client

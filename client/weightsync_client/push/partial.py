@@ -10,7 +10,7 @@ from weightsync.model.digest import signature_of
 from weightsync_client.errors import ClientError, refuse
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.rpc.version_tensors import version_tensors
-from weightsync_client.snapshot.snapshot import Snapshot
+from weightsync_client.snapshot.snapshot import BaseVersion
 
 if TYPE_CHECKING:
     from weightsync_client.options import PushOptions, Timeouts
@@ -36,7 +36,7 @@ def check_part(options: PushOptions) -> None:
 
 def base_of_part(
     options: PushOptions, history: PushHistory, invoke: Invoke, timeouts: Timeouts, model: str
-) -> Snapshot:
+) -> BaseVersion:
     """Return the version whose tensors stay where the push has none.
 
     It is the one that the caller names, else the last one that this client has committed, else the
@@ -73,7 +73,7 @@ def base_of_part(
     if copied is not None and copied.content_digest == version.content_digest:
         return replace(copied, version=version.version)
     ordered = sorted(infos, key=lambda info: info.name)
-    return Snapshot(
+    return BaseVersion(
         version.version,
         version.content_digest,
         version.size_bytes,

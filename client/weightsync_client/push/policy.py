@@ -22,6 +22,7 @@ from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, U
 from weightsync_client.rpc.retry import Invoke, RetryingCalls
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.snapshot.copy_budget import roomy
+from weightsync_client.snapshot.snapshot import Snapshot
 from weightsync_client.transport.shm_transport import why_streamed
 from weightsync_client.types import PushKind, PushResult
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from weightsync_client.rpc.channels import Link
     from weightsync_client.snapshot.delta_shards import DeltaShards
     from weightsync_client.snapshot.host_tensor import SnapshotTensor
-    from weightsync_client.snapshot.snapshot import Snapshot, SnapshotCapture
+    from weightsync_client.snapshot.snapshot import SnapshotCapture
     from weightsync_client.source.shards import ByteSink
     from weightsync_client.source.source import Source
     from weightsync_client.source.tensors import SourceTensor
@@ -246,8 +247,6 @@ class PushPolicy:
             if source.flow is not None
             else by_size(source.tensors, default_threads())
         )
-        current = snapshot.current
-        copied = current is not None and base.tensors is current.tensors
         shards = DeltaShards(groups, base, zstd=zstd, partial=True)
         try:
             push = self._begin(replace(source, shards=shards, layout=None, delta=shards))
@@ -255,7 +254,7 @@ class PushPolicy:
                 result = push.run()
             if push.joined:
                 return result
-            if copied:
+            if isinstance(base, Snapshot):
                 snapshot.advance(base, result, self._template.run_id, shards.blobs, shards.threads)
         except Unfit as unfit:
             raise refuse(Reason.MEMORY_EXHAUSTED, f"{unfit}; free some and push again") from unfit

@@ -16,6 +16,7 @@ from weightsync_client.errors import refuse
 from weightsync_client.push_reasons import PAYS_BELOW, Fallback, Unfit
 from weightsync_client.snapshot.copy_budget import room_for
 from weightsync_client.snapshot.host_tensor import all_bytes, snapshot_source
+from weightsync_client.snapshot.snapshot import Snapshot
 from weightsync_client.source.shards import Shard, blob_shard
 from weightsync_client.source.tensors import Scratch
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync_client.snapshot.host_tensor import SnapshotTensor
-    from weightsync_client.snapshot.snapshot import Snapshot
+    from weightsync_client.snapshot.snapshot import BaseVersion
     from weightsync_client.source.tensors import SourceTensor
 
 __all__ = ["DeltaShards", "default_threads"]
@@ -54,7 +55,7 @@ class DeltaShards(Iterable[Shard]):
     def __init__(
         self,
         groups: Iterator[list[SourceTensor]],
-        base: Snapshot,
+        base: BaseVersion,
         *,
         zstd: bool,
         most_changed: float = 1.0,
@@ -181,8 +182,10 @@ class DeltaShards(Iterable[Shard]):
         Raises:
             ClientError: DATA_CORRUPT: the base was not what it was taken for.
         """
-        self._base.advance(self.blobs, self.threads)
-        encoded = {name: self._base.tensors[name] for name in self._digests}
+        base = self._base
+        assert isinstance(base, Snapshot)  # noqa: S101 - what is pushed in part is not read again
+        base.advance(self.blobs, self.threads)
+        encoded = {name: base.tensors[name] for name in self._digests}
         sources = [snapshot_source(name, old) for name, old in encoded.items()]
         for tensor in sources:
             if tensor_digest(all_bytes(tensor, Scratch()).data) != self._digests[tensor.name]:

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
     from weightsync_client.source.tensors import Read
 
-__all__ = ["HostTensor", "SnapshotTensor", "all_bytes", "own_scratch", "snapshot_source"]
+__all__ = [
+    "BaseTensor",
+    "HostTensor",
+    "SnapshotTensor",
+    "all_bytes",
+    "own_scratch",
+    "snapshot_source",
+]
 
 #: Memory of more bytes is not kept for the next tensor.
 _KEPT = 256 << 20
@@ -44,13 +51,13 @@ def _own_room(size: int) -> NDArray[np.uint8]:
     return room[:size]
 
 
-class SnapshotTensor(Protocol):
-    """The bytes of one tensor as they were last committed, wherever they lie.
+class BaseTensor(Protocol):
+    """One tensor of a version that a delta is made against.
 
     Attributes:
         dtype: safetensors dtype name.
         shape: Dimensions in elements.
-        digest: xxh3-128 of them; empty until they are whole.
+        digest: xxh3-128 of its bytes; empty until they are whole.
     """
 
     dtype: str
@@ -60,18 +67,6 @@ class SnapshotTensor(Protocol):
     @property
     def device(self) -> torch.device | None:
         """Where they lie and are compared; None: on the host."""
-
-    def keep(self, offset: int, piece: memoryview) -> None:
-        """Take bytes that were sent."""
-
-    def seal(self, digest: bytes) -> None:
-        """Note the digest of what was kept, which is whole now."""
-
-    def fill(self, tensor: SourceTensor, scratch: Scratch) -> None:
-        """Take a copy of a tensor as it is now."""
-
-    def window(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Return bytes begin to end."""
 
     def item(self, tensor: SourceTensor, scratch: Scratch) -> Item | Later | Changes:
         """Return the tensor before and after, for the encoder."""
@@ -84,6 +79,22 @@ class SnapshotTensor(Protocol):
 
     def forget(self) -> None:
         """Let go of what a delta that was not committed has left."""
+
+
+class SnapshotTensor(BaseTensor, Protocol):
+    """The bytes of one tensor as they were last committed, wherever they lie."""
+
+    def keep(self, offset: int, piece: memoryview) -> None:
+        """Take bytes that were sent."""
+
+    def seal(self, digest: bytes) -> None:
+        """Note the digest of what was kept, which is whole now."""
+
+    def fill(self, tensor: SourceTensor, scratch: Scratch) -> None:
+        """Take a copy of a tensor as it is now."""
+
+    def window(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Return bytes begin to end."""
 
 
 def all_bytes(

@@ -9,9 +9,6 @@ from weightsync.delta import Later, WholeTensor
 from weightsync_client.snapshot.host_tensor import all_bytes, own_scratch
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from weightsync.delta import TensorChange
     from weightsync_client.source.tensors import Scratch, SourceTensor
     from weightsync_client.types import TensorInfo
@@ -20,7 +17,7 @@ __all__ = ["RemoteTensor"]
 
 
 class RemoteTensor:
-    """See `SnapshotTensor`: what is known of a tensor without its bytes.
+    """See `BaseTensor`: what is known of a tensor without its bytes.
 
     Attributes:
         dtype: safetensors dtype name.
@@ -51,19 +48,3 @@ class RemoteTensor:
 
     def forget(self) -> None:
         """Do nothing: a delta leaves nothing here."""
-
-    def keep(self, offset: int, piece: memoryview) -> None:
-        """Refuse: there is no memory."""
-        raise NotImplementedError(offset, len(piece))
-
-    def seal(self, digest: bytes) -> None:
-        """Note the digest of what the server holds."""
-        self.digest = digest
-
-    def fill(self, tensor: SourceTensor, scratch: Scratch) -> None:
-        """Refuse: there is no memory."""
-        raise NotImplementedError(tensor.name, scratch)
-
-    def window(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Refuse: there are no bytes."""
-        raise NotImplementedError(begin, end)

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from weightsync.delta import Changes, Item, Later
-    from weightsync_client.snapshot.host_tensor import SnapshotTensor
+    from weightsync_client.snapshot.host_tensor import BaseTensor, SnapshotTensor
     from weightsync_client.source.tensors import Scratch, SourceTensor
     from weightsync_client.types import PushResult
 
-__all__ = ["Snapshot", "SnapshotCapture", "StreamingCapture"]
+__all__ = ["BaseVersion", "Snapshot", "SnapshotCapture", "StreamingCapture"]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A version's bytes, held whole.
+class BaseVersion:
+    """A version that a delta is made against.
 
     Attributes:
         version: Its number.
@@ -44,7 +44,7 @@ class Snapshot:
     size: int
     signature: str
     run_id: str
-    tensors: Mapping[str, SnapshotTensor]
+    tensors: Mapping[str, BaseTensor]
 
     def items(
         self, tensors: Sequence[SourceTensor], scratch: Scratch
@@ -91,6 +91,13 @@ class Snapshot:
         """Let go of what a delta that was not committed has left."""
         for tensor in self.tensors.values():
             tensor.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot(BaseVersion):
+    """A version of which this client has the bytes, whole."""
+
+    tensors: Mapping[str, SnapshotTensor]
 
 
 class SnapshotCapture:

@@ -502,9 +502,8 @@ def test_it_is_unmerged_when_the_source_is_free(client: Client, servicer: Any) -
     assert client.push(wanted).content_digest == pushed.content_digest
 
 
-def test_a_cancelled_push_leaves_the_model_as_it_was(client: Client, servicer: Any) -> None:
-    model = _adapted()
-    before = _bits(model)
+def _gated(servicer: Any) -> tuple[threading.Event, threading.Event]:
+    """Have the server wait at every chunk: for the first of these, once it has set the second."""
     gate, reached = threading.Event(), threading.Event()
 
     def wait(_chunk: Any) -> None:
@@ -512,6 +511,13 @@ def test_a_cancelled_push_leaves_the_model_as_it_was(client: Client, servicer: A
         gate.wait(10)
 
     servicer.chunk = wait
+    return gate, reached
+
+
+def test_a_cancelled_push_leaves_the_model_as_it_was(client: Client, servicer: Any) -> None:
+    model = _adapted()
+    before = _bits(model)
+    gate, reached = _gated(servicer)
     handle = client.push_async(model)
     assert reached.wait(10)
     handle.cancel()
@@ -526,13 +532,7 @@ async def test_a_push_cancelled_in_asyncio_leaves_the_model_as_it_was(
 ) -> None:
     model = _adapted()
     before = _bits(model)
-    gate, reached = threading.Event(), threading.Event()
-
-    def wait(_chunk: Any) -> None:
-        reached.set()
-        gate.wait(10)
-
-    servicer.chunk = wait
+    gate, reached = _gated(servicer)
     async with AsyncClient(running.address) as client:
         task = asyncio.create_task(client.push(model))
         assert await asyncio.to_thread(reached.wait, 10)
