@@ -183,7 +183,8 @@ class DeltaShards(Iterable[Shard]):
             ClientError: DATA_CORRUPT: the base was not what it was taken for.
         """
         base = self._base
-        assert isinstance(base, Snapshot)  # noqa: S101 - what is pushed in part is not read again
+        if not isinstance(base, Snapshot):
+            raise TypeError("what is pushed in part is not read again")
         base.advance(self.blobs, self.threads)
         encoded = {name: base.tensors[name] for name in self._digests}
         sources = [snapshot_source(name, old) for name, old in encoded.items()]
