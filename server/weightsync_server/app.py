@@ -302,6 +302,7 @@ def _limits(settings: Settings) -> PushLimits:
         max_version_jump=settings.max_version_jump,
         stream_idle_timeout_s=settings.push_idle_timeout_s,
         resume_timeout_s=settings.push_resume_timeout_s,
+        writer_timeout_s=settings.push_writer_timeout_s,
     )
 
 

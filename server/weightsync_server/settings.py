@@ -169,6 +169,12 @@ class Settings(BaseSettings):
         description="Seconds without a stream after which an open push is dropped; after a "
         "twentieth of them it gives its slot back, unless the store is memory://.",
     )
+    push_writer_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="Seconds for which one of several writers of a push may stay away or bring "
+        "nothing; then the push is dropped for all of them.",
+    )
     reader_timeout_s: float = Field(
         10, gt=0, description="Seconds that a reader may take for one message of a stream."
     )

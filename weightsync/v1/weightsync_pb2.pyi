@@ -568,6 +568,8 @@ class BeginPushRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     SAME_HOST_FIELD_NUMBER: _builtins.int
     FALLBACK_REASON_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name. Unknown: NOT_FOUND listing the configured ones."""
     version: _builtins.int
@@ -602,6 +604,15 @@ class BeginPushRequest(_message.Message):
     fallbacks: first, no_room, new_run, base_mismatch, layout_changed, too_dense, copied. Others
     count as other; empty: not counted. At most 64 bytes.
     """
+    writers: _builtins.int
+    """Trainer processes that bring the version together, each a part of it; 0 or 1: this one alone. All
+    of them begin with the same idempotency_key, total_bytes and metadata, in any order, and need not
+    know each other. PUSH_KIND_FULL only. The push fails for all when one of them does not come,
+    brings nothing for writer_timeout, aborts, or contradicts another: each is told which and why,
+    with PUSH_ABORTED or LAYOUT_INVALID and its number as "writer". At most 1024.
+    """
+    writer: _builtins.int
+    """Which of them this is, from 0."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free text kept with the version, such as step and run_id. At most 64 entries and 16 KiB."""
@@ -630,10 +641,12 @@ class BeginPushRequest(_message.Message):
         stream: Global___StreamSource | None = ...,
         same_host: Global___SameHostSource | None = ...,
         fallback_reason: _builtins.str = ...,
+        writers: _builtins.int = ...,
+        writer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["same_host", b"same_host", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version", "writer", b"writer", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream", "same_host"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -706,10 +719,14 @@ class BeginPushResponse(_message.Message):
     max_chunk_bytes: _builtins.int
     """Largest chunk accepted, in bytes."""
     layout_known: _builtins.bool
-    """True when layout_digest was known: layout parts need not be sent."""
+    """True when layout_digest was known: layout parts need not be sent. With writers: when the push has
+    the layout of that digest.
+    """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardProgress]:
-        """What the server already holds of this push, when it was joined."""
+        """What the server already holds of this push, when it was joined. With writers: of the boxes of
+        this one, in each shard of which it has declared them.
+        """
 
     @_builtins.property
     def data_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -789,16 +806,20 @@ class JoinPush(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush."""
+    writer: _builtins.int
+    """As in BeginPush."""
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
+        writer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,6 +868,85 @@ class TensorSpec(_message.Message):
 Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
+class Box(_message.Message):
+    """A rectangular part of a tensor: what one rank holds of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.int
+    """Position of the tensor among the shard's, ordered by begin, end, then name."""
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First element in each dimension, in elements of the whole tensor."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Elements in each dimension; 0 anywhere: the box is empty."""
+
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.int = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "sizes", b"sizes", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Box: _TypeAlias = Box  # noqa: Y015
+
+@_typing.final
+class BoxPart(_message.Message):
+    """The boxes of one shard that a writer holds; each writer sends them for every shard, also where it
+    holds none, after the shard's layout and before its bytes. Together the boxes that are sent must
+    hold each element of each tensor exactly once. Of elements that several writers hold, as in
+    replicas, the lowest of them sends the bytes and the others digests alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    """Index of the shard in the push, from 0."""
+    last: _builtins.bool
+    """True on the last part of this shard; a message is at most 1 MiB."""
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
+        """Boxes whose bytes this writer sends. Its chunks of the shard are these boxes one after the other,
+        each row-major; Chunk.offset counts from the first byte of the first. The header of a shard is
+        made by the server, as safetensors' own writer makes it, and must have the length of LayoutPart.
+        """
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
+        """Boxes that a lower writer sends; those that it does not send so are refused."""
+
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        sent: _abc.Iterable[Global___Box] | None = ...,
+        replicas: _abc.Iterable[Global___Box] | None = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "replicas", b"replicas", "sent", b"sent", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BoxPart: _TypeAlias = BoxPart  # noqa: Y015
+
+@_typing.final
 class LayoutPart(_message.Message):
     """Part of the layout: some tensors of one shard. A shard's parts come before its bytes."""
 
@@ -892,7 +992,7 @@ Global___LayoutPart: _TypeAlias = LayoutPart  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """Consecutive bytes of a shard."""
+    """Consecutive bytes of a shard, or of a writer's boxes in it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -924,7 +1024,9 @@ Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
 class ShardDigests(_message.Message):
-    """The trainer's digests of tensors in one shard, computed from the source."""
+    """The trainer's digests of tensors in one shard, computed from the source. With writers: those of
+    the writer's boxes, first of all that it sends, then of its replicas; all of them are needed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -961,22 +1063,28 @@ class CommitPushRequest(_message.Message):
     PUSH_ID_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     SHARD_COUNT_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush. May be empty on the stream that began or joined the push."""
     content_digest: _builtins.str
     """The trainer's content digest, 32 hexadecimal digits; empty: not compared. A delta needs one."""
     shard_count: _builtins.int
     """Number of shards in the version; 0: as declared at begin, or all that were sent."""
+    writer: _builtins.int
+    """As in BeginPush. Each writer commits; all calls wait for the last of them and get the same
+    answer, which tells the content digest that none of them knows.
+    """
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
         content_digest: _builtins.str = ...,
         shard_count: _builtins.int = ...,
+        writer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "push_id", b"push_id", "shard_count", b"shard_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "push_id", b"push_id", "shard_count", b"shard_count", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1015,6 +1123,7 @@ class PushWeightsRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    BOXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginPushRequest:
         """Opens a push on this stream."""
@@ -1043,6 +1152,10 @@ class PushWeightsRequest(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """The stream is alive; every few seconds while there is nothing to send."""
 
+    @_builtins.property
+    def boxes(self) -> Global___BoxPart:
+        """What a writer holds of a shard."""
+
     def __init__(
         self,
         *,
@@ -1053,12 +1166,13 @@ class PushWeightsRequest(_message.Message):
         digests: Global___ShardDigests | None = ...,
         commit: Global___CommitPushRequest | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        boxes: Global___BoxPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "boxes", b"boxes", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "boxes", b"boxes", "chunk", b"chunk", "commit", b"commit", "digests", b"digests", "heartbeat", b"heartbeat", "join", b"join", "layout", b"layout", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "join", "layout", "chunk", "digests", "commit", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["begin", "join", "layout", "chunk", "digests", "commit", "heartbeat", "boxes"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1157,16 +1271,24 @@ class AbortPushRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush."""
+    reason: _builtins.str
+    """Why, for the other writers of the push. At most 1024 bytes."""
+    writer: _builtins.int
+    """As in BeginPush."""
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        writer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id", "reason", b"reason", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1196,16 +1318,20 @@ class GetPushRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUSH_ID_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """From BeginPush."""
+    writer: _builtins.int
+    """As in BeginPush."""
     def __init__(
         self,
         *,
         push_id: _builtins.str = ...,
+        writer: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["push_id", b"push_id", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
+from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout, Manifest
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from weightsync_server.deltas import PushedDelta
     from weightsync_server.push.parts import Push
 
-__all__ = ["answer", "check_complete", "commit"]
+__all__ = ["answer", "check_complete", "commit", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,37 @@ def check_complete(push: Push, shard_count: int) -> None:
             "send that, then commit again",
             metadata={"push_id": push.state.id},
         )
+
+
+async def meet(push: Push, request: pb.CommitPushRequest) -> None:
+    """Return when all writers of a push have brought everything and ask for its commit.
+
+    Raises:
+        WeightSyncError: PUSH_INCOMPLETE, naming what the caller lacks; REQUEST_INVALID. Or why the
+            push has failed for all of them.
+    """
+    state, writer = push.state, request.writer
+    check_writer(state.writers, writer)
+    if state.writers is None:
+        return
+    each = (
+        (index, shard.writers.boxes.get(writer)) for index, shard in sorted(state.shards.items())
+    )
+    lacking = [index for index, boxes in each if boxes is None or not boxes.complete]
+    lacking += [index for index in range(state.shard_count) if index not in state.shards]
+    if lacking:
+        raise WeightSyncError(
+            Reason.PUSH_INCOMPLETE,
+            f"writer {writer} has not sent the boxes, bytes and digests of all {state.shard_count} "
+            f"shards, as of shard {lacking[0]}; send those, then commit again",
+            metadata={"push_id": state.id, "writer": str(writer)},
+        )
+    state.writers.commit(writer)
+    with push.lifecycle.awaited():
+        await state.writers.met.wait()
+    # Whoever is told that it failed finds its slot free.
+    await push.lifecycle.closed()
+    check_open(state)
 
 
 async def commit(push: Push, content_digest: str) -> pb.CommitPushResponse:

@@ -91,8 +91,15 @@ class PushLayout:
             shard = self._state.shards[index] = ShardState(index, entry)
             self._accept(shard, tensors)
 
-    async def add(self, part: pb.LayoutPart, stream: object) -> None:
+    async def add(self, part: pb.LayoutPart, stream: object, writer: int = 0) -> None:
         """Take a part of a shard's layout; the last one is checked and reserves memory.
+
+        Of several writers each may send it: it is compared with what is known.
+
+        Args:
+            part: The part.
+            stream: Brings it.
+            writer: Who sends that.
 
         Raises:
             WeightSyncError: LAYOUT_INVALID, REQUEST_INVALID, SHARD_BUSY, MEMORY_EXHAUSTED.
@@ -102,10 +109,12 @@ class PushLayout:
         large = len(part.tensors) > _INLINE_TENSORS
         entries = await asyncio.to_thread(tensor_entries, part) if large else tensor_entries(part)
         check_open(self._state)
-        shard = self._shard_for(part)
+        shard = await self._turn(part, stream)
         if shard.tensors is not None:
             same = shard.same_layout
             if not (await asyncio.to_thread(same, part, entries) if large else same(part, entries)):
+                if self._state.writers is not None:
+                    raise _contradicted(shard, entries, writer)
                 raise refused(
                     f"shard {part.shard} has another layout already; the layout of a shard is sent "
                     "once"
@@ -132,6 +141,15 @@ class PushLayout:
             if shard.tasks.checking is not None:
                 await asyncio.wait([shard.tasks.checking])
                 check_open(self._state)
+
+    async def _turn(self, part: pb.LayoutPart, stream: object) -> ShardState:
+        """Return a shard; where several writers send its layout, when no other is doing so."""
+        shard = self._shard_for(part)
+        while self._state.writers is not None and shard.described_elsewhere(stream):
+            await shard.writers.layout_ended.wait()
+            check_open(self._state)
+            shard = self._shard_for(part)
+        return shard
 
     def _shard_for(self, part: pb.LayoutPart) -> ShardState:
         shard = self._state.shards.get(part.shard)
@@ -198,3 +216,27 @@ class PushLayout:
             self._check(tensors)
             self._accept(shard, tensors)
         return shard if (shard.entry, shard.tensors) == (entry, tensors) else None
+
+
+def _contradicted(shard: ShardState, entries: list[TensorEntry], writer: int) -> WeightSyncError:
+    """Return the refusal of a writer whose layout is not that of the others."""
+    known = {tensor.name: tensor for tensor in shard.tensors or ()}
+    what = f"shard {shard.index} in another way"
+    for tensor in entries:
+        other = known.get(tensor.name)
+        if other is None:
+            what = f"tensor {tensor.name[:100]!r} in shard {shard.index}, where others have it not"
+        elif other != tensor:
+            what = (
+                f"tensor {tensor.name[:100]!r} as {tensor.dtype} {list(tensor.shape)}, others as "
+            )
+            what += f"{other.dtype} {list(other.shape)}"
+        else:
+            continue
+        break
+    return WeightSyncError(
+        Reason.LAYOUT_INVALID,
+        f"writer {writer} declares {what}; all writers push tensors of the same names, dtypes and "
+        "whole shapes, in the same order",
+        metadata={"writer": str(writer)},
+    )

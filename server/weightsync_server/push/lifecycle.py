@@ -148,7 +148,9 @@ class PushLifecycle:
         Raises:
             WeightSyncError: LIMIT_EXCEEDED.
         """
-        if self._state.streams >= self._limits.max_streams:
+        writers = self._state.writers
+        most = max(self._limits.max_streams, 2 * writers.count if writers is not None else 0)
+        if self._state.streams >= most:
             raise WeightSyncError(
                 Reason.LIMIT_EXCEEDED,
                 f"the push has {self._state.streams} streams, the most there may be; use those",
@@ -165,6 +167,10 @@ class PushLifecycle:
                 if shard.tensors is None:
                     # A layout that was cut is sent again from its beginning.
                     del self._state.shards[shard.index]
+                    shard.writers.layout_ended.set()
+            for boxes in shard.writers.boxes.values():
+                if boxes.owner is stream:
+                    boxes.owner = None
         self._state.streams -= 1
         self.touch()
 
@@ -182,6 +188,8 @@ class PushLifecycle:
     def open(self) -> None:
         """The push has what it needs for its bytes."""
         self.opened.set_result(None)
+        if self._state.writers is not None:
+            self._state.writers.start()
         # Whoever waits may be cancelled before it hears of it: then the idle timeout ends the push.
         self.touch()
 
@@ -219,6 +227,7 @@ class PushLifecycle:
         self._state.error = error
         self.touch()
         self._announcement.end()
+        self._part_writers()
         if not self.opened.done():
             self.opened.set_result(None)
         logger.info("push of version %d ended: %s", self._state.record.version, error.message)
@@ -231,6 +240,7 @@ class PushLifecycle:
         self._state.committed = response
         self.touch()
         self._announcement.end()
+        self._part_writers()
         self._meters.count_push("already" if response.already else "committed")
         self._end()
 
@@ -253,6 +263,10 @@ class PushLifecycle:
             await asyncio.shield(self.tasks.closing)
 
     # The end
+
+    def _part_writers(self) -> None:
+        if self._state.writers is not None:
+            self._state.writers.close()
 
     async def _close(self) -> None:
         state = self._state

@@ -20,6 +20,8 @@ class PushLimits:
         resume_timeout_s: Seconds without stream and call after which a push is dropped.
         stream_idle_timeout_s: Seconds without a message after which a stream is ended, late by at
             most a quarter.
+        writer_timeout_s: Seconds for which a writer of several may stay away or bring nothing.
+        max_writers: Writers of one push.
         slot_wait_s: Longest wait for a slot when the call has no deadline, in seconds.
         max_chunk_bytes: Largest chunk.
         max_message_bytes: Largest message that is no chunk.
@@ -38,6 +40,8 @@ class PushLimits:
     max_version_jump: int = 1_000_000
     resume_timeout_s: float = 600.0
     stream_idle_timeout_s: float = 60.0
+    writer_timeout_s: float = 60.0
+    max_writers: int = 1024
     slot_wait_s: float = 60.0
     max_chunk_bytes: int = 2 << 20
     max_message_bytes: int = 1 << 20

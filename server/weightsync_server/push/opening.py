@@ -96,8 +96,10 @@ async def _open(push: Push, deadline_s: float | None) -> None:
 
 async def _record(push: Push) -> None:
     state, model = push.state, push.model
-    if state.existing is not None or not model.store.durable:
-        # What it repeats is committed already; what the store does not keep cannot survive.
+    kept = model.store.durable and state.writers is None
+    if state.existing is not None or not kept:
+        # What it repeats is committed already; what the store does not keep cannot survive. Of what
+        # several writers bring, holes everywhere are all that a crash would leave.
         return
     record, request = state.record, state.request.SerializeToString().hex()
     delta = state.delta is not None

@@ -18,7 +18,7 @@ from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
-from weightsync_server.push.verification import check_arrived_header, verify
+from weightsync_server.push.verification import check_arrived_header, verify, verify_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -134,6 +134,16 @@ class ShardPipeline:
             self._last_byte_at = asyncio.get_running_loop().time()
             self.verify(shard, segment)
 
+    async def advance_boxes(self, shard: ShardState) -> None:
+        """Take a shard on that several writers bring, once the boxes of all of them are here."""
+        if not shard.writers.complete or shard.complete:
+            return
+        # Whoever comes here next finds it complete.
+        shard.received_to(shard.entry.size)
+        segment = await self.allocated(shard)
+        segment.fill(0, shard.writers.header)
+        await self.advance(shard, segment)
+
     # For the push
 
     def start(
@@ -239,6 +249,8 @@ class ShardPipeline:
         self._meters.observe_phase("digest", time.perf_counter() - started)
         if self._state.delta is not None:
             await self._state.delta.inspect(shard, segment)
+        if shard.writers.boxes:
+            await verify_boxes(self._fetch, shard, segment, found)
         shard.found = found
         shard.compare()
         self._announcement.mark_complete(shard)

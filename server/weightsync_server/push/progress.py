@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.state import PushState
     from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["missing", "progress", "status"]
+__all__ = ["missing", "progress", "received", "status"]
 
 _NAMED = 10
 
@@ -24,6 +24,8 @@ def missing(state: PushState, shard_count: int = 0) -> list[str]:
         shard = state.shards.get(index)
         if shard is None or shard.tensors is None:
             items.append(f"the layout and bytes of shard {index}")
+        elif not shard.complete and shard.writers.boxes:
+            items.append(f"the boxes of some writers in shard {index}")
         elif not shard.complete:
             items.append(f"shard {index} from byte {shard.received} of {shard.entry.size} on")
     if not items and not state.shards:
@@ -35,14 +37,28 @@ def missing(state: PushState, shard_count: int = 0) -> list[str]:
     return items
 
 
-def progress(state: PushState) -> list[pb.ShardProgress]:
-    """Return how far every shard has come whose layout is here."""
+def progress(state: PushState, writer: int = 0) -> list[pb.ShardProgress]:
+    """Return how far every shard has come whose layout is here.
+
+    Args:
+        state: The push.
+        writer: Whose boxes are told of, where several writers bring it.
+    """
     if state.final is not None:
         return state.final
+    if state.writers is not None:
+        boxes = (state.shards[index].writers.boxes.get(writer) for index in sorted(state.shards))
+        return [of_writer.progress() for of_writer in boxes if of_writer is not None]
     if state.suspended is not None:
         return [_checkpointed(state.suspended[index]) for index in sorted(state.suspended)]
     shards = [state.shards[index] for index in sorted(state.shards)]
     return [shard.progress() for shard in shards if shard.tensors is not None]
+
+
+def received(state: PushState, writer: int) -> int:
+    """Return how many bytes one of several writers has brought."""
+    each = (shard.writers.boxes.get(writer) for shard in state.shards.values())
+    return sum(boxes.received for boxes in each if boxes is not None)
 
 
 def status(state: PushState) -> pb.PushStatus:
@@ -50,11 +66,17 @@ def status(state: PushState) -> pb.PushStatus:
     return pb.PushStatus(
         push_id=state.id,
         version=state.record.version,
-        received_bytes=sum(shard.received_bytes for shard in progress(state)),
+        received_bytes=_received(state),
         declared_bytes=max(state.declared_bytes, state.request.total_bytes),
         streams=state.streams,
         layout_check=state.record.layout_check,
     )
+
+
+def _received(state: PushState) -> int:
+    if state.writers is not None and state.final is None:
+        return sum(received(state, writer) for writer in range(state.writers.count))
+    return sum(shard.received_bytes for shard in progress(state))
 
 
 def _checkpointed(shard: ShardCheckpoint) -> pb.ShardProgress:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync_server.auth.callers import caller
 from weightsync_server.push.announcement import PushAnnouncement
+from weightsync_server.push.box_parts import PushBoxes
 from weightsync_server.push.checkpoint import Checkpointer
 from weightsync_server.push.delta_push import DeltaPush
 from weightsync_server.push.layout_parts import PushLayout
 from weightsync_server.push.lifecycle import PushLifecycle
 from weightsync_server.push.parts import Push
 from weightsync_server.push.pipeline import ShardPipeline
+from weightsync_server.push.progress import received
 from weightsync_server.push.reservation import PushReservation
 from weightsync_server.push.state import PushState
 from weightsync_server.push.suspension import suspend
+from weightsync_server.push.writers import Writers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,11 +114,19 @@ class PushFactory:
             model.fetch,
             meters,
         )
+        if state.request.writers > 1:
+            state.writers = Writers(
+                state.request.writers,
+                limits.writer_timeout_s,
+                partial(received, state),
+                lambda error: lifecycle.fail(error, "aborted"),
+            )
         push = Push(
             state,
             lifecycle,
             pipeline,
             PushLayout(state, reservation, model.accepted, limits, pipeline),
+            PushBoxes(state, pipeline),
             reservation,
             checkpointer,
             announcement,

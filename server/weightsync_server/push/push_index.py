@@ -62,6 +62,18 @@ class PushIndex:
                 return push
         return None
 
+    def failed_with(self, key: str, writer: int) -> Push | None:
+        """Return the last push of a key, where it failed before one of its writers came; once."""
+        for push in reversed(self._ended.values()):
+            state = push.state
+            if state.request.idempotency_key != key:
+                continue
+            if state.error is None or state.writers is None or writer not in state.writers.absent:
+                return None
+            state.writers.come(writer)
+            return push
+        return None
+
     def _exists(self, push: Push) -> bool:
         record = self._table.find(push.state.record.version)
         if push.state.committed is None or record is None or record.commit is None:
@@ -75,6 +87,8 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
     Raises:
         WeightSyncError: VERSION_CONFLICT, with the id of an open push that may be dropped for it.
     """
+    if push.state.writers is not None and push.state.committed is None:
+        _check_same_writers(push.state.request, request)
     version = push.state.record.version
     if request.version not in (0, version):
         raise _conflict(f"a push of version {version}")
@@ -86,11 +100,25 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
         if not delta and request.total_bytes not in (0, push.state.committed.size_bytes):
             raise _conflict(f"version {version}, which has {push.state.committed.size_bytes} bytes")
         return
+    if (others := max(push.state.request.writers, 1)) != max(request.writers, 1):
+        raise _conflict(f"an open push of {others} writers, not {max(request.writers, 1)}", push)
     if delta != (push.state.delta is not None):
         raise _conflict("an open push of another kind", push)
     total = push.state.request.total_bytes
     if total and request.total_bytes not in (0, total):
         raise _conflict(f"an open push of {total} bytes", push)
+
+
+def _check_same_writers(first: pb.BeginPushRequest, request: pb.BeginPushRequest) -> None:
+    for field in ("writers", "total_bytes", "shard_count"):
+        ours, theirs = getattr(first, field), getattr(request, field)
+        if ours != theirs:
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"writer {request.writer} tells {theirs} as {field}, writer {first.writer} {ours}; "
+                "all writers of a push tell the same of the whole version",
+                metadata={"writer": str(request.writer)},
+            )
 
 
 def _conflict(what: str, droppable: Push | None = None) -> WeightSyncError:

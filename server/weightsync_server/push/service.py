@@ -11,7 +11,8 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth.callers import caller
 from weightsync_server.catalog.record import VersionRecord
-from weightsync_server.push.commit import check_complete, commit
+from weightsync_server.push.commit import check_complete, commit, meet
+from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.opening import base_of, start
 from weightsync_server.push.progress import missing, progress, status
 from weightsync_server.push.push_factory import PushFactory
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from weightsync_server.push.parts import Push
 
 __all__ = ["PushService"]
+
+#: Characters of what a writer tells the others.
+_MOST_REASON = 1024
 
 
 class PushService:
@@ -98,9 +102,9 @@ class PushService:
             push_id=push.state.id,
             version=push.state.record.version,
             epoch=push.state.record.epoch,
-            shards=progress(push.state),
+            shards=progress(push.state, request.writer),
             max_chunk_bytes=self.limits.max_chunk_bytes,
-            layout_known=push.state.known is not None,
+            layout_known=_layout_known(push, request),
         )
         if push.state.committed is not None:
             response.committed.CopyFrom(push.lifecycle.again())
@@ -143,9 +147,7 @@ class PushService:
                 "instead",
             )
         self._refuse_used(push)
-        push.lifecycle.fail(
-            WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again"), "aborted"
-        )
+        push.lifecycle.fail(_aborted(push, request), "aborted")
         await push.lifecycle.closed()
         return pb.AbortPushResponse()
 
@@ -161,7 +163,7 @@ class PushService:
             model=self._model.table.name,
             version=push.state.record.version,
             durability=pb.DURABILITY_RECEIVING,
-            shards=progress(push.state),
+            shards=progress(push.state, request.writer),
         )
         if push.state.committed is not None:
             response.durability = pb.DURABILITY_COMMITTED
@@ -216,6 +218,8 @@ class PushService:
             # No await between here and the entry in _open: of two pushes of a version one is open.
             epoch = self._model.epochs.check(request.epoch)
             push = self._create(request, epoch)
+            if push.state.writers is not None:
+                push.state.writers.come(request.writer)
             await start(push, deadline_s)
         push.lifecycle.touch()
         return push
@@ -230,6 +234,7 @@ class PushService:
             self._check_same(push.state.committed, request)
             return push.lifecycle.again()
         self._model.epochs.check(push.state.record.epoch)
+        await meet(push, request)
         if push.lifecycle.tasks.committing is None:
             await resume(push)
             # Until it is known what is missing it stays awake.
@@ -263,10 +268,26 @@ class PushService:
         if not request.idempotency_key:
             return None
         push = self._index.with_key(request.idempotency_key)
+        if push is None and request.writers > 1:
+            failed = self._index.failed_with(request.idempotency_key, request.writer)
+            if failed is not None:
+                # All writers are told of each push that fails, so that they stay in step.
+                check_open(failed.state)
         if push is not None:
-            check_same_push(push, request)
+            await self._refuse_other(push, request)
+            if push.state.writers is not None:
+                push.state.writers.come(request.writer)
             await resume(push, deadline_s)
         return push
+
+    async def _refuse_other(self, push: Push, request: pb.BeginPushRequest) -> None:
+        try:
+            check_same_push(push, request)
+        except WeightSyncError as error:
+            if error.reason in FATAL and push.state.writers is not None:
+                push.lifecycle.fail(error)
+                await push.lifecycle.closed()
+            raise
 
     async def _settled(self, version: int) -> None:
         for push in list(self._open.values()):
@@ -360,3 +381,22 @@ class PushService:
 
     def _end(self, push: Push) -> None:
         self._index.end(push)
+
+
+def _layout_known(push: Push, request: pb.BeginPushRequest) -> bool:
+    known = push.state.known
+    if push.state.writers is None or known is None:
+        return known is not None
+    # One whose layout is another sends it, and is told what differs.
+    return known.layout.digest == request.layout_digest
+
+
+def _aborted(push: Push, request: pb.AbortPushRequest) -> WeightSyncError:
+    if push.state.writers is None:
+        return WeightSyncError(Reason.PUSH_ABORTED, "the push was aborted; begin it again")
+    why = f": {request.reason[:_MOST_REASON]}" if request.reason else ""
+    return WeightSyncError(
+        Reason.PUSH_ABORTED,
+        f"writer {request.writer} gave the push up for all{why}; push again",
+        metadata={"writer": str(request.writer)},
+    )

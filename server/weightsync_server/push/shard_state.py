@@ -10,6 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.box_upload import ShardWriters
 from weightsync_server.push.task_set import is_running
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ShardState:
         found: Digests that the fetchers computed.
         digested: Set once they have.
         given: Digests that the trainer sent; None where it sent none.
+        writers: What each of several writers brings of it.
     """
 
     def __init__(self, index: int, entry: ShardEntry) -> None:
@@ -81,6 +83,7 @@ class ShardState:
         self.found: list[bytes] | None = None
         self.digested = asyncio.Event()
         self.given: list[bytes | None] = []
+        self.writers = ShardWriters()
         self._parts: list[TensorEntry] = []
 
     @property
@@ -95,6 +98,10 @@ class ShardState:
         return (
             task is not None and task.done() and not task.cancelled() and task.exception() is None
         )
+
+    def described_elsewhere(self, stream: object) -> bool:
+        """Whether another stream is sending its layout."""
+        return self.tensors is None and self.owner not in (None, stream)
 
     def received_to(self, end: int) -> None:
         """Take note that all bytes before `end` are in the segment."""
@@ -177,6 +184,7 @@ class ShardState:
     def describe(self, tensors: tuple[TensorEntry, ...]) -> None:
         """Take the checked layout."""
         self.tensors = tensors
+        self.writers.layout_ended.set()
         self.given = [None] * len(tensors)
         self.watermark = self.entry.data_start
 

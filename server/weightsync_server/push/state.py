@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.push.delta_push import DeltaPush
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.writers import Writers
     from weightsync_server.store.store_records import ShardCheckpoint
 
 __all__ = ["Phase", "PushState", "check_open"]
@@ -54,6 +55,7 @@ class PushState:
         record: The version it brings.
         existing: The committed version that it repeats, or the live one that failed to commit.
         delta: What it has besides if it is a delta.
+        writers: Who brings it, where several processes do.
         shards: By index.
         known: The layout, when the server knew it.
         shard_count: Shards that there will be; 0: not known yet.
@@ -73,6 +75,7 @@ class PushState:
     record: VersionRecord
     existing: VersionRecord | None = None
     delta: DeltaPush | None = None
+    writers: Writers | None = None
     shards: dict[int, ShardState] = field(default_factory=dict)
     known: KnownLayout | None = None
     shard_count: int = 0

@@ -69,9 +69,25 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
     if len(request.idempotency_key.encode()) > limits.max_key_bytes:
         raise refused(f"idempotency_key is over {limits.max_key_bytes} bytes; shorten it")
     check_digest("layout_digest", request.layout_digest)
+    _check_writers(request, limits)
     if request.shard_count > limits.max_shards:
         raise refused(f"{request.shard_count} shards; send at most {limits.max_shards}")
     _check_metadata(request, limits)
+
+
+def _check_writers(request: pb.BeginPushRequest, limits: PushLimits) -> None:
+    if request.writer >= max(request.writers, 1):
+        raise refused(f"writer {request.writer} of {request.writers or 1}; number them from 0")
+    if request.writers <= 1:
+        return
+    if request.writers > limits.max_writers:
+        raise refused(f"{request.writers} writers; at most {limits.max_writers} bring one version")
+    if request.kind == pb.PUSH_KIND_DELTA:
+        raise refused("a delta of several writers; let each of them push in full")
+    if not request.idempotency_key:
+        raise refused("several writers need one idempotency_key, by which they find each other")
+    if not (request.total_bytes and request.shard_count):
+        raise refused("each of several writers tells total_bytes and shard_count of the whole")
 
 
 def _check_delta(request: pb.BeginPushRequest) -> None:

@@ -9,6 +9,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
+from weightsync_server.push.coverage import check_boxes
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["check_arrived_header", "verify"]
+__all__ = ["check_arrived_header", "verify", "verify_boxes"]
 
 #: Larger headers are parsed in a thread.
 _INLINE_HEADER_BYTES = 32 << 10
@@ -64,3 +65,33 @@ async def verify(fetch: FetchApi, shard: ShardState, segment: Segment) -> list[b
             f"shard {shard.index} changed in shared memory; push the version again",
         )
     return found
+
+
+async def verify_boxes(
+    fetch: FetchApi, shard: ShardState, segment: Segment, found: list[bytes]
+) -> None:
+    """Prove that the boxes of all writers lie in memory as they have them, replicas too.
+
+    Args:
+        fetch: Digests them.
+        shard: The shard; its writers' digests become those of its tensors.
+        segment: Where it lies.
+        found: Digests of its tensors.
+
+    Raises:
+        WeightSyncError: DIGEST_MISMATCH, naming writers. FETCHER_FAILED, SHUTTING_DOWN.
+    """
+    tensors, uploads = shard.tensors or (), list(shard.writers.boxes.values())
+    digests, parts, spans = {}, [], []
+    for upload in uploads:
+        for one, span in zip(upload.sent, upload.spans, strict=True):
+            if one.box.sizes == tensors[one.tensor].shape:
+                digests[one] = found[one.tensor]
+            elif one.box.elements:
+                parts.append(one)
+                spans.append(span)
+    if parts:
+        of_parts = await fetch.digest_boxes(segment, shard.entry, spans)
+        digests |= dict(zip(parts, of_parts, strict=True))
+    await asyncio.to_thread(check_boxes, tensors, uploads, digests)
+    shard.given = list(found)

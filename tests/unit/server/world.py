@@ -34,6 +34,7 @@ from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
+    from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry, TensorEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.model import Model
@@ -283,6 +284,14 @@ class Threads(FetchApi):
             raise self.errors.pop(0)
         blob = await in_thread(shard_tasks.digest, segment.view, shard, (0, 1), threading.Event())
         return [blob[at : at + 16] for at in range(0, len(blob), 16)]
+
+    async def digest_boxes(
+        self, segment: Segment, shard: ShardEntry, spans: Sequence[BoxSpan]
+    ) -> list[bytes]:
+        return [
+            tensor_digest(b"".join(bytes(piece) for piece in span.pieces(segment.view)))
+            for span in spans
+        ]
 
     async def persist(self, segment: Segment, size: int, target: str) -> None:
         if self.gate is not None:

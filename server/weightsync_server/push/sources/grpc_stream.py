@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.box_upload import BoxUpload, BoxWindow
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.messages import ChunkView
 from weightsync_server.push.resume import resume
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import check_size, refused
+from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,6 +52,7 @@ class UploadStream:
         self._next = requests.__aiter__().__anext__
         self._deadline_s = deadline_s
         self._push: Push | None = None
+        self._writer = 0
         self._received = 0
         self._counted = 0
         #: Rises before and after every wait for a message: odd while the peer is waited for.
@@ -96,8 +99,11 @@ class UploadStream:
         check_size(message, self._pushes.limits)
         if message.HasField("begin"):
             push = await self._pushes.open(message.begin, self._deadline_s)
+            self._writer = message.begin.writer
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
+            self._writer = message.join.writer
+            check_writer(push.state.writers, self._writer)
             if push.state.committed is None:
                 await resume(push, self._deadline_s)
         else:
@@ -141,27 +147,45 @@ class UploadStream:
                 continue
             if chunk.shard != shard:
                 shard = -1
-                upload, segment = await self._switch(push, chunk.shard)
+                upload, view, size = await self._switch(push, chunk.shard)
                 shard = chunk.shard
-                view = segment.view
-                size = upload.entry.size
             begin = chunk.offset
             data = chunk.data
             end = begin + len(data)
             if begin != upload.received or end > size or len(data) > most or state.error:
-                data = self._irregular(push, upload, begin, data)
+                data = self._irregular(push, upload, size, begin, data)
                 begin, end = upload.received, upload.received + len(data)
             view[begin:end] = data
             upload.received_to(end)
             self._received += end - begin
             failpoints.hit("receive.chunk")
             if end >= upload.watermark:
-                await push.pipeline.advance(upload, segment)
+                await self._advance(push, upload)
                 self._count()
                 if end == size:
                     shard = -1
 
-    async def _switch(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
+    async def _advance(self, push: Push, upload: ShardState | BoxUpload) -> None:
+        if isinstance(upload, BoxUpload):
+            await push.pipeline.advance_boxes(push.state.shards[upload.shard])
+        elif upload.segment is not None:
+            await push.pipeline.advance(upload, upload.segment)
+
+    async def _switch(
+        self, push: Push, shard: int
+    ) -> tuple[ShardState | BoxUpload, memoryview | BoxWindow, int]:
+        """Return what the bytes of a shard belong to, where they go, and how many there are."""
+        if push.state.writers is None:
+            upload, segment = await self._claim(push, shard)
+            return upload, segment.view, upload.entry.size
+        check_open(push.state)
+        whole, boxes = push.boxes.find(shard, self._writer)
+        boxes.own(self)
+        push.pipeline.begin_receive()
+        segment = await push.pipeline.ready(whole)
+        return boxes, BoxWindow(segment.view, boxes), boxes.size
+
+    async def _claim(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
         check_open(push.state)
         upload = push.state.shards.get(shard)
         if upload is None or upload.tensors is None:
@@ -173,24 +197,26 @@ class UploadStream:
         push.pipeline.begin_receive()
         return upload, await push.pipeline.ready(upload)
 
-    def _irregular(self, push: Push, upload: ShardState, begin: int, data: Data) -> Data:
+    def _irregular(
+        self, push: Push, upload: ShardState | BoxUpload, size: int, begin: int, data: Data
+    ) -> Data:
         """Return the new bytes of a chunk that does not simply go on."""
         check_open(push.state)
         if len(data) > self._pushes.limits.max_chunk_bytes:
             raise refused(
                 f"a chunk of {len(data)} bytes; send at most {self._pushes.limits.max_chunk_bytes}"
             )
+        shard = upload.shard if isinstance(upload, BoxUpload) else upload.index
         if begin > upload.received:
             raise WeightSyncError(
                 Reason.OFFSET_MISMATCH,
-                f"a chunk of shard {upload.index} at byte {begin}, but {upload.received} bytes are "
+                f"a chunk of shard {shard} at byte {begin}, but {upload.received} bytes are "
                 "here; send on from there",
-                metadata={"shard": str(upload.index), "received_bytes": str(upload.received)},
+                metadata={"shard": str(shard), "received_bytes": str(upload.received)},
             )
-        if begin + len(data) > upload.entry.size:
+        if begin + len(data) > size:
             raise refused(
-                f"bytes up to {begin + len(data)} of shard {upload.index}, whose layout tells "
-                f"{upload.entry.size}"
+                f"bytes up to {begin + len(data)} of shard {shard}, whose layout tells {size}"
             )
         return data[upload.received - begin :]
 
@@ -199,7 +225,13 @@ class UploadStream:
         check_size(message, self._pushes.limits)
         if message.HasField("layout"):
             await failpoints.reach("receive.layout")
-            await push.layout.add(message.layout, self)
+            await push.layout.add(message.layout, self, self._writer)
+        elif message.HasField("boxes"):
+            await push.boxes.add(message.boxes, self._writer, self)
+        elif message.HasField("digests") and push.state.writers is not None:
+            whole, boxes = push.boxes.find(message.digests.shard, self._writer)
+            boxes.give(message.digests.first, message.digests.digests)
+            await push.pipeline.advance_boxes(whole)
         elif message.HasField("digests"):
             upload = push.state.shards.get(message.digests.shard)
             if upload is None or upload.tensors is None:
@@ -259,4 +291,5 @@ class UploadStream:
         if self._received != self._counted:
             self._count()
         if self._push is not None and self._push.state.committed is None:
+            self._push.boxes.forget(self)
             self._push.lifecycle.leave(self)

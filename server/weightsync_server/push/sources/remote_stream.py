@@ -107,7 +107,13 @@ class DistantStream(UploadStream):
 
     async def _grant(self, shard: int) -> None:
         push = self._opened()
-        upload, segment = await self._switch(push, shard)
+        if push.state.writers is not None:
+            raise WeightSyncError(
+                Reason.NOT_SUPPORTED,
+                "the bytes of several writers are taken at the server's own address; send them "
+                "there",
+            )
+        upload, segment = await self._claim(push, shard)
         await failpoints.reach("ingest.claim")
         check_open(push.state)
         # From here on the push is not taken apart before this process has let go.

@@ -127,6 +127,7 @@ class SameHostOffers:
             not is_here(peer)
             or not mine
             or push.state.delta is not None
+            or push.state.writers is not None
             or push.state.committed is not None
         ):
             return

@@ -17,6 +17,7 @@ from weightsync_server.workers.fetch.delta_summary import unpack_changes
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
 
+    from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
@@ -91,6 +92,29 @@ class FetchApi(ABC):
             for number in range(count)
         ]
         blob = b"".join(await _together(asked))
+        return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
+
+    async def digest_boxes(
+        self, segment: Segment, shard: ShardEntry, spans: Sequence[BoxSpan]
+    ) -> list[bytes]:
+        """Return the xxh3-128 of the bytes of each box.
+
+        Args:
+            segment: Holds the whole shard.
+            shard: Its declared sizes in bytes.
+            spans: Where the boxes lie in it.
+
+        Raises:
+            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        count = min(self._parts(shard), len(spans))
+        with contextlib.ExitStack() as stack:
+            asked = []
+            for number in range(count):
+                part = spans[number * len(spans) // count : (number + 1) * len(spans) // count]
+                fd = stack.enter_context(_noted({"spans": part}))
+                asked.append(self._compute("boxes", segment, shard.size, source_fd=fd))
+            blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
 
     def _parts(self, shard: ShardEntry) -> int:

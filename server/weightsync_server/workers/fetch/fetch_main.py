@@ -122,6 +122,11 @@ class _Child:
             return self._on_delta(request, views, fds, stop)
         if "shard" in request:
             return _on_shard(request, view, stop)
+        if op == "boxes":
+            # Not at the top: numpy is only for who gets boxes.
+            from weightsync_server.workers.fetch import box_tasks
+
+            return box_tasks.digest(view, fds[0], stop)
         if op == "collect":
             self._collect(view, fds[0], stop)
         elif op == "persist":

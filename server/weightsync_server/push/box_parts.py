@@ -1,0 +1,193 @@
+"""What each of several writers declares of a shard is checked, and compared with the others'."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.box_spans import BoxSpan, span_of
+from weightsync.model.boxes import Box
+from weightsync.model.dtypes import DTYPE_BITS
+from weightsync.model.layout import MAX_DIMS, build_header
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.box_upload import BoxUpload, TensorBox
+from weightsync_server.push.coverage import check_cover
+from weightsync_server.push.state import check_open
+from weightsync_server.push.validation import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weightsync.model.manifest import TensorEntry
+    from weightsync_server.push.pipeline import ShardPipeline
+    from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.state import PushState
+    from weightsync_server.push.writers import Writers
+
+__all__ = ["PushBoxes"]
+
+#: A rank holds one box of a tensor, or a few; of an expert's weights one for each.
+_MOST_PER_TENSOR = 1024
+
+
+@dataclass(slots=True)
+class _Declared:
+    sent: list[pb.Box] = field(default_factory=list)
+    replicas: list[pb.Box] = field(default_factory=list)
+
+
+class PushBoxes:
+    """The boxes of one push, as far as they were declared.
+
+    Args:
+        state: The push.
+        pipeline: Takes a shard on whose boxes are all here.
+    """
+
+    def __init__(self, state: PushState, pipeline: ShardPipeline) -> None:
+        self._state = state
+        self._pipeline = pipeline
+        #: What came of a shard on a stream, until its last part.
+        self._declared: dict[tuple[int, object], _Declared] = {}
+
+    def find(self, index: int, writer: int) -> tuple[ShardState, BoxUpload]:
+        """Return a shard and what a writer brings of it.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID; the writer has not declared that.
+        """
+        shard = self._state.shards.get(index)
+        upload = shard.writers.boxes.get(writer) if shard is not None else None
+        if shard is None or upload is None:
+            raise refused(
+                f"bytes or digests of shard {index} before the last part of writer {writer}'s "
+                "boxes; send those first"
+            )
+        return shard, upload
+
+    async def add(self, part: pb.BoxPart, writer: int, stream: object) -> None:
+        """Take a part of what a writer declares of a shard; the last one is checked.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID, LAYOUT_INVALID.
+        """
+        writers, shard = self._state.writers, self._state.shards.get(part.shard)
+        if writers is None:
+            raise refused("boxes belong to a push of several writers; begin it with writers")
+        if shard is None or shard.tensors is None:
+            raise refused(f"boxes of shard {part.shard} before the last part of its layout")
+        declared = self._declared.setdefault((part.shard, stream), _Declared())
+        declared.sent += part.sent
+        declared.replicas += part.replicas
+        if len(declared.sent) + len(declared.replicas) > _MOST_PER_TENSOR * len(shard.tensors):
+            raise refused(
+                f"writer {writer} declares over {_MOST_PER_TENSOR} boxes for each tensor of shard "
+                f"{part.shard}; join those that touch"
+            )
+        if not part.last:
+            return
+        del self._declared[part.shard, stream]
+        upload = await asyncio.to_thread(_upload, shard, declared, writer)
+        check_open(self._state)
+        known = shard.writers.boxes.setdefault(writer, upload)
+        if known is not upload:
+            self._refuse_other(known, upload)
+            return
+        writers.come(writer)
+        await self._cover(shard, shard.tensors, writers)
+
+    def forget(self, stream: object) -> None:
+        """Drop what a stream that has ended declared in part."""
+        self._declared = {key: at for key, at in self._declared.items() if key[1] is not stream}
+
+    def _refuse_other(self, known: BoxUpload, upload: BoxUpload) -> None:
+        if (known.sent, known.replicas) != (upload.sent, upload.replicas):
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"writer {upload.writer} declared other boxes of shard {upload.shard} before; give "
+                "each process a number of its own, and each push a key of its own",
+                metadata={"writer": str(upload.writer)},
+            )
+
+    async def _cover(
+        self, shard: ShardState, tensors: tuple[TensorEntry, ...], writers: Writers
+    ) -> None:
+        """Prove, once all writers have declared it, that a shard will be whole."""
+        if len(shard.writers.boxes) < writers.count:
+            return
+        header = await asyncio.to_thread(_checked_header, shard, tensors)
+        check_open(self._state)
+        shard.writers.header = header
+        # All of it may be empty, and nothing is sent of that.
+        await self._pipeline.advance_boxes(shard)
+
+
+def _upload(shard: ShardState, declared: _Declared, writer: int) -> BoxUpload:
+    sent, spans = _tensor_boxes(shard, declared.sent, writer)
+    replicas, _ = _tensor_boxes(shard, declared.replicas, writer)
+    given: list[bytes | None] = [None] * (len(sent) + len(replicas))
+    size = sum(span.size for span in spans)
+    facts = tuple(sent), tuple(replicas), tuple(spans), size, given
+    return BoxUpload(writer, shard.index, *facts)
+
+
+def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...]) -> bytes:
+    check_cover(tensors, list(shard.writers.boxes.values()))
+    json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), shard.index)
+    if len(json_header) != shard.entry.header_size or entries != tensors:
+        raise WeightSyncError(
+            Reason.LAYOUT_INVALID,
+            f"the header of shard {shard.index} takes {len(json_header)} bytes with its tensors in "
+            f"a row, the layout tells {shard.entry.header_size} or other places; lay tensors out "
+            "one after the other, as weightsync.model.layout.build_header does",
+        )
+    return len(json_header).to_bytes(8, "little") + json_header
+
+
+def _tensor_boxes(
+    shard: ShardState, declared: Iterable[pb.Box], writer: int
+) -> tuple[list[TensorBox], list[BoxSpan]]:
+    """Return boxes as a writer declares them, and where their bytes lie in the shard.
+
+    Raises:
+        WeightSyncError: LAYOUT_INVALID; one is in no tensor, or reaches beyond it.
+    """
+    tensors: Sequence[TensorEntry] = shard.tensors or ()
+    boxes, spans = [], []
+    for wire in declared:
+        if wire.tensor >= len(tensors):
+            raise _outside(
+                writer,
+                f"a box of tensor {wire.tensor} of shard {shard.index}, which has "
+                f"{len(tensors)} tensors",
+            )
+        tensor = tensors[wire.tensor]
+        box = Box(tuple(wire.offsets), tuple(wire.sizes))
+        same = len(box.offsets) == len(box.sizes) == len(tensor.shape) <= MAX_DIMS
+        if not same or any(end > size for end, size in zip(box.ends, tensor.shape, strict=True)):
+            raise _outside(
+                writer,
+                f"the box {_shown(wire)} of tensor {tensor.name[:100]!r}, whose shape is "
+                f"{list(tensor.shape)}",
+            )
+        begin = shard.entry.data_start + tensor.begin
+        try:
+            spans.append(span_of(box, tensor.shape, DTYPE_BITS[tensor.dtype], begin))
+        except ValueError as error:
+            raise _outside(writer, f"tensor {tensor.name[:100]!r}, where {error}") from None
+        boxes.append(TensorBox(wire.tensor, box))
+    return boxes, spans
+
+
+def _shown(wire: pb.Box) -> str:
+    return f"at {list(wire.offsets[:MAX_DIMS])} of sizes {list(wire.sizes[:MAX_DIMS])}"
+
+
+def _outside(writer: int, what: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.LAYOUT_INVALID,
+        f"writer {writer} declares {what}; push again with boxes inside the tensors",
+        metadata={"writer": str(writer)},
+    )

@@ -1,0 +1,159 @@
+"""What one writer of several brings of a shard: its boxes, then their bytes, then their digests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.digest import DIGEST_BYTES
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from weightsync.model.box_spans import BoxSpan
+    from weightsync.model.boxes import Box
+
+__all__ = ["BoxUpload", "BoxWindow", "ShardWriters", "TensorBox"]
+
+
+class TensorBox(NamedTuple):
+    """A box of one of a shard's tensors.
+
+    Attributes:
+        tensor: Position of the tensor in the shard.
+        box: The part of it.
+    """
+
+    tensor: int
+    box: Box
+
+
+@dataclass(slots=True, eq=False)
+class BoxUpload:
+    """A writer's part of one shard. Changed on the event loop only.
+
+    Attributes:
+        writer: The writer.
+        shard: Index of the shard.
+        sent: Boxes whose bytes the writer sends.
+        replicas: Boxes that a lower writer sends.
+        spans: Where the bytes of `sent` lie in the shard.
+        size: Bytes of `sent`.
+        given: Digests that the writer sent, of `sent` and then of `replicas`.
+        owner: The stream that sends them now.
+        received: Bytes received so far.
+    """
+
+    writer: int
+    shard: int
+    sent: tuple[TensorBox, ...]
+    replicas: tuple[TensorBox, ...]
+    spans: tuple[BoxSpan, ...]
+    size: int
+    given: list[bytes | None]
+    owner: object | None = None
+    received: int = 0
+
+    @property
+    def watermark(self) -> int:
+        """Number of received bytes at which something must be done."""
+        return self.size
+
+    @property
+    def complete(self) -> bool:
+        """All bytes and all digests are here."""
+        return self.received == self.size and None not in self.given
+
+    def own(self, stream: object) -> None:
+        """Let a stream send the boxes.
+
+        Raises:
+            WeightSyncError: SHARD_BUSY with the offset when another one sends them.
+        """
+        if self.owner is not None and self.owner is not stream:
+            raise WeightSyncError(
+                Reason.SHARD_BUSY,
+                f"writer {self.writer} is sending its boxes of shard {self.shard} on another "
+                f"stream, {self.received} bytes are here; give each process a number of its own",
+                metadata={"shard": str(self.shard), "received_bytes": str(self.received)},
+                retry_after_s=0.2,
+            )
+        self.owner = stream
+
+    def received_to(self, end: int) -> None:
+        """Take note that all bytes before `end` are in the segment."""
+        self.received = end
+
+    def give(self, first: int, digests: bytes) -> None:
+        """Take digests of the writer.
+
+        Raises:
+            WeightSyncError: REQUEST_INVALID.
+        """
+        count = len(digests) // DIGEST_BYTES
+        if len(digests) % DIGEST_BYTES or first + count > len(self.given):
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"{len(digests)} bytes of digests from box {first} on do not fit the "
+                f"{len(self.given)} boxes of writer {self.writer} in shard {self.shard}; send "
+                f"{DIGEST_BYTES} bytes each",
+            )
+        self.given[first : first + count] = [
+            digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
+        ]
+
+    def progress(self) -> pb.ShardProgress:
+        """Return the wire form."""
+        return pb.ShardProgress(
+            shard=self.shard, received_bytes=self.received, size_bytes=self.size
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ShardWriters:
+    """What several writers bring of one shard.
+
+    Attributes:
+        boxes: By writer, once it has declared them.
+        header: Once the boxes of all writers are the shard's tensors, what comes before those.
+        layout_ended: Set once its layout is here, or the stream that sent it left before that.
+    """
+
+    boxes: dict[int, BoxUpload] = field(default_factory=dict)
+    header: bytes = b""
+    layout_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def complete(self) -> bool:
+        """All boxes of all writers are here."""
+        return bool(self.header) and all(boxes.complete for boxes in self.boxes.values())
+
+
+class BoxWindow:
+    """A shard's memory as the row of bytes that a writer's boxes are.
+
+    Args:
+        view: The shard.
+        upload: The boxes.
+    """
+
+    def __init__(self, view: memoryview, upload: BoxUpload) -> None:
+        self._view = view
+        self._spans = upload.spans
+        self._index = self._start = 0
+
+    def __setitem__(self, where: slice, data: memoryview | bytes) -> None:
+        """Write bytes `where.start` to `where.stop` of the boxes."""
+        begin, rest = where.start, memoryview(data)
+        if begin < self._start:
+            self._index = self._start = 0
+        while rest:
+            span = self._spans[self._index]
+            if begin >= self._start + span.size:
+                self._start += span.size
+                self._index += 1
+                continue
+            piece = rest[: self._start + span.size - begin]
+            span.put(self._view, begin - self._start, piece)
+            begin, rest = begin + len(piece), rest[len(piece) :]

@@ -1,0 +1,119 @@
+"""The writers of one push: who has come, who gets on, who has finished."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync.errors import WeightSyncError as Refusal
+
+__all__ = ["Writers", "check_writer"]
+
+#: Looks within the time that a writer may bring nothing.
+_LOOKS = 8
+
+
+class Writers:
+    """Fails a push when one of its writers does not come or brings nothing more.
+
+    Args:
+        count: How many there are.
+        timeout_s: How long one may bring nothing, in seconds; late by at most an eighth.
+        progress: Bytes that a writer has brought so far.
+        fail: Called with the reason, at most once.
+
+    Attributes:
+        absent: Those that have not begun.
+        committed: Those that have brought everything and wait for the others.
+        met: Set once all have committed, or the push has ended.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        timeout_s: float,
+        progress: Callable[[int], int],
+        fail: Callable[[Refusal], None],
+    ) -> None:
+        self.absent = set(range(count))
+        self.committed: set[int] = set()
+        self.met = asyncio.Event()
+        self._count = count
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._fail = fail
+        self._calls: Counter[int] = Counter()
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._since: dict[int, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self._count
+
+    def start(self) -> None:
+        """The push is open: from now on they are waited for."""
+        self._since = dict.fromkeys(range(self._count), self._loop.time())
+        self._look()
+
+    def come(self, writer: int) -> None:
+        """A writer begins, or declares what it will bring."""
+        self.absent.discard(writer)
+        self._calls[writer] += 1
+
+    def commit(self, writer: int) -> None:
+        """A writer has brought everything."""
+        self.committed.add(writer)
+        if len(self.committed) == self._count:
+            self.met.set()
+
+    def close(self) -> None:
+        """The push has ended; further calls do nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.met.set()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        for writer in set(range(self._count)) - self.committed:
+            brought = self._calls[writer], self._progress(writer)
+            if brought != self._seen.get(writer):
+                self._seen[writer] = brought
+                self._since[writer] = now
+            elif now - self._since[writer] >= self._timeout_s:
+                self._timer = None
+                self._fail(self._late(writer))
+                return
+        self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
+
+    def _late(self, writer: int) -> WeightSyncError:
+        what = "did not come" if writer in self.absent else "brought nothing more"
+        return WeightSyncError(
+            Reason.PUSH_ABORTED,
+            f"writer {writer} of {self._count} {what} for {self._timeout_s:g} s, so the push was "
+            "dropped for all; see what that process does, and push again",
+            metadata={"writer": str(writer)},
+        )
+
+
+def check_writer(writers: Writers | None, writer: int) -> None:
+    """Refuse the number of a writer that the push has not got.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID.
+    """
+    count = writers.count if writers is not None else 1
+    if writer >= count:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"writer {writer} of a push that has {count}; number them from 0",
+        )

@@ -1,0 +1,305 @@
+"""Several writers bring one version: exactly once each element, or nothing and each is told why."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.server.deltas.pushing import until
+from tests.unit.server.push.boxes import Held, part, push_all, sharded, version
+from tests.unit.server.world import World, content, simple, world
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.boxes import Box
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from tests.unit.server.push.boxes import Writer
+
+
+@pytest.fixture(name="box_world")
+async def _box_world(tmp_path: Path) -> AsyncIterator[World]:
+    async with world(tmp_path, limits={"writer_timeout_s": 0.4}) as made:
+        yield made
+
+
+async def refusals(here: World, writers: Sequence[Writer]) -> list[WeightSyncError]:
+    """Have all of them push; return what each is told, with nothing left of it."""
+    results = await asyncio.gather(*(w.push(here) for w in writers), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, WeightSyncError)]
+    assert len(errors) == len(writers), results
+    # A stream is told at once, while others still work on the memory.
+    await until(lambda: all(slot.state == "free" for slot in here.model.slots.status()))
+    assert here.pushes.status() == []
+    assert here.model.table.list() == []
+    return errors
+
+
+@pytest.mark.parametrize("along", [0, 1, 2])
+@pytest.mark.parametrize("count", [2, 4, 5])
+async def test_a_version_is_the_same_however_it_is_cut(
+    box_world: World, count: int, along: int
+) -> None:
+    shards = version()
+    responses = await push_all(box_world, sharded(shards, count, along=along))
+    assert {response.content_digest for response in responses} == {content(shards)}
+    assert {response.version for response in responses} == {1}
+    assert box_world.read(1) == [shard.data for shard in shards]
+    assert box_world.model.table.get(1).commit.trainer_verified  # type: ignore[union-attr]
+
+
+async def test_it_survives_in_the_store_and_can_be_pushed_again(
+    box_world: World, tmp_path: Path
+) -> None:
+    shards = version()
+    await push_all(box_world, sharded(shards, 3))
+    stored = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert all(shard.data in stored for shard in shards)
+    assert await box_world.push(shards) == 2
+    responses = await push_all(box_world, sharded(version(1), 2, key="run/2"))
+    assert {response.version for response in responses} == {3}
+
+
+async def test_chunks_of_any_size_and_a_cut_are_taken_up(box_world: World) -> None:
+    shards = version(shards=1)
+    writers = sharded(shards, 2, along=1)
+    for writer in writers:
+        writer.held[0].chunk_bytes = 7
+        await writer.begin(box_world)
+    first, second = writers
+    held = second.held[0]
+    await first.stream(box_world)
+    chunks = list(held.chunks())
+    await second.stream(box_world, [*held.shard.layout(), held.boxes(), *chunks[:5]])
+    response = await second.begin(box_world)
+    (progress,) = response.shards
+    assert progress.received_bytes == 35
+    assert progress.size_bytes == sum(len(part.data) for part in held.sent)
+    rest = [held.boxes(), *held.chunks(start=35), held.digests()]
+    await second.stream(box_world, rest)
+    answers = await asyncio.gather(first.commit(box_world), second.commit(box_world))
+    assert [answer.content_digest for answer in answers] == [content(shards)] * 2
+
+
+async def test_replicas_are_compared(box_world: World) -> None:
+    shards = version(shards=1)
+    writers = sharded(shards, 2)
+    number = shards[0].entries.index(next(e for e in shards[0].entries if not e.shape))
+    replica = next(p for p in writers[1].held[0].replicas if p.tensor == number)
+    replica.data = bytes(len(replica.data))
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.DIGEST_MISMATCH
+        assert "writers 0 and 1" in error.message
+        assert shards[0].entries[number].name in error.message
+        assert error.metadata["writer"] == "1"
+
+
+async def test_a_replica_that_nobody_sends_is_refused(box_world: World) -> None:
+    writers = sharded(version(shards=1), 2)
+    held = writers[1].held[0]
+    held.replicas.append(held.sent[0])
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.LAYOUT_INVALID
+        assert "which no lower writer sends" in error.message
+
+
+async def test_a_hole_is_refused(box_world: World) -> None:
+    writers = sharded(version(shards=1), 3)
+    del writers[2].held[0].sent[0]
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.LAYOUT_INVALID
+        assert "writers 0, 1 send" in error.message
+        assert "are in none" in error.message
+
+
+async def test_an_overlap_is_refused(box_world: World) -> None:
+    shards = version(shards=1)
+    writers = sharded(shards, 2)
+    at = next(at for at, entry in enumerate(shards[0].entries) if entry.shape == (12, 8))
+    mine = next(index for index, p in enumerate(writers[1].held[0].sent) if p.tensor == at)
+    writers[1].held[0].sent[mine] = part(shards[0], at, Box((5, 0), (7, 8)))
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.LAYOUT_INVALID
+        assert "[0:6, 0:8] and [5:12, 0:8] overlap" in error.message
+
+
+async def test_two_that_send_the_same_are_named(box_world: World) -> None:
+    shards = version(shards=1)
+    writers = sharded(shards, 2)
+    for replica in writers[1].held[0].replicas:
+        writers[1].held[0].sent.append(replica)
+    writers[1].held[0].replicas.clear()
+    for error in await refusals(box_world, writers):
+        assert "writers 0 and 1 both send" in error.message
+
+
+async def test_bytes_that_are_not_what_the_writer_computed_are_refused(box_world: World) -> None:
+    writers = sharded(version(shards=1), 2, along=1)
+    held = writers[1].held[0]
+    digests = held.digests()
+    held.sent[0].data = bytes(len(held.sent[0].data))
+    held.digests = lambda: digests  # type: ignore[method-assign]
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.DIGEST_MISMATCH
+        assert "from writer 1" in error.message
+
+
+async def test_a_writer_with_another_shape_is_named(box_world: World) -> None:
+    writers = sharded(version(shards=1), 2)
+    other = version(shards=1)[0]
+    entries = list(other.entries)
+    at = next(at for at, entry in enumerate(entries) if entry.shape == (12, 8))
+    entries[at] = replace(entries[at], shape=(8, 12))
+    other.entries = tuple(entries)
+    writers[1].held = [Held(other)]
+    for error in await refusals(box_world, writers):
+        assert error.reason is Reason.LAYOUT_INVALID
+        assert "writer" in error.metadata
+        assert "[8, 12]" in error.message
+        assert "[12, 8]" in error.message
+
+
+async def test_a_writer_of_another_size_is_named(box_world: World) -> None:
+    first, second = sharded(version(shards=1), 2)
+    await first.begin(box_world)
+    with pytest.raises(
+        WeightSyncError, match="writer 1 tells 5 as total_bytes, writer 0"
+    ) as caught:
+        await second.begin(box_world, total_bytes=5)
+    assert caught.value.reason is Reason.LAYOUT_INVALID
+    with pytest.raises(WeightSyncError, match="writer 1 tells 5"):
+        await first.stream(box_world)
+    assert box_world.pushes.status() == []
+
+
+async def test_one_that_never_comes_ends_it_for_all_and_is_told_when_it_comes(
+    box_world: World,
+) -> None:
+    writers = sharded(version(shards=1), 3)
+    for error in await refusals(box_world, writers[:2]):
+        assert error.reason is Reason.PUSH_ABORTED
+        assert "writer 2 of 3 did not come for 0.4 s" in error.message
+    with pytest.raises(WeightSyncError, match="writer 2 of 3 did not come"):
+        await writers[2].push(box_world)
+    # Told once: the next try of all of them is another push.
+    responses = await push_all(box_world, writers)
+    assert {response.version for response in responses} == {1}
+
+
+async def test_one_that_stands_still_ends_it_for_all(box_world: World) -> None:
+    first, second = sharded(version(shards=1), 2)
+    pushing = asyncio.create_task(first.push(box_world))
+    await second.begin(box_world)
+    held = second.held[0]
+    await second.stream(box_world, [*held.shard.layout(), held.boxes()])
+    with pytest.raises(WeightSyncError, match=r"writer 1 of 2 brought nothing more for 0\.4 s"):
+        await pushing
+    assert all(slot.state == "free" for slot in box_world.model.slots.status())
+
+
+async def test_one_that_is_slow_is_waited_for(box_world: World) -> None:
+    first, second = sharded(version(shards=1), 2)
+    pushing = asyncio.create_task(first.push(box_world))
+    await second.begin(box_world)
+    held = second.held[0]
+    held.chunk_bytes = 40
+    messages = [*held.shard.layout(), held.boxes(), *held.chunks(), held.digests()]
+    for at in range(0, len(messages), 2):
+        await asyncio.sleep(0.25)
+        await second.stream(box_world, messages[at : at + 2])
+    assert await second.commit(box_world) == await pushing
+
+
+async def test_one_that_gives_up_says_why_to_the_others(box_world: World) -> None:
+    first, second = sharded(version(shards=1), 2)
+    pushing = asyncio.create_task(first.push(box_world))
+    await second.begin(box_world)
+    await asyncio.sleep(0.05)
+    request = pb.AbortPushRequest(push_id=second.push_id, writer=1, reason="CUDA out of memory")
+    await box_world.pushes.abort(request)
+    with pytest.raises(WeightSyncError, match="writer 1 gave the push up for all: CUDA out of"):
+        await pushing
+
+
+async def test_a_commit_without_all_of_it_says_what_lacks(box_world: World) -> None:
+    first, second = sharded(version(shards=2), 2)
+    await first.begin(box_world)
+    await first.stream(box_world, list(first.held[0].all()))
+    with pytest.raises(WeightSyncError, match="as of shard 1") as caught:
+        await first.commit(box_world)
+    assert caught.value.reason is Reason.PUSH_INCOMPLETE
+    await first.stream(box_world, list(first.held[1].all()))
+    first_answer, _ = await asyncio.gather(first.commit(box_world), second.push(box_world))
+    assert first_answer.version == 1
+
+
+async def test_other_boxes_under_the_same_number_are_refused(box_world: World) -> None:
+    shards = version(shards=1)
+    (first, _), (other, _) = sharded(shards, 2), sharded(shards, 2, along=1)
+    await first.begin(box_world)
+    await first.stream(box_world)
+    await other.begin(box_world)
+    with pytest.raises(WeightSyncError, match="writer 0 declared other boxes of shard 0 before"):
+        await other.stream(box_world)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"writer": 2}, "number them from 0"),
+        ({"idempotency_key": ""}, "idempotency_key"),
+        ({"total_bytes": 0}, "total_bytes"),
+        ({"shard_count": 0}, "shard_count"),
+        ({"writers": 2000}, "at most 1024"),
+        ({"kind": pb.PUSH_KIND_DELTA, "base_content_digest": "0" * 32}, "in full"),
+    ],
+)
+async def test_begins_that_cannot_be_are_refused(
+    box_world: World, fields: dict[str, object], word: str
+) -> None:
+    writer, _ = sharded(version(shards=1), 2)
+    with pytest.raises(WeightSyncError, match=word) as caught:
+        await writer.begin(box_world, **fields)
+    assert caught.value.reason is Reason.REQUEST_INVALID
+    assert box_world.pushes.status() == []
+
+
+async def test_bytes_before_boxes_and_boxes_before_the_layout_are_refused(
+    box_world: World,
+) -> None:
+    writer, _ = sharded(version(shards=1), 2)
+    held = writer.held[0]
+    await writer.begin(box_world)
+    with pytest.raises(WeightSyncError, match="before the last part of its layout"):
+        await writer.stream(box_world, [held.boxes()])
+    with pytest.raises(WeightSyncError, match="before the last part of writer 0's boxes"):
+        await writer.stream(box_world, [*held.shard.layout(), *held.chunks()])
+
+
+@pytest.mark.parametrize(
+    ("box", "word"),
+    [
+        (pb.Box(tensor=99, offsets=[0], sizes=[1]), "which has 5 tensors"),
+        (pb.Box(tensor=0, offsets=[0], sizes=[1] * 9), "whose shape is"),
+        (pb.Box(tensor=0, offsets=[1 << 63] * 3, sizes=[1 << 63] * 3), "whose shape is"),
+    ],
+)
+async def test_boxes_outside_are_refused(box_world: World, box: pb.Box, word: str) -> None:
+    writer, _ = sharded(version(shards=1), 2)
+    await writer.begin(box_world)
+    bad = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, sent=[box], last=True))
+    with pytest.raises(WeightSyncError, match=word):
+        await writer.stream(box_world, [*writer.held[0].shard.layout(), bad])
+
+
+async def test_boxes_in_a_push_of_one_are_refused(box_world: World) -> None:
+    shards = simple()
+    response = await box_world.pushes.begin(pb.BeginPushRequest(model="m"), None)
+    boxes = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, last=True))
+    with pytest.raises(WeightSyncError, match="begin it with writers"):
+        await box_world.join(response.push_id, [*shards[0].layout(), boxes])
