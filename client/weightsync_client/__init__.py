@@ -30,6 +30,7 @@ from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, R
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.push_reasons import Fallback, Streamed, Way
+from weightsync_client.source.sharded_tensors import ShardedTensor
 from weightsync_client.source.source import PushSource
 from weightsync_client.types import (
     ApplyOutcome,
@@ -112,6 +113,7 @@ __all__ = [
     "Retry",
     "RollbackReport",
     "Serving",
+    "ShardedTensor",
     "SlotStatus",
     "Status",
     "Streamed",

@@ -44,6 +44,7 @@ from weightsync_client.rpc import calls, convert
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, call_again
 from weightsync_client.source.source import PushSource, make_source
+from weightsync_client.source.source_writer import source_writer
 
 __all__ = ["Client", "default_holder"]
 
@@ -180,7 +181,13 @@ class Client:
     ) -> PushPolicy:
         shard_bytes = options.get("shard_bytes", SHARD_BYTES)
         collective = bool(options.get("collective"))
-        made = make_source(source, shard_bytes, self._history.layouts, collective=collective)
+        made = make_source(
+            source,
+            shard_bytes,
+            self._history.layouts,
+            collective=collective,
+            writer=lambda: source_writer(options),
+        )
         facts = options, self._retry, self._history, on_source_free
         try:
             return PushPolicy(self._link, self._invoke, self.model, made, *facts)

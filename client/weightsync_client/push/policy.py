@@ -78,6 +78,16 @@ def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
         yield tensors.pop()
 
 
+def _check_writer(options: PushOptions) -> None:
+    """Refuse what several processes cannot do together."""
+    if options.get("partial") or options.get("delta") == "require":
+        raise refuse(
+            Reason.NOT_SUPPORTED,
+            "tensors that several processes hold in part are pushed in full; leave partial and "
+            "delta='require' out",
+        )
+
+
 class PushPolicy:
     """One push; `run` is called once.
 
@@ -109,6 +119,8 @@ class PushPolicy:
         allowed = ("auto", "never", "require")
         self._wanted = _choice("delta", options.get("delta", "auto"), allowed)
         check_part(options)
+        if source.writer is not None:
+            _check_writer(options)
         allowed = ("auto", "always", "never")
         self._compress = _choice("compress", options.get("compress", "auto"), allowed)
         _choice("same_host", options.get("same_host", "auto"), ("auto", "write", "never"))
@@ -122,7 +134,8 @@ class PushPolicy:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: PushSession | None = None
-        self._ticket = history.snapshot.line_up() if self._wanted != "never" else None
+        deltas = self._wanted != "never" and source.writer is None
+        self._ticket = history.snapshot.line_up() if deltas else None
         #: What a try as a delta has used up of an iterable.
         self._read: dict[str, SnapshotTensor] = {}
         self._before: list[SourceTensor] = []
@@ -363,7 +376,8 @@ class PushPolicy:
     ) -> PushSession:
         same_host = why_streamed(self._link.address, source, self._options) is None
         request = self._template.request(source, reason, same_host=same_host)
-        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop)
+        number = source.writer.number if source.writer else 0
+        calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop, number)
         facts = self._link, calls, request, source, self._options, self._release, sink
         with self._lock:
             self._push = PushSession(*facts)

@@ -67,14 +67,14 @@ class RequestTemplate:
             reason: Why that is all in place of a delta; empty: it needs none.
             same_host: Whether the server's memory is asked for.
         """
-        layout, delta = source.layout, source.delta
+        layout, delta, writer = source.layout, source.delta, source.writer
         return pb.BeginPushRequest(
             model=self.model,
             version=self.version,
             epoch=self.epoch,
             kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
             base_content_digest=delta.base_content_digest if delta else "",
-            idempotency_key=self.key or uuid.uuid4().hex,
+            idempotency_key=writer.key if writer else self.key or uuid.uuid4().hex,
             layout_digest=layout.digest if layout else "",
             total_bytes=layout.size if layout else 0,
             shard_count=len(layout.shards) if layout else 0,
@@ -82,4 +82,6 @@ class RequestTemplate:
             stream=None if same_host else pb.StreamSource(),
             same_host=pb.SameHostSource() if same_host else None,
             fallback_reason=reason,
+            writers=writer.count if writer else 0,
+            writer=writer.number if writer else 0,
         )

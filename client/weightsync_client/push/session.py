@@ -86,7 +86,7 @@ class PushSession:
         self._key = options.get("idempotency_key")
         self._chunk_bytes = options.get("chunk_bytes", CHUNK_BYTES)
         self._release = release
-        self._counter = ByteCounter(options.get("on_progress"), request.total_bytes)
+        self._counter = ByteCounter(options.get("on_progress"), source.size)
         facts = link, calls, source, options, sink
         self._chain = TransportChain(*facts, self._counter.add, release)
         self._transports: Sequence[Transport] = ()
@@ -132,6 +132,9 @@ class PushSession:
 
     def _may_restart(self, error: ClientError) -> bool:
         # Never from a source that was declared free: it may hold other weights by now.
+        if self._source.writer is not None:
+            # The others have been told that it failed.
+            return False
         again = self._source.again and (self._source.delta is not None or not self._release.done)
         return again and error.reason in _FORGOTTEN and not self._calls.stop.is_set()
 
@@ -161,7 +164,8 @@ class PushSession:
         else:
             self._chunk_bytes = min(self._chunk_bytes, reply.max_chunk_bytes or self._chunk_bytes)
             started = time.monotonic()
-            self._send_all(OpenedPush.from_reply(reply, self._chunk_bytes))
+            number = self._request.writer
+            self._send_all(OpenedPush.from_reply(reply, self._chunk_bytes, number))
             self.sending_s = time.monotonic() - started
         self._release()
         return reply.committed if self.joined else self._commit()
@@ -187,6 +191,13 @@ class PushSession:
         The source is read and digested for it. An iterable may be used up: whatever comes out,
         nothing is sent of it any more.
         """
+        if self._source.writer is not None:
+            raise refuse(
+                Reason.VERSION_CONFLICT,
+                f"all of this step has been pushed before, as version {committed.version}; push "
+                "each step once, and give each run a key of its own",
+                version=str(committed.version),
+            )
         if not self._key:
             return  # Made for this push, so it is ours.
         done: list[ShardDigests] = []
@@ -233,10 +244,11 @@ class PushSession:
         done = self.sent.shards.values()
         if not done:
             raise refuse(Reason.LAYOUT_INVALID, "the source gave no tensor; push at least one")
-        digest = self._content_digest(done)
+        # Of several processes none knows it.
+        digest = self._content_digest(done) if self._source.writer is None else ""
         self._commit_asked = True
         reply = self._calls.commit(self._push_id, digest, len(done))
-        if reply.content_digest != digest:
+        if digest and reply.content_digest != digest:
             raise refuse(
                 Reason.DATA_CORRUPT,
                 f"the server committed content {reply.content_digest}, but {digest} was sent; "
@@ -264,11 +276,11 @@ class PushSession:
         lost = isinstance(error, (UnavailableError, DeadlineError)) or (
             isinstance(error, AbortedError) and error.reason is Reason.CANCELLED
         )
-        if lost and (self._commit_asked or self._key):
+        if lost and self._source.writer is None and (self._commit_asked or self._key):
             return  # It may be committed, or be taken up again under its key.
         if not self._push_id:
             return
-        kept = self._calls.abort(self._push_id)
+        kept = self._calls.abort(self._push_id, str(error))
         if kept is None:
             self.state = "the push was dropped, and no version was made"
         elif kept.reason is Reason.VERSION_IN_USE:

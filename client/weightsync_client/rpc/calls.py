@@ -44,6 +44,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: Characters of what a writer tells the others.
+_MOST_REASON = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
@@ -118,23 +121,27 @@ def begin_push(request: pb.BeginPushRequest, timeouts: Timeouts) -> Call[pb.Begi
 
 
 def commit_push(
-    push_id: str, content_digest: str, shard_count: int, timeouts: Timeouts
+    push_id: str, content_digest: str, shard_count: int, timeouts: Timeouts, writer: int = 0
 ) -> Call[pb.CommitPushResponse]:
     """Commit a push."""
     request = pb.CommitPushRequest(
-        push_id=push_id, content_digest=content_digest, shard_count=shard_count
+        push_id=push_id, content_digest=content_digest, shard_count=shard_count, writer=writer
     )
     return Call("CommitPush", request, timeouts.commit_s, _ident)
 
 
-def abort_push(push_id: str, timeouts: Timeouts) -> Call[None]:
-    """Drop a push."""
-    return Call("AbortPush", pb.AbortPushRequest(push_id=push_id), timeouts.call_s, _nothing)
+def abort_push(
+    push_id: str, timeouts: Timeouts, *, reason: str = "", writer: int = 0
+) -> Call[None]:
+    """Drop a push; of several writers, this one tells the others why."""
+    request = pb.AbortPushRequest(push_id=push_id, reason=reason[:_MOST_REASON], writer=writer)
+    return Call("AbortPush", request, timeouts.call_s, _nothing)
 
 
-def get_push(push_id: str, timeouts: Timeouts) -> Call[pb.GetPushResponse]:
-    """Ask how far a push has come."""
-    return Call("GetPush", pb.GetPushRequest(push_id=push_id), timeouts.call_s, _ident)
+def get_push(push_id: str, timeouts: Timeouts, writer: int = 0) -> Call[pb.GetPushResponse]:
+    """Ask how far a push has come; of several writers, how far this one has."""
+    request = pb.GetPushRequest(push_id=push_id, writer=writer)
+    return Call("GetPush", request, timeouts.call_s, _ident)
 
 
 def apply_version(

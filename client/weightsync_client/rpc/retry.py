@@ -139,13 +139,22 @@ class RetryingCalls:
         invoke: Sends unary calls.
         retry: How often, and how long to wait between.
         stop: Ends the waiting.
+        writer: Which of several processes that push this is.
 
     Attributes:
         retry: As given.
         stop: As given.
     """
 
-    def __init__(self, link: Link, invoke: Invoke, retry: Retry, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        link: Link,
+        invoke: Invoke,
+        retry: Retry,
+        stop: threading.Event,
+        writer: int = 0,
+    ) -> None:
+        self._writer = writer
         self._timeouts = link.timeouts
         self._invoke = invoke
         self.retry = retry
@@ -183,15 +192,16 @@ class RetryingCalls:
             push_id: Its name.
             stop: Ends the waiting in place of that of all calls.
         """
-        return self._persist(calls.get_push(push_id, self._timeouts), stop)
+        return self._persist(calls.get_push(push_id, self._timeouts, self._writer), stop)
 
     def commit(self, push_id: str, digest: str, shards: int) -> pb.CommitPushResponse:
         """Commit a push."""
-        return self._persist(calls.commit_push(push_id, digest, shards, self._timeouts))
+        call = calls.commit_push(push_id, digest, shards, self._timeouts, self._writer)
+        return self._persist(call)
 
-    def abort(self, push_id: str) -> ClientError | None:
+    def abort(self, push_id: str, reason: str = "") -> ClientError | None:
         """Try for a few seconds to drop a push; return why it may still be there."""
-        call = calls.abort_push(push_id, self._timeouts)
+        call = calls.abort_push(push_id, self._timeouts, reason=reason, writer=self._writer)
         try:
             self._invoke(replace(call, timeout_s=_ABORT_S))
         except ClientError as error:

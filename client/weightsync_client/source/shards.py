@@ -26,6 +26,7 @@ __all__ = [
     "Part",
     "Shard",
     "ShardReader",
+    "TensorReader",
     "blob_shard",
     "cut",
     "file_header",
@@ -84,6 +85,11 @@ class _Described:
     index: int
     entry: ShardEntry
     tensors: tuple[TensorEntry, ...]
+
+    @property
+    def data_start(self) -> int:
+        """Offset of the first tensor's bytes."""
+        return self.entry.data_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,15 @@ def file_shard(path: Path, index: int) -> Shard:
     return Shard(index, entry, tensors, lambda _: _FileReader(path, size))
 
 
-class _TensorReader:
+class TensorReader:
+    """Reads tensors that are packed one after the other.
+
+    Args:
+        header: The bytes before theirs.
+        tensors: They.
+        scratch: Host memory for those on a device.
+    """
+
     # Reads go forward, so only the tensor read last is kept open: a copy that a strided tensor
     # needs lives no longer than that tensor's turn.
     def __init__(self, header: bytes, tensors: Sequence[SourceTensor], scratch: Scratch) -> None:
@@ -231,6 +245,7 @@ class _TensorReader:
         self._open: tuple[int, Read] | None = None
 
     def read(self, begin: int, end: int) -> list[Part]:
+        """See `ShardReader`."""
         parts: list[Part] = []
         if begin < len(self._header):
             parts.append(self._header[begin:end])
@@ -250,6 +265,7 @@ class _TensorReader:
         return self._open[1]
 
     def close(self) -> None:
+        """See `ShardReader`."""
         self._open = None
 
 
@@ -270,7 +286,7 @@ class Frame(_Described):
             self.index,
             self.entry,
             self.tensors,
-            lambda scratch: _TensorReader(header, sources, scratch),
+            lambda scratch: TensorReader(header, sources, scratch),
         )
 
 
@@ -323,7 +339,7 @@ def pieces(shard: Shard, size: int, *, apart: bool) -> Iterator[tuple[int, int]]
         size: Bytes.
         apart: None reaches into two tensors.
     """
-    begin, data = 0, shard.entry.data_start
+    begin, data = 0, shard.data_start
     ends = [data, *(data + tensor.end for tensor in shard.tensors), shard.entry.size]
     for start, end in itertools.pairwise([0, *ends]):
         if begin < start and (apart or end - begin > size):

@@ -18,16 +18,21 @@ from weightsync.model.manifest import Layout
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.box_files import assembled
+from weightsync_client.source.box_shards import box_shards
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
+from weightsync_client.source.sharded_tensors import box_source, is_sharded
 from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
 from weightsync_client.source.weight_sources import check_whole, is_weight_source
 
 if TYPE_CHECKING:
     import torch
+
+    from weightsync_client.source.sharded_tensors import BoxSource
+    from weightsync_client.source.source_writer import SourceWriter
 
 __all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
 
@@ -135,6 +140,7 @@ class Source:
         tensors: The tensors, where each can be read by itself and again.
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
+        writer: Which of several processes this is, each of which pushes a part.
         ready: Waits until the tensors hold what they held for whoever made this.
         release: Undoes what was done to the caller's module for this, or reads an iterable to its
             end for other ranks; called when nothing is read of the tensors any more, from any
@@ -146,6 +152,7 @@ class Source:
     tensors: tuple[SourceTensor, ...] = ()
     flow: Flow | None = None
     delta: DeltaSource | None = None
+    writer: SourceWriter | None = None
     ready: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
 
@@ -155,11 +162,18 @@ class Source:
         return not isinstance(self.shards, Iterator)
 
     @property
+    def size(self) -> int:
+        """Bytes that are sent; 0: not known."""
+        if self.writer is not None:
+            return sum(shard.entry.size for shard in self.shards)
+        return self.layout.size if self.layout is not None else 0
+
+    @property
     def sizes(self) -> Mapping[int, int] | None:
         """Bytes of every shard that exists by now, by index; None where that is never known."""
         if self.delta is not None:
             return self.delta.sizes
-        if self.layout is None:
+        if self.layout is None or self.writer is not None:
             return None
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
@@ -170,6 +184,7 @@ def make_source(
     layouts: LayoutCache | None = None,
     *,
     collective: bool = False,
+    writer: Callable[[], SourceWriter] | None = None,
 ) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
@@ -181,6 +196,8 @@ def make_source(
         shard_bytes: Most bytes of tensors in a shard that holds more than one.
         layouts: Knows how the tensors of the last push lay.
         collective: An iterable is read to its end in any case; see `PushOptions`.
+        writer: Tells which of several processes this is, where tensors are held in part; None: they
+            cannot be pushed so.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
@@ -195,12 +212,13 @@ def make_source(
     if isinstance(source, (str, os.PathLike)):
         return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
     if is_module(source):
-        return _of_module(cast("torch.nn.Module", source), shard_bytes, layouts or LayoutCache())
+        module = cast("torch.nn.Module", source)
+        return _of_module(module, shard_bytes, layouts or LayoutCache(), writer)
     if isinstance(source, Mapping):
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
         # These hold all of their tensors; what else can be iterated may make them one by one.
-        return _of_pairs(source, shard_bytes, layouts or LayoutCache())
+        return _of_pairs(source, shard_bytes, layouts or LayoutCache(), writer)
     if isinstance(source, Iterable):
         if is_weight_source(source):
             check_whole(source)
@@ -216,23 +234,66 @@ def make_source(
     )
 
 
-def _of_module(module: torch.nn.Module, shard_bytes: int, layouts: LayoutCache) -> Source:
+def _of_module(
+    module: torch.nn.Module,
+    shard_bytes: int,
+    layouts: LayoutCache,
+    writer: Callable[[], SourceWriter] | None,
+) -> Source:
     if not has_adapters(module):
-        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts)
+        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts, writer)
     tensors, release = merged_tensors(module)
     try:
-        return replace(_of_pairs(tensors.items(), shard_bytes, layouts), release=release)
+        return replace(_of_pairs(tensors.items(), shard_bytes, layouts, writer), release=release)
     except BaseException:
         release()
         raise
 
 
-def _of_pairs(pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache) -> Source:
+def _of_pairs(
+    pairs: Iterable[object],
+    shard_bytes: int,
+    layouts: LayoutCache,
+    writer: Callable[[], SourceWriter] | None = None,
+) -> Source:
+    pairs = list(pairs)
+    if writer is not None and any(map(_is_part, pairs)):
+        return _of_boxes(pairs, shard_bytes, layouts, writer())
     tensors = [_wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:
         _note_name(tensor.name, seen)
     return _of_tensors(tensors, shard_bytes, layouts)
+
+
+def _is_part(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and is_sharded(pair[1])
+
+
+def _of_boxes(
+    pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache, writer: SourceWriter
+) -> Source:
+    sources = [box_source(*_pair(pair), writer.number) for pair in pairs]
+    seen: set[str] = set()
+    for source in sources:
+        _note_name(source.whole.name, seen)
+    held = [tensor for source in sources for _, tensor in source.boxes]
+    if writer.count == 1:
+        _check_held_whole(sources)
+        return _of_tensors(held, shard_bytes, layouts)
+    shards, layout = layouts.shards_of([source.whole for source in sources], shard_bytes)
+    made = box_shards(shards, sources)
+    return Source(made, layout, writer=writer, ready=queued_work(held))
+
+
+def _check_held_whole(sources: Sequence[BoxSource]) -> None:
+    for source in sources:
+        if [box.sizes for box, _ in source.boxes] != [source.whole.shape]:
+            raise refuse(
+                Reason.LAYOUT_INVALID,
+                f"tensor {source.whole.name!r} is held in part, and this is the only process that "
+                "pushes; give writers= and have all of them push",
+            )
 
 
 def _of_tensors(tensors: Sequence[SourceTensor], shard_bytes: int, layouts: LayoutCache) -> Source:
@@ -259,9 +320,13 @@ def _of_files(path: Path, shard_bytes: int, layouts: LayoutCache) -> Source:
 
 
 def _wrap_pair(pair: object) -> SourceTensor:
+    return wrap(*_pair(pair))
+
+
+def _pair(pair: object) -> tuple[str, object]:
     match pair:
         case (str() as name, value):
-            return wrap(name, value)
+            return name, value
         case (name, _):
             raise refuse(
                 Reason.REQUEST_INVALID,

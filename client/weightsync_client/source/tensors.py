@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["Read", "Scratch", "SourceTensor", "queued_work", "settle", "wrap"]
+__all__ = ["Read", "Scratch", "SourceTensor", "dtype_name", "queued_work", "settle", "wrap"]
 
 #: Bytes that are copied at a time.
 _BLOCK_BYTES = 16 << 20
@@ -188,7 +188,16 @@ def _wrap_plain(name: str, dtype: str, shape: Any, data: Any) -> SourceTensor:
     return tensor
 
 
-def _dtype(name: str, dtype: str) -> str:
+def dtype_name(name: str, dtype: str) -> str:
+    """Return what safetensors calls a dtype of PyTorch or NumPy.
+
+    Args:
+        name: Of the tensor.
+        dtype: As its library calls it, without a module.
+
+    Raises:
+        InvalidError: safetensors has no such dtype.
+    """
     try:
         return _DTYPES[dtype]
     except KeyError:
@@ -211,7 +220,7 @@ def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _wrap_numpy(name: str, array: np.ndarray[Any, Any]) -> SourceTensor:
-    dtype = _dtype(name, _native_name(array.dtype))
+    dtype = dtype_name(name, _native_name(array.dtype))
 
     def open_array(_: Scratch) -> Read:
         import numpy as np
@@ -229,7 +238,7 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
 
     problem = ""
     if hasattr(tensor, "full_tensor"):
-        problem = "is sharded over ranks; push the result of its full_tensor()"
+        problem = "is sharded over ranks, and one that comes alone is not; push all in a dict"
     elif tensor.layout != torch.strided:
         problem = f"has the layout {tensor.layout}; push its to_dense()"
     elif tensor.is_quantized:
@@ -238,7 +247,7 @@ def _wrap_torch(name: str, tensor: torch.Tensor) -> SourceTensor:
         problem = "is on the meta device and has no bytes; load it first"
     if problem:
         raise refuse(Reason.REQUEST_INVALID, f"tensor {name!r} {problem}")
-    dtype = _dtype(name, str(tensor.dtype).removeprefix("torch."))
+    dtype = dtype_name(name, str(tensor.dtype).removeprefix("torch."))
     shape = tuple(tensor.shape)
     if dtype == "F4":
         # PyTorch counts pairs, safetensors elements.

@@ -54,7 +54,7 @@ class ShardDigester:
         self._target = target
         self._names = [tensor.name for tensor in shard.tensors] if keep else []
         self._keep = keep
-        start = shard.entry.data_start
+        start = shard.data_start
         self._bounds = [start + tensor.begin for tensor in shard.tensors]
         self._bounds.append(start + (shard.tensors[-1].end if shard.tensors else 0))
         self._count = len(shard.tensors)

@@ -13,6 +13,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_client.errors import AbortedError, ClientError, cancelled_error, passing
 from weightsync_client.rpc.channels import Link
 from weightsync_client.rpc.retry import Backoff, RetryingCalls
+from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.shards import Keep, Shard
 from weightsync_client.source.source import Source
 from weightsync_client.transport import messages
@@ -143,6 +144,11 @@ class GrpcTransport:
         for lane in self._lanes:
             lane.cancel()
 
+    @property
+    def _name(self) -> tuple[str, int]:
+        """Of the push, and of this process in it."""
+        return self._opened.push_id, self._opened.writer
+
     # One lane.
 
     def _serve(self, lane: StreamConnection) -> None:
@@ -166,7 +172,7 @@ class GrpcTransport:
         """Wait for the next shard on a stream that tells the server that there will be one."""
         found: list[ShardJob | None] = []
         while not found and not self._stop.is_set():
-            error = lane.carry(self._jobs.heartbeats(self._opened.push_id, found))
+            error = lane.carry(self._jobs.heartbeats(*self._name, found))
             if error is not None and not _resumable(error):
                 raise error
             if error is not None and not found:
@@ -194,7 +200,7 @@ class GrpcTransport:
     def _messages(
         self, lane: StreamConnection, pending: list[ShardJob]
     ) -> Generator[messages.Message, None, None]:
-        yield messages.join_message(self._opened.push_id)
+        yield messages.join_message(*self._name)
         for job in list(pending):
             yield from self._job_messages(lane, job)
         # A source that can be read again needs no acknowledgement before the next shard.
@@ -203,18 +209,26 @@ class GrpcTransport:
             yield from self._job_messages(lane, next_job)
 
     def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
-        if not job.layout_known:
-            yield from messages.layout_messages(job.shard)
-        with contextlib.closing(job.shard.open(lane.scratch)) as reader:
+        shard = job.shard
+        if isinstance(shard, BoxShard):
+            if not job.layout_known:
+                yield from messages.layout_messages(shard.whole)
+            yield from messages.box_messages(shard)
+        elif not job.layout_known:
+            yield from messages.layout_messages(shard)
+        with contextlib.closing(shard.open(lane.scratch)) as reader:
             yield from messages.shard_bytes(
-                job.shard,
+                shard,
                 reader,
                 job.digester,
                 job.offset,
                 self._opened.chunk_bytes,
                 self._on_bytes,
             )
-        yield from messages.digest_messages(job.shard, job.digester.digests)
+        digests = job.digester.digests
+        if isinstance(shard, BoxShard):
+            digests = digests + shard.other_digests()
+        yield from messages.digest_messages(shard, digests)
 
     def _finish(self, pending: list[ShardJob]) -> None:
         with self._lock:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.shards import Part, Shard, ShardReader
 from weightsync_client.transport.digester import ShardDigester
 
 __all__ = [
     "Message",
+    "box_messages",
     "digest_messages",
     "encode_chunk",
     "heartbeat_message",
@@ -25,11 +27,13 @@ Message = pb.PushWeightsRequest | bytes
 # Both well below the 1 MiB that the contract allows a message.
 _LAYOUT_BYTES = 256 << 10
 _DIGESTS = 16_384
+# Of a box with 32 dimensions at most 650 bytes.
+_BOXES = 1024
 
 
-def join_message(push_id: str) -> pb.PushWeightsRequest:
-    """Return the first message of a stream."""
-    return pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id))
+def join_message(push_id: str, writer: int = 0) -> pb.PushWeightsRequest:
+    """Return the first message of a stream, of one of several writers."""
+    return pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id, writer=writer))
 
 
 def heartbeat_message() -> pb.PushWeightsRequest:
@@ -63,6 +67,21 @@ def layout_messages(shard: Shard) -> Iterator[pb.PushWeightsRequest]:
             )
             size += 4 * len(tensor.name) + 64 + 10 * len(tensor.shape)
         part.last = last
+        yield request
+
+
+def box_messages(shard: BoxShard) -> Iterator[pb.PushWeightsRequest]:
+    """Yield what a process declares of a shard, in parts of bounded size."""
+    held = [(True, box) for box in shard.sent] + [(False, box) for box in shard.replicas]
+    for first in range(0, max(len(held), 1), _BOXES):
+        request = pb.PushWeightsRequest()
+        part = request.boxes
+        part.shard = shard.index
+        for sent, one in held[first : first + _BOXES]:
+            (part.sent if sent else part.replicas).add(
+                tensor=one.tensor, offsets=one.box.offsets, sizes=one.box.sizes
+            )
+        part.last = first + _BOXES >= len(held)
         yield request
 
 

@@ -38,6 +38,7 @@ class OpenedPush(NamedTuple):
         progress: What the server has of each shard, by index.
         endpoints: Data ports to use, as the server names them; none: its own address.
         offer: Of the server's memory, to a process on the same host; None: there is none.
+        writer: Which of several processes this is.
     """
 
     push_id: str
@@ -46,10 +47,13 @@ class OpenedPush(NamedTuple):
     progress: Mapping[int, pb.ShardProgress]
     endpoints: tuple[str, ...] = ()
     offer: pb.SameHostOffer | None = None
+    writer: int = 0
 
     @classmethod
-    def from_reply(cls, reply: pb.BeginPushResponse, chunk_bytes: int) -> OpenedPush:
-        """Return what BeginPush answered; `chunk_bytes` as above."""
+    def from_reply(
+        cls, reply: pb.BeginPushResponse, chunk_bytes: int, writer: int = 0
+    ) -> OpenedPush:
+        """Return what BeginPush answered; the others as above."""
         return cls(
             reply.push_id,
             chunk_bytes,
@@ -57,6 +61,7 @@ class OpenedPush(NamedTuple):
             {progress.shard: progress for progress in reply.shards},
             tuple(reply.data_endpoints),
             reply.same_host_offer if reply.HasField("same_host_offer") else None,
+            writer,
         )
 
 

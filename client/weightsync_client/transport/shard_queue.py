@@ -61,10 +61,10 @@ class Jobs(queue.SimpleQueue[ShardJob | None]):
         return None
 
     def heartbeats(
-        self, push_id: str, found: list[ShardJob | None]
+        self, push_id: str, writer: int, found: list[ShardJob | None]
     ) -> Generator[Message, None, None]:
         """Yield the messages of a stream that stays open until there is something to `found`."""
-        yield join_message(push_id)
+        yield join_message(push_id, writer)
         while not found:
             yield heartbeat_message()
             with contextlib.suppress(queue.Empty):

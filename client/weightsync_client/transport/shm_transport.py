@@ -35,6 +35,8 @@ def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed
         return Streamed.OFF
     if not is_private(address):
         return Streamed.OTHER_HOST
+    if source.writer is not None:
+        return Streamed.WRITERS
     if source.delta is not None:
         return Streamed.DELTA
     return Streamed.ITERABLE if source.layout is None else None

@@ -32,15 +32,14 @@ def check_cover(tensors: Sequence[TensorEntry], uploads: Collection[BoxUpload]) 
     ordered = sorted(uploads, key=lambda upload: upload.writer)
     for upload in ordered:
         for one in upload.sent:
-            if one.box.elements or not boxes[one.tensor]:
+            if one not in senders:
                 boxes[one.tensor].append(one.box)
-            other = senders.setdefault(one, upload.writer)
-            if other != upload.writer and one.box.elements:
+            elif senders[one] == upload.writer and one.box.elements:
                 raise _refused(
-                    f"writers {other} and {upload.writer} both send {_named(tensors, one)}; the "
-                    "lowest that holds it sends it, the others its digest",
-                    upload.writer,
+                    f"writer {upload.writer} sends {_named(tensors, one)} twice", upload.writer
                 )
+            # One that others send as well is a replica that knows it not.
+            senders.setdefault(one, upload.writer)
     for position, tensor in enumerate(tensors):
         if problem := problem_of(tensor.shape, boxes[position]):
             holders = sorted(
@@ -77,19 +76,22 @@ def check_boxes(
     Raises:
         WeightSyncError: DIGEST_MISMATCH, naming the writers.
     """
-    senders = {one: upload.writer for upload in uploads for one in upload.sent}
+    first: dict[TensorBox, tuple[int, bytes | None]] = {}
     for upload in sorted(uploads, key=lambda upload: upload.writer):
         declared = upload.sent + upload.replicas
-        for at, (one, given) in enumerate(zip(declared, upload.given, strict=True)):
-            if not one.box.elements or given == found[one]:
+        for one, given in zip(declared, upload.given, strict=True):
+            if not one.box.elements:
                 continue
+            other, theirs = first.setdefault(one, (upload.writer, given))
             what = f"the bytes of {_named(tensors, one)}"
-            if at < len(upload.sent):
+            if given != theirs:
+                problem = f"writers {other} and {upload.writer} are to hold the same, but {what} "
+                problem += "differ"
+            elif given != found[one]:
                 problem = f"{what} arrived from writer {upload.writer} with another digest than it "
                 problem += "computed"
             else:
-                problem = f"writers {senders[one]} and {upload.writer} are to hold the same, but "
-                problem += f"{what} differ"
+                continue
             raise WeightSyncError(
                 Reason.DIGEST_MISMATCH,
                 f"{problem}; push the version again",

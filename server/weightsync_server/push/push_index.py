@@ -64,7 +64,8 @@ class PushIndex:
 
     def failed_with(self, key: str, writer: int) -> Push | None:
         """Return the last push of a key, where it failed before one of its writers came; once."""
-        for push in reversed(self._ended.values()):
+        # One that has failed is still open until it has freed everything.
+        for push in [*reversed(self.open.values()), *reversed(self._ended.values())]:
             state = push.state
             if state.request.idempotency_key != key:
                 continue

@@ -128,14 +128,33 @@ async def test_an_overlap_is_refused(box_world: World) -> None:
         assert "[0:6, 0:8] and [5:12, 0:8] overlap" in error.message
 
 
-async def test_two_that_send_the_same_are_named(box_world: World) -> None:
+async def test_two_that_send_the_same_are_compared(box_world: World) -> None:
     shards = version(shards=1)
     writers = sharded(shards, 2)
-    for replica in writers[1].held[0].replicas:
-        writers[1].held[0].sent.append(replica)
-    writers[1].held[0].replicas.clear()
+    held = writers[1].held[0]
+    held.sent += held.replicas
+    held.replicas.clear()
+    responses = await push_all(box_world, writers)
+    assert {response.content_digest for response in responses} == {content(shards)}
+    writers = sharded(shards, 2, key="run/2")
+    held = writers[1].held[0]
+    held.sent += held.replicas
+    held.replicas.clear()
+    held.sent[-1].data = bytes(len(held.sent[-1].data))
+    for error in await asyncio.gather(
+        *(writer.push(box_world) for writer in writers), return_exceptions=True
+    ):
+        assert isinstance(error, WeightSyncError)
+        assert "writers 0 and 1 are to hold the same" in error.message
+
+
+async def test_one_that_sends_a_box_twice_is_refused(box_world: World) -> None:
+    writers = sharded(version(shards=1), 2)
+    writers[1].held[0].sent.append(writers[1].held[0].sent[0])
     for error in await refusals(box_world, writers):
-        assert "writers 0 and 1 both send" in error.message
+        assert error.reason is Reason.LAYOUT_INVALID
+        assert "writer 1 sends" in error.message
+        assert "twice" in error.message
 
 
 async def test_bytes_that_are_not_what_the_writer_computed_are_refused(box_world: World) -> None:

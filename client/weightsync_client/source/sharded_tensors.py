@@ -1,0 +1,182 @@
+"""Tensors of which a process holds boxes: PyTorch's DTensors, and those that a caller describes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from weightsync.errors import Reason
+from weightsync.model.boxes import Box
+from weightsync.model.dtypes import DTYPE_BITS
+from weightsync_client.errors import refuse
+from weightsync_client.source.tensors import SourceTensor, dtype_name, wrap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["BoxSource", "ShardedTensor", "box_source", "is_sharded"]
+
+
+class ShardedTensor(NamedTuple):
+    """What one of several processes holds of a tensor, for frameworks without DTensors.
+
+    Attributes:
+        shape: Of the whole tensor, in elements.
+        dtype: Its safetensors dtype name, such as "BF16".
+        boxes: Offsets in the whole tensor, in elements, and the local tensor that begins there.
+            Each element of the whole is in one box of one process; none: it holds nothing of it.
+        replica: A lower writer holds the same boxes: it sends their bytes, this one digests, which
+            are compared.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: Sequence[tuple[tuple[int, ...], Any]] = ()
+    replica: bool = False
+
+
+class BoxSource(NamedTuple):
+    """A tensor, and what is pushed of it by this process.
+
+    Attributes:
+        whole: Name, dtype and shape of all of it; it has no bytes.
+        boxes: Where in it they begin and end, and their bytes.
+        replica: A lower writer sends the same boxes.
+    """
+
+    whole: SourceTensor
+    boxes: tuple[tuple[Box, SourceTensor], ...]
+    replica: bool
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a process holds a tensor in part, or tells that it may."""
+    return isinstance(value, ShardedTensor) or _is_dtensor(value)
+
+
+def box_source(name: str, value: object, writer: int) -> BoxSource:
+    """Return what a process pushes of a tensor.
+
+    Args:
+        name: Of the tensor.
+        value: A DTensor, a `ShardedTensor`, or a tensor that every process holds whole, of which
+            the first sends the bytes.
+        writer: The number of this process among those that push.
+
+    Raises:
+        InvalidError: It cannot be pushed so.
+    """
+    if isinstance(value, ShardedTensor):
+        return _described(name, value)
+    if _is_dtensor(value):
+        return _of_dtensor(name, value)
+    tensor = wrap(name, value)
+    whole = _whole(name, tensor.dtype, tensor.shape)
+    box = Box((0,) * len(tensor.shape), tensor.shape)
+    return BoxSource(whole, ((box, tensor),), replica=writer > 0)
+
+
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    # Not imported: who has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _whole(name: str, dtype: str, shape: Iterable[int]) -> SourceTensor:
+    def no_bytes(_: object) -> Any:
+        raise refuse(Reason.FAULT, f"tensor {name!r} is not held whole by this process")
+
+    return SourceTensor(name, dtype, tuple(shape), no_bytes)
+
+
+def _described(name: str, value: ShardedTensor) -> BoxSource:
+    if value.dtype not in DTYPE_BITS:
+        raise refuse(
+            Reason.LAYOUT_INVALID,
+            f"tensor {name!r} has dtype {value.dtype!r}; use one of {' '.join(DTYPE_BITS)}",
+        )
+    boxes = []
+    for offsets, local in value.boxes:
+        tensor = wrap(name, local)
+        dims = {len(offsets), len(tensor.shape), len(value.shape)}
+        if tensor.dtype != value.dtype or len(dims) > 1:
+            raise refuse(
+                Reason.LAYOUT_INVALID,
+                f"tensor {name!r} is {value.dtype} {list(value.shape)}, the box at {list(offsets)} "
+                f"{tensor.dtype} {list(tensor.shape)}; give boxes of its dtype and dimensions",
+            )
+        boxes.append((Box(tuple(offsets), tensor.shape), tensor))
+    return BoxSource(_whole(name, value.dtype, value.shape), tuple(boxes), value.replica)
+
+
+def _of_dtensor(name: str, value: DTensor) -> BoxSource:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements, mesh = value.placements, value.device_mesh
+    if any(placement.is_partial() for placement in placements):
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"tensor {name!r} holds partial sums ({placements}); push its "
+            "redistribute(placements=...) to shards or replicas",
+        )
+    dtype = dtype_name(name, str(value.dtype).removeprefix("torch."))
+    if dtype == "F4":
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"tensor {name!r} holds elements of half a byte; push its full_tensor()",
+        )
+    whole = _whole(name, dtype, value.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        # This process is not in the mesh of the tensor.
+        return BoxSource(whole, (), replica=False)
+    local = value.to_local()
+    shape, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    if tuple(local.shape) != tuple(shape):
+        raise refuse(
+            Reason.LAYOUT_INVALID,
+            f"tensor {name!r} has the local shape {list(local.shape)}, its placements tell "
+            f"{list(shape)}; push its full_tensor()",
+        )
+    if not local.numel():
+        return BoxSource(whole, (), replica=False)
+    box = Box(tuple(offsets), tuple(shape))
+    replica = _sender(mesh, tuple(placements)) != int(mesh.mesh[tuple(coordinate)])
+    return BoxSource(whole, ((box, wrap(name, local)),), replica)
+
+
+@lru_cache(maxsize=64)
+def _sender(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
+    """Return the lowest of the ranks that hold what this one does, as far as the meshes tell.
+
+    Under tensor parallel, what that leaves alone knows the mesh of FSDP only, and the ranks of the
+    mesh that both are cut from hold it as well. Where there is no such mesh, several ranks send the
+    same, which the server compares.
+    """
+    alike = tuple(
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(placements, mesh.get_coordinate() or (), strict=True)
+    )
+    holders = mesh.mesh[alike].reshape(-1).tolist()
+    root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    places = {
+        rank: (root.mesh == rank).nonzero().tolist() for rank in mesh.mesh.reshape(-1).tolist()
+    }
+    if any(len(place) != 1 for place in places.values()):
+        return int(min(holders))
+    seen = zip(*(place[0] for place in places.values()), strict=True)
+    spanned = [len(set(along)) > 1 for along in seen]
+    return min(
+        int(
+            root.mesh[
+                tuple(
+                    at if own else slice(None)
+                    for at, own in zip(places[rank][0], spanned, strict=True)
+                )
+            ].min()
+        )
+        for rank in holders
+    )

@@ -1,0 +1,267 @@
+"""Several processes push one version to a real server, each the part that it holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.multiprocessing.spawn import spawn
+
+from tests.integration.client.conftest import RETRY, Relay
+from tests.integration.client.sharded_ranks import FORMS, RANKS, run, whole_model
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync_client import (
+    AbortedError,
+    Client,
+    ClientError,
+    InvalidError,
+    Reason,
+    ShardedTensor,
+)
+
+ROWS, COLUMNS = 64, 96
+WAIT_S = 2.0
+
+
+@pytest.fixture(name="short_server", scope="module")
+def _short_server() -> Iterator[WeightSyncServer]:
+    folder = Path(tempfile.mkdtemp(prefix="wsw"))
+    variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": str(WAIT_S)}
+    server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
+    server.start()
+    yield server
+    server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def matrix(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).random((ROWS, COLUMNS), np.float32)
+
+
+def part(seed: int, writer: int, count: int, *, along: int = 0) -> dict[str, Any]:
+    """Return what one of `count` writers holds: a strip of a matrix, and a vector as all do."""
+    whole = matrix(seed)
+    each = whole.shape[along] // count
+    offsets = (writer * each, 0) if along == 0 else (0, writer * each)
+    strip = np.take(whole, range(writer * each, (writer + 1) * each), axis=along)
+    return {
+        "strips": ShardedTensor(whole.shape, "F32", [(offsets, strip)]),
+        "vector": whole[0].copy(),
+    }
+
+
+def push(
+    server: WeightSyncServer, source: dict[str, Any], key: str, writer: int, count: int
+) -> Any:
+    with Client(server.address, retry=RETRY) as client:
+        return client.push(source, idempotency_key=key, writers=count, writer=writer)
+
+
+def together(server: WeightSyncServer, sources: list[dict[str, Any]], key: str) -> list[Any]:
+    """Push from as many threads; return results and errors."""
+
+    def one(writer: int) -> Any:
+        try:
+            return push(server, sources[writer], key, writer, len(sources))
+        except ClientError as error:
+            return error
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return list(pool.map(one, range(len(sources))))
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_what_a_caller_describes_is_put_together(server: WeightSyncServer, along: int) -> None:
+    results = together(server, [part(1, writer, 4, along=along) for writer in range(4)], "a/1")
+    (version,) = {result.version for result in results}
+    assert sum(result.sent_bytes for result in results) == ROWS * COLUMNS * 4 + COLUMNS * 4
+    with Client(server.address, retry=RETRY) as client:
+        tensors = {tensor.name: np.asarray(tensor.torch()) for tensor in client.tensors(version)}
+        assert np.array_equal(tensors["strips"], matrix(1))
+        # It is the version that one process with all of it would have pushed.
+        whole = client.push({"strips": matrix(1), "vector": matrix(1)[0]}, delta="never")
+        assert whole.content_digest == results[0].content_digest
+
+
+def test_a_cut_link_is_taken_up(server: WeightSyncServer, relay: Relay) -> None:
+    relay.cut_after.append(9_000)
+    with Client(relay.address, retry=RETRY) as far, ThreadPoolExecutor(1) as pool:
+        options: dict[str, Any] = {"idempotency_key": "b/1", "writers": 2, "chunk_bytes": 1000}
+        other = pool.submit(push, server, part(2, 0, 2), "b/1", 0, 2)
+        result = far.push(part(2, 1, 2), writer=1, **options)
+        assert other.result() == result or other.result().version == result.version
+    assert relay.cuts == 1
+
+
+@pytest.fixture(name="ranks", scope="module")
+def _ranks(short_server: WeightSyncServer) -> list[dict[str, Any]]:
+    folder = Path(tempfile.mkdtemp(prefix="wsr"))
+    spawn(run, (str(folder), short_server.address), nprocs=RANKS)  # type: ignore[no-untyped-call] # torch's
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    shutil.rmtree(folder)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_push_what_they_hold(
+    short_server: WeightSyncServer, ranks: list[dict[str, Any]], form: str
+) -> None:
+    versions = {tuple(rank[form][:2]) for rank in ranks}
+    assert len(versions) == 1, versions
+    state = whole_model(FORMS[form][1]).state_dict()
+    with Client(short_server.address, retry=RETRY) as client:
+        whole = client.push(state, delta="never")
+    assert versions.pop()[1] == whole.content_digest
+    # Of replicas one rank sends the bytes.
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert sum(rank[form][2] for rank in ranks) == size
+
+
+def test_a_rank_whose_replica_differs_is_named_to_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        reason, message = rank["differing"]
+        assert reason == Reason.DIGEST_MISMATCH
+        assert "writers 0 and 2" in message
+        assert "norm.bias" in message
+
+
+def test_a_step_that_failed_is_pushed_again_and_only_once(ranks: list[dict[str, Any]]) -> None:
+    assert len({tuple(rank["again"][:2]) for rank in ranks}) == 1
+    for rank in ranks:
+        reason, message = rank["twice"]
+        assert reason == Reason.VERSION_CONFLICT
+        assert "has been pushed before" in message
+
+
+def test_who_waits_for_one_that_never_comes_is_told(short_server: WeightSyncServer) -> None:
+    began = time.monotonic()
+    with pytest.raises(AbortedError, match="writer 1 of 2 did not come") as caught:
+        push(short_server, part(3, 0, 2), "c/1", 0, 2)
+    assert caught.value.metadata["writer"] == "1"
+    assert time.monotonic() - began < 3 * WAIT_S
+
+
+def test_one_with_another_layout_is_told_so_as_are_the_others(
+    short_server: WeightSyncServer,
+) -> None:
+    mine, theirs = part(4, 0, 2), part(4, 1, 2)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(push, short_server, mine, "d/1", 0, 2)
+        time.sleep(0.3)
+        theirs["strips"] = part(4, 1, 2)["strips"]._replace(dtype="BF16", boxes=())
+        with pytest.raises(ClientError):
+            push(short_server, theirs, "d/1", 1, 2)
+        error = waiting.exception()
+    assert isinstance(error, ClientError)
+    assert "writer" in str(error)
+    assert time.monotonic() - began < WAIT_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_killed_or_stands_still_ends_it_for_all(
+    short_server: WeightSyncServer, number: int
+) -> None:
+    key = f"e/{number}"
+    program = (
+        "from tests.integration.client.test_writers import part\n"
+        "from weightsync_client import Client\n"
+        "import sys, time\n"
+        "def slow(done, whole):\n"
+        "    print('sent', flush=True)\n"
+        "    time.sleep(60)\n"
+        "with Client(sys.argv[1]) as client:\n"
+        "    client.push(part(5, 1, 2), idempotency_key=sys.argv[2], writers=2, writer=1,\n"
+        "                chunk_bytes=1000, on_progress=slow)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, short_server.address, key],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sent\n"
+        process.send_signal(number)
+        began = time.monotonic()
+        with pytest.raises(AbortedError, match="writer 1 of 2 brought nothing more"):
+            push(short_server, part(5, 0, 2), key, 0, 2)
+        assert time.monotonic() - began < 3 * WAIT_S
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr] # as above
+    # Nothing is left of it, and the next push is another one.
+    with Client(short_server.address, retry=RETRY) as client:
+        assert client.status().models[0].pushes == ()
+    if number == signal.SIGKILL:
+        results = together(short_server, [part(5, writer, 2) for writer in range(2)], f"{key}/next")
+        assert len({result.version for result in results}) == 1
+
+
+def test_an_old_epoch_is_refused_to_all(short_server: WeightSyncServer) -> None:
+    with Client(short_server.address, retry=RETRY) as client, ThreadPoolExecutor(1) as pool:
+        old = client.acquire_epoch("first")
+        waiting = pool.submit(push, short_server, part(6, 0, 2), "f/1", 0, 2)
+        time.sleep(0.3)
+        client.acquire_epoch("second")
+        error = waiting.exception()
+        assert isinstance(error, ClientError)
+        assert error.reason is Reason.EPOCH_STALE
+        with pytest.raises(ClientError) as caught:
+            client.push(part(6, 1, 2), idempotency_key="f/1", writers=2, writer=1, epoch=old)
+        assert caught.value.reason is Reason.EPOCH_STALE
+
+
+def test_cancelling_one_tells_the_others(short_server: WeightSyncServer) -> None:
+    begun = threading.Event()
+    with Client(short_server.address, retry=RETRY) as client:
+        options: dict[str, Any] = {"idempotency_key": "g/1", "writers": 2}
+        handle = client.push_async(
+            part(7, 0, 2), writer=0, on_progress=lambda *_: begun.set(), **options
+        )
+        assert begun.wait(10)
+        handle.cancel()
+        with pytest.raises(AbortedError, match="writer 0 gave the push up for all"):
+            client.push(part(7, 1, 2), writer=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({}, "writers=, writer= and idempotency_key="),
+        ({"writers": 2}, "writers=, writer= and idempotency_key="),
+        ({"writers": 2, "writer": 0}, "idempotency_key="),
+        ({"writers": 2, "writer": 2, "idempotency_key": "k"}, "number them from 0"),
+        ({"writers": 1}, "held in part"),
+        ({"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True}, "in full"),
+        ({"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"}, "in full"),
+    ],
+)
+def test_what_cannot_be_says_what_to_do(
+    short_server: WeightSyncServer, options: dict[str, Any], word: str
+) -> None:
+    with Client(short_server.address, retry=RETRY) as client:
+        before = client.status().models[0].newest_version
+        with pytest.raises(ClientError, match=word):
+            client.push(part(8, 0, 2), **options)
+        assert client.status().models[0].newest_version == before
+        assert client.status().models[0].pushes == ()
+
+
+def test_a_box_of_another_dtype_is_refused(short_server: WeightSyncServer) -> None:
+    wrong = ShardedTensor((4, 4), "F32", [((0, 0), np.zeros((4, 2), np.int32))])
+    with pytest.raises(InvalidError, match="give boxes of its dtype"):
+        push(short_server, {"x": wrong}, "h/1", 0, 2)
