@@ -55,7 +55,6 @@ class Streamed(enum.StrEnum):
         OFF: This push was told to (`same_host="never"`).
         OTHER_HOST: The address of the server is neither a unix socket nor loopback.
         DELTA: A delta is small; it is always sent.
-        WRITERS: Several processes push it together, each a part of the tensors.
         ITERABLE: The layout of an iterable is not known before its end.
         NOT_OFFERED: The server does not lend its memory, or not to this caller.
         UNREACHABLE: The offer's socket could not be opened from here, or was closed meanwhile.
@@ -69,7 +68,6 @@ class Streamed(enum.StrEnum):
     OFF = enum.auto()
     OTHER_HOST = enum.auto()
     DELTA = enum.auto()
-    WRITERS = enum.auto()
     ITERABLE = enum.auto()
     NOT_OFFERED = enum.auto()
     UNREACHABLE = enum.auto()

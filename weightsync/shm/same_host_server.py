@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 #: which the server does nothing else.
 MOST_PLACES = 2048
 #: Connections at once; more are closed unheard.
-MOST = 32
+MOST = 128
 #: Seconds in which a connection must redeem its secret.
 _REDEEM_S = 5.0
 

@@ -210,12 +210,7 @@ class GrpcTransport:
 
     def _job_messages(self, lane: StreamConnection, job: ShardJob) -> Iterator[messages.Message]:
         shard = job.shard
-        if isinstance(shard, BoxShard):
-            if not job.layout_known:
-                yield from messages.layout_messages(shard.whole)
-            yield from messages.box_messages(shard)
-        elif not job.layout_known:
-            yield from messages.layout_messages(shard)
+        yield from messages.declaration(shard, layout_known=job.layout_known)
         with contextlib.closing(shard.open(lane.scratch)) as reader:
             yield from messages.shard_bytes(
                 shard,

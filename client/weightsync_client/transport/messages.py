@@ -12,6 +12,7 @@ from weightsync_client.transport.digester import ShardDigester
 __all__ = [
     "Message",
     "box_messages",
+    "declaration",
     "digest_messages",
     "encode_chunk",
     "heartbeat_message",
@@ -68,6 +69,16 @@ def layout_messages(shard: Shard) -> Iterator[pb.PushWeightsRequest]:
             size += 4 * len(tensor.name) + 64 + 10 * len(tensor.shape)
         part.last = last
         yield request
+
+
+def declaration(shard: Shard, *, layout_known: bool) -> Iterator[pb.PushWeightsRequest]:
+    """Yield what comes before a shard's bytes: its layout, and which boxes of it are sent."""
+    if isinstance(shard, BoxShard):
+        if not layout_known:
+            yield from layout_messages(shard.whole)
+        yield from box_messages(shard)
+    elif not layout_known:
+        yield from layout_messages(shard)
 
 
 def box_messages(shard: BoxShard) -> Iterator[pb.PushWeightsRequest]:

@@ -35,8 +35,6 @@ def why_streamed(address: str, source: Source, options: PushOptions) -> Streamed
         return Streamed.OFF
     if not is_private(address):
         return Streamed.OTHER_HOST
-    if source.writer is not None:
-        return Streamed.WRITERS
     if source.delta is not None:
         return Streamed.DELTA
     return Streamed.ITERABLE if source.layout is None else None
@@ -83,20 +81,23 @@ class ShmTransport:
             return Sent(reason=Streamed.NOT_OFFERED)
         begun = {index for index, shard in opened.progress.items() if shard.received_bytes}
         try:
-            if not opened.layout_known:
-                self._send_layout(opened.push_id)
-            self._writer.run(opened.offer, [s for s in shards if s.index not in begun])
+            if not opened.layout_known or self._source.writer is not None:
+                self._declare(opened)
+            # Where a process only holds replicas of a shard, there is nothing to write.
+            waiting = [s for s in shards if s.index not in begun and s.entry.size]
+            self._writer.run(opened.offer, waiting)
         except (OSError, WeightSyncError) as error:
             if not self._writer.cancelled:
                 return self._left_over(opened.push_id, error)
         return self._writer.sent(Streamed.RESUMED if begun else None)
 
-    def _send_layout(self, push_id: str) -> None:
+    def _declare(self, opened: OpenedPush) -> None:
         lane = StreamConnection(self._link, "")
+        known = opened.layout_known
         try:
-            parts = (messages.layout_messages(shard) for shard in self._source.shards)
-            layout = itertools.chain([messages.join_message(push_id)], *parts)
-            error = lane.carry(message for message in layout)
+            parts = (messages.declaration(s, layout_known=known) for s in self._source.shards)
+            join = messages.join_message(opened.push_id, opened.writer)
+            error = lane.carry(message for message in itertools.chain([join], *parts))
         finally:
             lane.close()
         if error is not None:

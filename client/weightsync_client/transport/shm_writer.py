@@ -15,8 +15,10 @@ from weightsync.shm.same_host_client import SameHostClient, map_lease
 from weightsync.shm.same_host_server import WriteLease
 from weightsync.shm.segments import reserved_size
 from weightsync_client.push_reasons import Streamed, Way
+from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.shards import ByteSink, Part, Shard, pieces
 from weightsync_client.source.tensors import Scratch
+from weightsync_client.transport.box_writer import write_boxes
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.lease_requests import LeaseRequests
@@ -198,6 +200,9 @@ class ShmWriter:
     def _hand(
         self, requests: LeaseRequests, shard: Shard, lease: WriteLease, scratch: Scratch
     ) -> None:
+        if isinstance(shard, BoxShard):
+            self._hand_boxes(requests, shard, lease, scratch)
+            return
         try:
             with _mapped(lease, shard.entry.size) as target:
                 digester = ShardDigester(shard, self._keep, target)
@@ -210,6 +215,21 @@ class ShmWriter:
         if not self._stop.is_set():
             digests = digester.digests
             requests.written(shard, digests, partial(self._note, shard, digests))
+
+    def _hand_boxes(
+        self, requests: LeaseRequests, shard: BoxShard, lease: WriteLease, scratch: Scratch
+    ) -> None:
+        try:
+            # Runs of a few kilobytes would each be a call of pwrite(2).
+            with contextlib.closing(map_lease(lease, shard.whole.entry.size)) as mapping:
+                facts = scratch, self._piece, self._stop, self._on_bytes
+                digests = write_boxes(shard, mapping.view, *facts)
+        finally:
+            if self._client is not None:
+                self._client.give_back(lease)
+        if not self._stop.is_set():
+            every = digests + shard.other_digests()
+            requests.written(shard, every, partial(self._note, shard, digests))
 
     def _note(self, shard: Shard, digests: list[bytes]) -> None:
         with self._lock:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from weightsync_server.push.pipeline import ShardPipeline
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
-    from weightsync_server.push.writers import Writers
 
 __all__ = ["PushBoxes"]
 
@@ -94,9 +93,15 @@ class PushBoxes:
         known = shard.writers.boxes.setdefault(writer, upload)
         if known is not upload:
             self._refuse_other(known, upload)
-            return
         writers.come(writer)
-        await self._cover(shard, shard.tensors, writers)
+        if len(shard.writers.boxes) == writers.count and shard.tasks.covering is None:
+            # A task of the push: whoever declared the last of it may leave at any time.
+            shard.tasks.covering = self._pipeline.start(
+                self._cover(shard, shard.tensors), f"comparing the boxes of shard {shard.index}"
+            )
+        if shard.tasks.covering is not None:
+            await asyncio.wait([shard.tasks.covering])
+            check_open(self._state)
 
     def forget(self, stream: object) -> None:
         """Drop what a stream that has ended declared in part."""
@@ -111,17 +116,11 @@ class PushBoxes:
                 metadata={"writer": str(upload.writer)},
             )
 
-    async def _cover(
-        self, shard: ShardState, tensors: tuple[TensorEntry, ...], writers: Writers
-    ) -> None:
+    async def _cover(self, shard: ShardState, tensors: tuple[TensorEntry, ...]) -> None:
         """Prove, once all writers have declared it, that a shard will be whole."""
-        if len(shard.writers.boxes) < writers.count:
-            return
-        header = await asyncio.to_thread(_checked_header, shard, tensors)
-        check_open(self._state)
-        shard.writers.header = header
-        # All of it may be empty, and nothing is sent of that.
-        await self._pipeline.advance_boxes(shard)
+        shard.writers.header = await asyncio.to_thread(_checked_header, shard, tensors)
+        # All may be here by now.
+        self._pipeline.advance_boxes(shard)
 
 
 def _upload(shard: ShardState, declared: _Declared, writer: int) -> BoxUpload:

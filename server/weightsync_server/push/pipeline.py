@@ -18,7 +18,12 @@ from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
-from weightsync_server.push.verification import check_arrived_header, verify, verify_boxes
+from weightsync_server.push.verification import (
+    check_arrived_header,
+    check_taken_back,
+    verify,
+    verify_boxes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -134,15 +139,16 @@ class ShardPipeline:
             self._last_byte_at = asyncio.get_running_loop().time()
             self.verify(shard, segment)
 
-    async def advance_boxes(self, shard: ShardState) -> None:
+    def advance_boxes(self, shard: ShardState) -> None:
         """Take a shard on that several writers bring, once the boxes of all of them are here."""
         if not shard.writers.complete or shard.complete:
             return
-        # Whoever comes here next finds it complete.
         shard.received_to(shard.entry.size)
-        segment = await self.allocated(shard)
-        segment.fill(0, shard.writers.header)
-        await self.advance(shard, segment)
+        self._last_byte_at = asyncio.get_running_loop().time()
+        # A task of the push: whoever brought the last of it may leave at any time.
+        shard.tasks.verification = self.start(
+            self._prove_boxes(shard), f"verifying shard {shard.index}", _PASSING
+        )
 
     # For the push
 
@@ -242,6 +248,12 @@ class ShardPipeline:
             persisting.cancel()
             await asyncio.gather(digesting, persisting, return_exceptions=True)
             raise
+
+    async def _prove_boxes(self, shard: ShardState) -> None:
+        segment = await self.allocated(shard)
+        await check_taken_back(shard.index, segment)
+        segment.fill(0, shard.writers.header)
+        await self._prove(shard, segment)
 
     async def _digest(self, shard: ShardState, segment: Segment) -> None:
         started = time.perf_counter()

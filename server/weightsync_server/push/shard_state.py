@@ -26,6 +26,7 @@ class ShardTasks:
 
     Attributes:
         allocation: Makes the segment.
+        covering: Compares the boxes of all writers.
         checking: Asks the engine whether it takes such tensors.
         checkpoint: Makes more of the received bytes durable.
         restore: Reads back what survived a crash.
@@ -34,6 +35,7 @@ class ShardTasks:
     """
 
     allocation: asyncio.Task[Segment] | None = None
+    covering: asyncio.Task[None] | None = None
     checking: asyncio.Task[None] | None = None
     checkpoint: asyncio.Task[None] | None = None
     restore: asyncio.Task[Segment] | None = None
@@ -43,7 +45,8 @@ class ShardTasks:
     @property
     def cancellable(self) -> tuple[asyncio.Task[Any] | None, ...]:
         """Those that may be at work on the segment and can be called off."""
-        return self.checking, self.verification, self.checkpoint, self.restore, self.gpu_copy
+        receiving = self.covering, self.checking, self.checkpoint, self.restore, self.gpu_copy
+        return (*receiving, self.verification)
 
 
 class ShardState:

@@ -17,10 +17,32 @@ if TYPE_CHECKING:
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["check_arrived_header", "verify", "verify_boxes"]
+__all__ = ["check_arrived_header", "check_taken_back", "verify", "verify_boxes"]
 
 #: Larger headers are parsed in a thread.
 _INLINE_HEADER_BYTES = 32 << 10
+#: How often it is looked whether a writer is left, and seconds between two looks.
+_LOOKS, _LOOK_S = 20, 0.05
+
+
+async def check_taken_back(shard: int, segment: Segment) -> None:
+    """Prove that no trainer can write any more into a shard that all say is written.
+
+    Raises:
+        WeightSyncError: WRITER_LEFT.
+    """
+    # A process that the trainer forks has all its descriptors, until it runs another program.
+    for _ in range(_LOOKS):
+        if segment.taken_back():
+            return
+        await asyncio.sleep(_LOOK_S)
+    if not segment.taken_back():
+        raise WeightSyncError(
+            Reason.WRITER_LEFT,
+            f"shard {shard} was told as written, but a process still holds its memory open for "
+            "writing; close every descriptor and mapping first, and push the version again",
+            metadata={"shard": str(shard)},
+        )
 
 
 async def check_arrived_header(

@@ -167,7 +167,7 @@ class UploadStream:
 
     async def _advance(self, push: Push, upload: ShardState | BoxUpload) -> None:
         if isinstance(upload, BoxUpload):
-            await push.pipeline.advance_boxes(push.state.shards[upload.shard])
+            push.pipeline.advance_boxes(push.state.shards[upload.shard])
         elif upload.segment is not None:
             await push.pipeline.advance(upload, upload.segment)
 
@@ -231,7 +231,7 @@ class UploadStream:
         elif message.HasField("digests") and push.state.writers is not None:
             whole, boxes = push.boxes.find(message.digests.shard, self._writer)
             boxes.give(message.digests.first, message.digests.digests)
-            await push.pipeline.advance_boxes(whole)
+            push.pipeline.advance_boxes(whole)
         elif message.HasField("digests"):
             upload = push.state.shards.get(message.digests.shard)
             if upload is None or upload.tensors is None:

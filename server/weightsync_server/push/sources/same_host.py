@@ -30,6 +30,7 @@ from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
 from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
+from weightsync_server.push.verification import check_taken_back
 
 if TYPE_CHECKING:
     import contextlib
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from weightsync.shm.same_host_server import PeerCredentials
-    from weightsync.shm.segments import Segment
     from weightsync_server.push.parts import Push, Pushes
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.sources.cuda_ipc import GpuCopier
@@ -52,8 +52,6 @@ _log = logging.getLogger(__name__)
 
 #: Seconds for which an offer is good.
 OFFER_S = 30.0
-#: How often it is looked whether a writer is left, and seconds between two looks.
-_LOOKS, _LOOK_S = 20, 0.05
 
 
 def is_here(peer: str) -> bool:
@@ -92,6 +90,7 @@ def start_lending(
 @dataclass(frozen=True, slots=True)
 class _Offer:
     push_id: str
+    writer: int
     who: str
     until: float
 
@@ -114,12 +113,13 @@ class SameHostOffers:
         self._loop = asyncio.get_running_loop()
         self._offers: dict[str, _Offer] = {}
 
-    def offer(self, response: pb.BeginPushResponse, peer: str) -> None:
+    def offer(self, response: pb.BeginPushResponse, peer: str, writer: int = 0) -> None:
         """Add an offer to the answer of a BeginPush that asked for one, if it gets one.
 
         Args:
             response: The answer.
             peer: Who asked, as gRPC tells it.
+            writer: Which of several writers that is.
         """
         push = self._pushes.find(response.push_id)
         mine = push.state.caller == caller.get()
@@ -127,19 +127,18 @@ class SameHostOffers:
             not is_here(peer)
             or not mine
             or push.state.delta is not None
-            or push.state.writers is not None
             or push.state.committed is not None
         ):
             return
         now = clock.monotonic()
-        # One offer per push: who begins again has lost the last one.
+        # One offer per push and writer: who begins again has lost the last one.
         self._offers = {
             secret: offer
             for secret, offer in self._offers.items()
-            if offer.until > now and offer.push_id != push.state.id
+            if offer.until > now and (offer.push_id, offer.writer) != (push.state.id, writer)
         }
         secret = secrets.token_urlsafe(32)
-        self._offers[secret] = _Offer(push.state.id, push.state.caller, now + OFFER_S)
+        self._offers[secret] = _Offer(push.state.id, writer, push.state.caller, now + OFFER_S)
         response.same_host_offer.socket = str(self._socket)
         response.same_host_offer.secret = secret
 
@@ -147,8 +146,8 @@ class SameHostOffers:
         """Return what answers a connection; for any thread."""
         return SameHostSession(self, self._loop, peer)
 
-    def redeem(self, secret: str, peer: PeerCredentials) -> Push:
-        """Return the push that a secret opens; it opens nothing any more.
+    def redeem(self, secret: str, peer: PeerCredentials) -> tuple[Push, int]:
+        """Return the push that a secret opens, and for which writer; it opens nothing any more.
 
         Raises:
             WeightSyncError: PERMISSION_DENIED; or why the push has failed.
@@ -162,7 +161,7 @@ class SameHostOffers:
         push = self._pushes.find(offer.push_id)
         check_open(push.state)
         self._note(push, offer.who, peer)
-        return push
+        return push, offer.writer
 
     def _note(self, push: Push, who: str, peer: PeerCredentials) -> None:
         # No call, but a change of state: a line of the same form as those of calls.
@@ -197,6 +196,7 @@ class SameHostSession:
         self._loop = loop
         self._peer = peer
         self._push: Push | None = None
+        self._writer = 0
         self._gpu_copies = GpuCopySession(lender.collector, self, lender.places, lender.meters)
 
     def redeem(self, secret: str) -> None:
@@ -246,15 +246,17 @@ class SameHostSession:
             raise refusal from error
 
     async def _redeem(self, secret: str) -> None:
-        push = self._lender.redeem(secret, self._peer)
+        push, self._writer = self._lender.redeem(secret, self._peer)
         await resume(push)
         push.lifecycle.join()
         self._push = push
 
     async def _collect(self, shard: int, where: dict[str, Any]) -> str:
         push, upload = self._upload(shard)
+        if push.state.writers is not None:
+            return "several writers push it together"
         await failpoints.reach("receive.collect")
-        _check_nothing_here(upload)
+        _check_nothing_here(shard, upload.received)
         return await self._gpu_copies.begin(push, upload, where)
 
     async def _announce(self, shards: dict[int, dict[str, Any]]) -> None:
@@ -270,38 +272,45 @@ class SameHostSession:
     async def _grant_write(self, shard: int) -> WriteLease:
         push, upload = self._upload(shard)
         await failpoints.reach("receive.lend")
-        _check_nothing_here(upload)
-        upload.own(self)
+        if push.state.writers is not None:
+            _, boxes = push.boxes.find(shard, self._writer)
+            _check_nothing_here(shard, boxes.received)
+            boxes.own(self)
+        else:
+            _check_nothing_here(shard, upload.received)
+            upload.own(self)
         segment = await push.pipeline.ready(upload)
         push.pipeline.begin_receive()
         return WriteLease(segment.lend(), segment.huge)
 
     async def _written(self, shard: int, digests: bytes) -> None:
         push, upload = self._upload(shard)
+        if push.state.writers is not None:
+            await self._boxes_written(push, shard, digests)
+            return
         segment = upload.segment
         if upload.owner is not self or segment is None or not segment.granted:
             raise refused(f"shard {shard} was not lent on this connection; ask for it first")
         await failpoints.reach("receive.written")
-        if not await self._taken_back(segment):
-            raise WeightSyncError(
-                Reason.WRITER_LEFT,
-                f"shard {shard} was told as written, but a process still holds its memory open for "
-                "writing; close every descriptor and mapping first, and push the version again",
-                metadata={"shard": str(shard)},
-            )
+        await check_taken_back(shard, segment)
         check_open(push.state)
         upload.give(0, digests)
         upload.received_to(upload.entry.size)
         self._lender.meters.add_received(upload.received)
         await push.pipeline.advance(upload, segment)
 
-    async def _taken_back(self, segment: Segment) -> bool:
-        # A process that the trainer forks has all its descriptors, until it runs another program.
-        for _ in range(_LOOKS):
-            if segment.taken_back():
-                return True
-            await asyncio.sleep(_LOOK_S)
-        return segment.taken_back()
+    async def _boxes_written(self, push: Push, shard: int, digests: bytes) -> None:
+        """Take a writer's boxes; who brings the last of the shard proves that all let go of it."""
+        whole, boxes = push.boxes.find(shard, self._writer)
+        if boxes.owner is not self:
+            raise refused(f"shard {shard} was not lent on this connection; ask for it first")
+        await failpoints.reach("receive.written")
+        check_open(push.state)
+        boxes.give(0, digests)
+        boxes.received_to(boxes.size)
+        boxes.owner = None
+        self._lender.meters.add_received(boxes.size)
+        push.pipeline.advance_boxes(whole)
 
     def _upload(self, shard: int) -> tuple[Push, ShardState]:
         push = self._push
@@ -321,11 +330,10 @@ class SameHostSession:
             push.lifecycle.leave(self)
 
 
-def _check_nothing_here(upload: ShardState) -> None:
-    if upload.received:
+def _check_nothing_here(shard: int, received: int) -> None:
+    if received:
         raise WeightSyncError(
             Reason.OFFSET_MISMATCH,
-            f"{upload.received} bytes of shard {upload.index} are here already; send the rest as "
-            "chunks",
-            metadata={"shard": str(upload.index), "received_bytes": str(upload.received)},
+            f"{received} bytes of shard {shard} are here already; send the rest as chunks",
+            metadata={"shard": str(shard), "received_bytes": str(received)},
         )
