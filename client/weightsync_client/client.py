@@ -187,6 +187,7 @@ class Client:
             self._history.layouts,
             collective=collective,
             writer=lambda: source_writer(options),
+            together="writers" in options or "step" in options,
         )
         facts = options, self._retry, self._history, on_source_free
         try:

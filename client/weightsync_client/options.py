@@ -114,13 +114,15 @@ class PushOptions(TypedDict, total=False):
             gather of one tensor after the other. It is read to its end even where the push fails,
             so that no rank waits for this one, and the error is raised then. So are the sources
             of vLLM's trainers (`WeightSource`) by themselves.
-        writers: Where tensors are held in part (DTensors, or `ShardedTensor`): how many processes
-            call push for this version, each with its part; default: those of torch.distributed,
-            where that runs. All of them get the same version or, within the server's
-            `push_writer_timeout_s`, an error that names the process at fault.
+        writers: How many processes call push for this version, each with what it has of it: parts
+            of tensors (DTensors, or `ShardedTensor`), or whole ones, which are replicas then and
+            compared. Default: those of torch.distributed for parts and with `step`, else one. All
+            of them get the same version or, within the server's `push_writer_timeout_s`, an error
+            that names the process at fault.
         writer: Which of them this is, from 0; default: the rank.
         step: The step of the training, by which the processes of one run of torch.distributed find
-            each other; so each step is pushed once. Elsewhere `idempotency_key` takes its place.
+            each other: every one of them calls push, and each step is pushed once. Elsewhere
+            `idempotency_key` takes its place.
         same_host: "auto" (default): where the server runs on this host and offers it, tensors are
             written into its memory, which is several times as fast, and those on a GPU are copied
             by the server; "write": they are written, too, so that the server compares digests that

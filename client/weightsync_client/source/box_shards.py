@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from weightsync_client.source.sharded_tensors import BoxSource
     from weightsync_client.source.tensors import SourceTensor
 
-__all__ = ["BoxShard", "HeldBox", "box_shards"]
+__all__ = ["BoxShard", "LocalBox", "box_shards"]
 
 #: Bytes that are digested at a time.
 _PIECE = 4 << 20
 
 
-class HeldBox(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of one of a shard's tensors.
 
     Attributes:
@@ -48,8 +48,8 @@ class BoxShard(Shard):
     """
 
     whole: Shard
-    sent: tuple[HeldBox, ...]
-    replicas: tuple[HeldBox, ...]
+    sent: tuple[LocalBox, ...]
+    replicas: tuple[LocalBox, ...]
 
     @property
     def data_start(self) -> int:
@@ -59,7 +59,7 @@ class BoxShard(Shard):
     def other_digests(self) -> list[bytes]:
         """Return the digests of the replicas."""
         scratch = Scratch(views=True)
-        return [_digest(held.bytes, scratch) for held in self.replicas]
+        return [_digest(local.bytes, scratch) for local in self.replicas]
 
 
 def box_shards(shards: Iterable[Shard], sources: Sequence[BoxSource]) -> list[BoxShard]:
@@ -76,11 +76,11 @@ def box_shards(shards: Iterable[Shard], sources: Sequence[BoxSource]) -> list[Bo
 
 
 def _box_shard(shard: Shard, sources: Sequence[BoxSource]) -> BoxShard:
-    sent: list[HeldBox] = []
-    replicas: list[HeldBox] = []
+    sent: list[LocalBox] = []
+    replicas: list[LocalBox] = []
     for position, source in enumerate(sources):
-        held = [HeldBox(position, box, tensor) for box, tensor in source.boxes]
-        (replicas if source.replica else sent).extend(held)
+        local = [LocalBox(position, box, tensor) for box, tensor in source.boxes]
+        (replicas if source.replica else sent).extend(local)
     entries, begin = [], 0
     for box in sent:
         tensor, end = box.bytes, begin + box.bytes.size

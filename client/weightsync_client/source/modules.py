@@ -109,7 +109,7 @@ def _saved(model: Any, named: dict[str, torch.Tensor]) -> Mapping[str, torch.Ten
     left_out |= {
         target
         for target, source in tied.items()
-        if target in named and source in named and _same(named[target], named[source])
+        if target in named and source in named and _same(model, named, target, source)
     }
     kept = {name: tensor for name, tensor in named.items() if name not in left_out}
     # Releases before 5 fuse nothing when they load.
@@ -117,6 +117,12 @@ def _saved(model: Any, named: dict[str, torch.Tensor]) -> Mapping[str, torch.Ten
     return kept if revert is None else dict(revert(model, kept))
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(model: Any, named: Mapping[str, torch.Tensor], target: str, source: str) -> bool:
+    """Whether two names are of one tensor, on all ranks alike."""
+    one, other = named[target], named[source]
+    if hasattr(one, "to_local") or hasattr(other, "to_local"):
+        # A DTensor lies nowhere, and what a rank has of it may be empty.
+        own = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        return own.get(target) is own.get(source) is not None
     where = one.data_ptr(), one.shape, one.stride(), one.dtype
     return where == (other.data_ptr(), other.shape, other.stride(), other.dtype)

@@ -14,6 +14,7 @@ from weightsync_client.errors import refuse
 from weightsync_client.source.tensors import SourceTensor, dtype_name, wrap
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
@@ -144,12 +145,15 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
     if not local.numel():
         return BoxSource(whole, (), replica=False)
     box = Box(tuple(offsets), tuple(shape))
-    replica = _sender(mesh, tuple(placements)) != int(mesh.mesh[tuple(coordinate)])
+    place = tuple(coordinate)
+    replica = _sender(mesh, tuple(placements), place) != int(mesh.mesh[place])
     return BoxSource(whole, ((box, wrap(name, local)),), replica)
 
 
 @lru_cache(maxsize=64)
-def _sender(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
+def _sender(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], coordinate: tuple[int, ...]
+) -> int:
     """Return the lowest of the ranks that hold what this one does, as far as the meshes tell.
 
     Under tensor parallel, what that leaves alone knows the mesh of FSDP only, and the ranks of the
@@ -158,7 +162,7 @@ def _sender(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
     """
     alike = tuple(
         slice(None) if placement.is_replicate() else at
-        for placement, at in zip(placements, mesh.get_coordinate() or (), strict=True)
+        for placement, at in zip(placements, coordinate, strict=True)
     )
     holders = mesh.mesh[alike].reshape(-1).tolist()
     root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda: mesh)()
@@ -169,14 +173,9 @@ def _sender(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
         return int(min(holders))
     seen = zip(*(place[0] for place in places.values()), strict=True)
     spanned = [len(set(along)) > 1 for along in seen]
-    return min(
-        int(
-            root.mesh[
-                tuple(
-                    at if own else slice(None)
-                    for at, own in zip(places[rank][0], spanned, strict=True)
-                )
-            ].min()
-        )
-        for rank in holders
-    )
+    return min(int(_along(root.mesh, places[rank][0], spanned).min()) for rank in holders)
+
+
+def _along(ranks: torch.Tensor, place: Sequence[int], spanned: Sequence[bool]) -> torch.Tensor:
+    """Return the ranks at a place of a mesh, along all dimensions that are not spanned."""
+    return ranks[tuple(at if own else slice(None) for at, own in zip(place, spanned, strict=True))]

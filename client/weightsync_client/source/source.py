@@ -10,7 +10,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from weightsync.errors import Reason
 from weightsync.model.layout import check_version
@@ -178,6 +178,13 @@ class Source:
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
 
+class _Writing(NamedTuple):
+    """Whether several processes push; see `make_source`."""
+
+    writer: Callable[[], SourceWriter] | None
+    together: bool
+
+
 def make_source(
     source: object,
     shard_bytes: int,
@@ -185,6 +192,7 @@ def make_source(
     *,
     collective: bool = False,
     writer: Callable[[], SourceWriter] | None = None,
+    together: bool = False,
 ) -> Source:
     """Return the shards of whatever the caller pushes; no weight byte is read yet.
 
@@ -198,6 +206,7 @@ def make_source(
         collective: An iterable is read to its end in any case; see `PushOptions`.
         writer: Tells which of several processes this is, where tensors are held in part; None: they
             cannot be pushed so.
+        together: Several processes push, whatever they hold.
 
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
@@ -209,19 +218,24 @@ def make_source(
         if collective and isinstance(source, Iterable):
             Flow(iter(source), 1).drain()
         raise
+    writing = _Writing(writer, together)
     if isinstance(source, (str, os.PathLike)):
+        _check_alone(writing)
         return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
     if is_module(source):
         module = cast("torch.nn.Module", source)
-        return _of_module(module, shard_bytes, layouts or LayoutCache(), writer)
+        return _of_module(module, shard_bytes, layouts or LayoutCache(), writing)
     if isinstance(source, Mapping):
         source = source.items()
     if isinstance(source, (list, tuple, ItemsView)):
         # These hold all of their tensors; what else can be iterated may make them one by one.
-        return _of_pairs(source, shard_bytes, layouts or LayoutCache(), writer)
+        return _of_pairs(source, shard_bytes, layouts or LayoutCache(), writing)
     if isinstance(source, Iterable):
         if is_weight_source(source):
             check_whole(source)
+        if together and collective:
+            Flow(iter(source), shard_bytes).drain()
+        _check_alone(writing)
         flow = Flow(iter(source), shard_bytes)
         made = Source(flow.shards(), None, flow=flow)
         return replace(made, release=flow.drain) if collective else made
@@ -234,17 +248,26 @@ def make_source(
     )
 
 
+def _check_alone(writing: _Writing) -> None:
+    if writing.together:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "writers= and step= are for what several processes hold in memory; push a module or a "
+            "state dict on each of them, or files and iterators from one process without these",
+        )
+
+
 def _of_module(
     module: torch.nn.Module,
     shard_bytes: int,
     layouts: LayoutCache,
-    writer: Callable[[], SourceWriter] | None,
+    writing: _Writing,
 ) -> Source:
     if not has_adapters(module):
-        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts, writer)
+        return _of_pairs(module_tensors(module).items(), shard_bytes, layouts, writing)
     tensors, release = merged_tensors(module)
     try:
-        return replace(_of_pairs(tensors.items(), shard_bytes, layouts, writer), release=release)
+        return replace(_of_pairs(tensors.items(), shard_bytes, layouts, writing), release=release)
     except BaseException:
         release()
         raise
@@ -254,11 +277,11 @@ def _of_pairs(
     pairs: Iterable[object],
     shard_bytes: int,
     layouts: LayoutCache,
-    writer: Callable[[], SourceWriter] | None = None,
+    writing: _Writing,
 ) -> Source:
     pairs = list(pairs)
-    if writer is not None and any(map(_is_part, pairs)):
-        return _of_boxes(pairs, shard_bytes, layouts, writer())
+    if writing.writer is not None and (writing.together or any(map(_is_part, pairs))):
+        return _of_boxes(pairs, shard_bytes, layouts, writing.writer())
     tensors = [_wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:
@@ -277,16 +300,16 @@ def _of_boxes(
     seen: set[str] = set()
     for source in sources:
         _note_name(source.whole.name, seen)
-    held = [tensor for source in sources for _, tensor in source.boxes]
+    parts = [tensor for source in sources for _, tensor in source.boxes]
     if writer.count == 1:
-        _check_held_whole(sources)
-        return _of_tensors(held, shard_bytes, layouts)
+        _check_whole_here(sources)
+        return _of_tensors(parts, shard_bytes, layouts)
     shards, layout = layouts.shards_of([source.whole for source in sources], shard_bytes)
     made = box_shards(shards, sources)
-    return Source(made, layout, writer=writer, ready=queued_work(held))
+    return Source(made, layout, writer=writer, ready=queued_work(parts))
 
 
-def _check_held_whole(sources: Sequence[BoxSource]) -> None:
+def _check_whole_here(sources: Sequence[BoxSource]) -> None:
     for source in sources:
         if [box.sizes for box, _ in source.boxes] != [source.whole.shape]:
             raise refuse(

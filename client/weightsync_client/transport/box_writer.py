@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weightsync.model.box_spans import BoxSpan
-    from weightsync_client.source.box_shards import BoxShard, HeldBox
+    from weightsync_client.source.box_shards import BoxShard, LocalBox
     from weightsync_client.source.tensors import Scratch
 
 __all__ = ["write_boxes"]
@@ -40,12 +40,12 @@ def write_boxes(
         on_bytes: Called with the size of every piece.
     """
     digests: list[bytes] = []
-    for held in shard.sent:
-        tensor = shard.whole.tensors[held.tensor]
+    for local in shard.sent:
+        tensor = shard.whole.tensors[local.tensor]
         begin = shard.whole.entry.data_start + tensor.begin
-        span = span_of(held.box, tensor.shape, DTYPE_BITS[tensor.dtype], begin)
+        span = span_of(local.box, tensor.shape, DTYPE_BITS[tensor.dtype], begin)
         write = _write_run if not span.counts else _write_runs
-        for size in write(held, span, target, scratch, piece, digests):
+        for size in write(local, span, target, scratch, piece, digests):
             on_bytes(size)
             if stop.is_set():
                 return digests
@@ -53,14 +53,14 @@ def write_boxes(
 
 
 def _write_run(
-    held: HeldBox,
+    local: LocalBox,
     span: BoxSpan,
     target: memoryview,
     scratch: Scratch,
     piece: int,
     digests: list[bytes],
 ) -> Iterator[int]:
-    read, copier = held.bytes.reader(scratch), copier_of(span.size)
+    read, copier = local.bytes.reader(scratch), copier_of(span.size)
     for begin in range(0, span.size, piece):
         end = min(begin + piece, span.size)
         with target[span.begin + begin : span.begin + end] as place:
@@ -70,14 +70,14 @@ def _write_run(
 
 
 def _write_runs(
-    held: HeldBox,
+    local: LocalBox,
     span: BoxSpan,
     target: memoryview,
     scratch: Scratch,
     piece: int,
     digests: list[bytes],
 ) -> Iterator[int]:
-    read, digester = held.bytes.reader(scratch), TensorDigester()
+    read, digester = local.bytes.reader(scratch), TensorDigester()
     for begin in range(0, span.size, piece):
         data = read(begin, min(begin + piece, span.size))
         digester.update(data)

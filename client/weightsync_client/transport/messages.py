@@ -83,16 +83,16 @@ def declaration(shard: Shard, *, layout_known: bool) -> Iterator[pb.PushWeightsR
 
 def box_messages(shard: BoxShard) -> Iterator[pb.PushWeightsRequest]:
     """Yield what a process declares of a shard, in parts of bounded size."""
-    held = [(True, box) for box in shard.sent] + [(False, box) for box in shard.replicas]
-    for first in range(0, max(len(held), 1), _BOXES):
+    boxes = [(True, box) for box in shard.sent] + [(False, box) for box in shard.replicas]
+    for first in range(0, max(len(boxes), 1), _BOXES):
         request = pb.PushWeightsRequest()
         part = request.boxes
         part.shard = shard.index
-        for sent, one in held[first : first + _BOXES]:
+        for sent, one in boxes[first : first + _BOXES]:
             (part.sent if sent else part.replicas).add(
                 tensor=one.tensor, offsets=one.box.offsets, sizes=one.box.sizes
             )
-        part.last = first + _BOXES >= len(held)
+        part.last = first + _BOXES >= len(boxes)
         yield request
 
 

@@ -39,18 +39,18 @@ def whole_model(seed: int) -> Block:
     return Block()
 
 
-def _fsdp2() -> torch.nn.Module:
+def _fsdp2() -> object:
     model = whole_model(1)
     fully_shard(model.up)
     return fully_shard(model)
 
 
-def _hsdp() -> torch.nn.Module:
+def _hsdp() -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     return fully_shard(whole_model(2), mesh=mesh)
 
 
-def _tensor_parallel() -> torch.nn.Module:
+def _tensor_parallel() -> object:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     model = parallelize_module(whole_model(3), mesh["tensor"], plan)

@@ -81,6 +81,7 @@ PUBLIC = [
     "Retry",
     "RollbackReport",
     "Serving",
+    "ShardedTensor",
     "SlotStatus",
     "Status",
     "Streamed",

@@ -49,7 +49,8 @@ async def test_an_offer_opens_its_push_once(here: World, tmp_path: Path) -> None
     offer = await offered(lender, here)
     assert offer.socket == str(tmp_path / "t.sock")
     assert len(offer.secret) > 40
-    push = lender.redeem(offer.secret, PEER)
+    push, writer = lender.redeem(offer.secret, PEER)
+    assert writer == 0
     assert push.state.record.version == 1
     with pytest.raises(WeightSyncError) as told:
         lender.redeem(offer.secret, PEER)

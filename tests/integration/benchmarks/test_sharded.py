@@ -1,0 +1,28 @@
+"""The benchmark of a sharded trainer's pushes, in small, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_ranks_push_what_a_gather_would() -> None:
+    command = [sys.executable, "-m", "benchmarks.sharded", "--json", "--mib", "16"]
+    done = subprocess.run(
+        [*command, "--rounds", "1"], check=True, stdout=subprocess.PIPE, text=True
+    )
+    (line,) = done.stdout.splitlines()
+    report = json.loads(line)
+    assert report["parameters"]["tensors"] == 300
+    assert report["parameters"]["bytes"] >= 16 << 20
+    for prefix in ("", "hsdp_", "fsdp_tp_"):
+        assert report[f"{prefix}bitwise_equal"] is True
+        for name in ("push_s", "gather_push_s", "over_gather", "push_over_memcpy"):
+            assert report[prefix + name] > 0
+        assert report[f"{prefix}rank0_extra_bytes"] >= 0
+        assert report[f"{prefix}rank0_extra_bytes_gather"] > 0
