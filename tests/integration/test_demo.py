@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.demo.model import SENTENCE
+from tests.support.bounds import within
 from tests.support.leftovers import Mark
 
 pytestmark = [pytest.mark.vllm, pytest.mark.matrix, pytest.mark.timeout(420)]
@@ -117,8 +117,8 @@ def test_a_model_that_has_not_learned_fails_the_demo(demo: Demo) -> None:
 
 def test_ctrl_c_while_vllm_starts_leaves_nothing_behind(demo: Demo) -> None:
     demo.wait_for("Starting vLLM", 60)
-    time.sleep(3)
-    assert len(demo.mark.alive()) >= 3, "demo, vLLM and server"
+    # The demo, vLLM and the server.
+    within(60, lambda: len(demo.mark.alive()) >= 3)
     os.kill(demo.process.pid, signal.SIGINT)
     assert demo.wait(60) == 130, demo.lines
     assert demo.mark.left_after(_GONE_S) == []
