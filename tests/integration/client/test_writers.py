@@ -29,6 +29,7 @@ from weightsync_client import (
     InvalidError,
     Reason,
     ShardedTensor,
+    Way,
 )
 
 ROWS, COLUMNS = 64, 96
@@ -39,7 +40,9 @@ WAIT_S = 2.0
 def _short_server() -> Iterator[WeightSyncServer]:
     folder = Path(tempfile.mkdtemp(prefix="wsw"))
     variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": str(WAIT_S)}
-    server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
+    server = WeightSyncServer(
+        folder / "run", folder / "state", flags=("--same-host",), variables=variables
+    )
     server.start()
     yield server
     server.stop()
@@ -97,12 +100,42 @@ def test_what_a_caller_describes_is_put_together(server: WeightSyncServer, along
 
 def test_a_cut_link_is_taken_up(server: WeightSyncServer, relay: Relay) -> None:
     relay.cut_after.append(9_000)
-    with Client(relay.address, retry=RETRY) as far, ThreadPoolExecutor(1) as pool:
-        options: dict[str, Any] = {"idempotency_key": "b/1", "writers": 2, "chunk_bytes": 1000}
-        other = pool.submit(push, server, part(2, 0, 2), "b/1", 0, 2)
-        result = far.push(part(2, 1, 2), writer=1, **options)
-        assert other.result() == result or other.result().version == result.version
+    with ThreadPoolExecutor(1) as pool:
+        near = pool.submit(push, server, part(2, 0, 2), "b/1", 0, 2)
+        with Client(relay.address, retry=RETRY) as far:
+            options: dict[str, Any] = {"idempotency_key": "b/1", "writers": 2, "chunk_bytes": 1000}
+            result = far.push(part(2, 1, 2), writer=1, **options)
+        assert near.result().content_digest == result.content_digest
     assert relay.cuts == 1
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_on_the_servers_host_they_write_into_its_memory(
+    short_server: WeightSyncServer, along: int
+) -> None:
+    key = f"same-host/{along}"
+    parts = [part(9 + along, writer, 4, along=along) for writer in range(4)]
+    results = together(short_server, parts, key)
+    assert {result.way for result in results} == {Way.SAME_HOST}
+    assert len({result.version for result in results}) == 1
+    compare(short_server, 9 + along, results[0])
+
+
+def test_one_on_the_host_writes_while_another_streams(short_server: WeightSyncServer) -> None:
+    with ThreadPoolExecutor(1) as pool, Client(short_server.address, retry=RETRY) as far:
+        near = pool.submit(push, short_server, part(12, 0, 2, along=1), "mix/1", 0, 2)
+        options: dict[str, Any] = {"idempotency_key": "mix/1", "writers": 2, "chunk_bytes": 1000}
+        streamed = far.push(part(12, 1, 2, along=1), writer=1, same_host="never", **options)
+        written = near.result()
+    assert (written.way, streamed.way) == (Way.SAME_HOST, Way.STREAM)
+    compare(short_server, 12, streamed)
+
+
+def compare(server: WeightSyncServer, seed: int, result: Any) -> None:
+    """Assert that a version is the one that a process with all of it would have pushed."""
+    with Client(server.address, retry=RETRY) as client:
+        whole = client.push({"strips": matrix(seed), "vector": matrix(seed)[0]}, delta="never")
+    assert whole.content_digest == result.content_digest
 
 
 @pytest.fixture(name="ranks", scope="module")
