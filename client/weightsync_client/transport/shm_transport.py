@@ -7,17 +7,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.digest import tensor_digest
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.wire.addresses import is_private
 from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.push_reasons import Streamed
+from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.transport import messages
-from weightsync_client.transport.protocol import Sent
+from weightsync_client.transport.protocol import Sent, ShardDigests
 from weightsync_client.transport.shm_writer import ShmWriter
 from weightsync_client.transport.stream import StreamConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from weightsync_client.options import PushOptions
     from weightsync_client.rpc.channels import Link
@@ -83,9 +85,8 @@ class ShmTransport:
         try:
             if not opened.layout_known or self._source.writer is not None:
                 self._declare(opened)
-            # Where a process only holds replicas of a shard, there is nothing to write.
-            waiting = [s for s in shards if s.index not in begun and s.entry.size]
-            self._writer.run(opened.offer, waiting)
+            done = self._writer.done.keys() | begun
+            self._writer.run(opened.offer, [s for s in shards if s.index not in done])
         except (OSError, WeightSyncError) as error:
             if not self._writer.cancelled:
                 return self._left_over(opened.push_id, error)
@@ -93,15 +94,16 @@ class ShmTransport:
 
     def _declare(self, opened: OpenedPush) -> None:
         lane = StreamConnection(self._link, "")
-        known = opened.layout_known
+        done: dict[int, ShardDigests] = {}
         try:
-            parts = (messages.declaration(s, layout_known=known) for s in self._source.shards)
+            parts = (_declared(s, opened, done) for s in self._source.shards)
             join = messages.join_message(opened.push_id, opened.writer)
             error = lane.carry(message for message in itertools.chain([join], *parts))
         finally:
             lane.close()
         if error is not None:
             raise error
+        self._writer.done |= done
 
     def _left_over(self, push_id: str, error: OSError | WeightSyncError) -> Sent:
         refused = isinstance(error, WeightSyncError)
@@ -112,3 +114,14 @@ class ShmTransport:
         progress = {progress.shard: progress for progress in reply.shards}
         sent = self._writer.sent(Streamed.REFUSED if refused else Streamed.UNREACHABLE)
         return replace(sent, progress=progress)
+
+
+def _declared(
+    shard: Shard, opened: OpenedPush, done: dict[int, ShardDigests]
+) -> Iterator[messages.Message]:
+    """Yield what comes before a shard's bytes, or all of one of which there is nothing to write."""
+    yield from messages.declaration(shard, layout_known=opened.layout_known)
+    if isinstance(shard, BoxShard) and not shard.entry.size:
+        digests = [tensor_digest(b"") for _ in shard.sent]
+        yield from messages.digest_messages(shard, digests + shard.other_digests())
+        done[shard.index] = ShardDigests(shard.tensors, digests)

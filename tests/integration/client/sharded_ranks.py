@@ -87,11 +87,12 @@ def run(rank: int, folder: str, address: str) -> None:
     """Push every form, and write down what came of each."""
     meet = f"file://{folder}/meet"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
-    results = {}
+    results: dict[str, list[object]] = {}
     with Client(address) as client:
         for step, (name, (make, _)) in enumerate(FORMS.items()):
             result = client.push(make(), step=step)  # type: ignore[arg-type] # a module or a dict
-            results[name] = [result.version, result.content_digest, result.sent_bytes]
+            facts = result.version, result.content_digest, result.sent_bytes, result.way
+            results[name] = list(facts)
         for name, state, step in (
             ("differing", _differing(rank), 100),
             ("again", _by_hand(), 100),

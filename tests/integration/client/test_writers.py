@@ -160,6 +160,8 @@ def test_ranks_push_what_they_hold(
     # Of replicas one rank sends the bytes.
     size = sum(tensor.nbytes for tensor in state.values())
     assert sum(rank[form][2] for rank in ranks) == size
+    # Also of one that has replicas alone.
+    assert {rank[form][3] for rank in ranks} == {Way.SAME_HOST}
 
 
 def test_a_rank_whose_replica_differs_is_named_to_all(ranks: list[dict[str, Any]]) -> None:
