@@ -260,6 +260,9 @@ class SameHostSession:
         return await self._gpu_copies.begin(push, upload, where)
 
     async def _announce(self, shards: dict[int, dict[str, Any]]) -> None:
+        if self._push is not None and self._push.state.writers is not None:
+            # None of them has a whole shard.
+            return
         for shard, where in shards.items():
             self._gpu_copies.announce(*self._upload(shard), where)
             # What is told of many tensors keeps nobody else waiting.
@@ -275,6 +278,11 @@ class SameHostSession:
         if push.state.writers is not None:
             _, boxes = push.boxes.find(shard, self._writer)
             _check_nothing_here(shard, boxes.received)
+            if not boxes.size:
+                # Without it the shard may be proved at any time, and nobody may write any more.
+                raise refused(
+                    f"writer {self._writer} sends no bytes of shard {shard}; send its digests"
+                )
             boxes.own(self)
         else:
             _check_nothing_here(shard, upload.received)

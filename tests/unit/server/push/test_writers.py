@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,11 @@ from tests.unit.server.push.boxes import Held, part, push_all, sharded, version
 from tests.unit.server.world import World, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.boxes import Box
+from weightsync.model.digest import tensor_digest
+from weightsync.shm.same_host_server import PeerCredentials
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.sources.same_host import SameHostOffers
+from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -322,3 +327,40 @@ async def test_boxes_in_a_push_of_one_are_refused(box_world: World) -> None:
     boxes = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, last=True))
     with pytest.raises(WeightSyncError, match="begin it with writers"):
         await box_world.join(response.push_id, [*shards[0].layout(), boxes])
+
+
+async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_path: Path) -> None:
+    lender = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
+    shards = version(shards=1)
+    first, second = sharded(shards, 2)
+    nothing = second.held[0]
+    for tensor in nothing.sent:
+        first.held[0].sent.append(tensor)
+    nothing.sent.clear()
+    sessions = []
+    for writer in (first, second):
+        response = await writer.begin(box_world, same_host=pb.SameHostSource())
+        await writer.stream(box_world, [*shards[0].layout(), writer.held[0].boxes()])
+        lender.offer(response, "unix:", writer.number)
+        session = lender.desk(PeerCredentials(1, 2))
+        await asyncio.to_thread(session.redeem, response.same_host_offer.secret)
+        sessions.append(session)
+    # It could write into what is proved by then.
+    with pytest.raises(WeightSyncError, match="writer 1 sends no bytes of shard 0"):
+        await asyncio.to_thread(sessions[1].lend, 0)
+    lease = await asyncio.to_thread(sessions[0].lend, 0)
+    try:
+        digests = b"".join(tensor_digest(part.data) for part in first.held[0].sent)
+        await second.stream(box_world, [nothing.digests()])
+        await asyncio.to_thread(sessions[0].written, 0, digests)
+        # Who says that all is written and can go on writing is not believed.
+        committing = asyncio.gather(
+            first.commit(box_world), second.commit(box_world), return_exceptions=True
+        )
+        for error in await committing:
+            assert isinstance(error, WeightSyncError)
+            assert error.reason is Reason.WRITER_LEFT
+    finally:
+        os.close(lease.fd)
+        for session in sessions:
+            session.close()
