@@ -187,7 +187,7 @@ class Client:
             self._history.layouts,
             collective=collective,
             writer=lambda: source_writer(options),
-            together="writers" in options or "step" in options,
+            together=options.get("writers", 1) not in (0, 1) or "step" in options,
         )
         facts = options, self._retry, self._history, on_source_free
         try:

@@ -102,7 +102,8 @@ def push_step(
     Raises:
         ClientError: Of the push or the apply; a note says so if the version exists.
     """
-    pushing = _with_metadata(options, {"run_id": run_id, "step": str(step)})
+    # Of the ranks of a trainer this one alone pushes: parts of tensors are refused at once.
+    pushing = {**_with_metadata(options, {"run_id": run_id, "step": str(step)}), "writers": 1}
     push = functools.partial(_push_once, client, source, f"{run_id}/{step}", pushing)
     if options.apply is None:
         return _measured(push, None, "")

@@ -260,3 +260,10 @@ def test_two_parameters_of_one_shape_are_not_tied_because_both_are_sharded() -> 
     tied.head.weight = tied.embed.weight
     fully_shard(tied, mesh=init_device_mesh("cpu", (RANKS,)))
     assert module_tensors(tied).keys() == {"embed.weight"}
+
+
+def test_a_rank_that_pushes_alone_is_refused_at_once_what_it_has_in_part() -> None:
+    as_rank(0)
+    whole = {"x": dtensor((8, 2), init_device_mesh("cpu", (RANKS,)), [Shard(0)])}
+    with pytest.raises(InvalidError, match="this is the only process that pushes"):
+        make_source(whole, 1 << 20, writer=lambda: source_writer({"writers": 1}))
