@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Box", "problem_of"]
 
+#: Pairs of boxes that are compared at most, and for each box besides; those of a mesh are fewer.
+_COMPARED, _COMPARED_EACH = 100_000, 64
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -66,10 +69,18 @@ def problem_of(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             end > size for end, size in zip(box.ends, shape, strict=True)
         ):
             return f"{box} reaches beyond {list(shape)}"
-    if (twice := _overlap(boxes)) is not None:
+    try:
+        twice = _overlap(boxes)
+    except _TooManyError:
+        return f"{len(boxes)} boxes lie across each other, too many to compare; join some"
+    if twice is not None:
         return f"{twice[0]} and {twice[1]} overlap"
     missing = math.prod(shape) - sum(box.elements for box in boxes)
     return f"{missing} of {math.prod(shape)} elements are in none" if missing else ""
+
+
+class _TooManyError(Exception):
+    """Boxes that would take minutes to compare."""
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
@@ -81,7 +92,11 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         return full[0], full[1]
     along = max(range(len(full[0].sizes)), key=lambda d: len({box.offsets[d] for box in full}))
     reaching: list[Box] = []
+    left = _COMPARED + _COMPARED_EACH * len(full)
     for box in sorted(full, key=lambda box: box.offsets[along]):
+        left -= len(reaching)
+        if left < 0:
+            raise _TooManyError
         reaching = [other for other in reaching if other.ends[along] > box.offsets[along]]
         found = next(filter(box.overlaps, reaching), None)
         if found is not None:

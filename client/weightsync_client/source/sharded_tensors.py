@@ -103,13 +103,14 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
     for offsets, local in value.boxes:
         tensor = wrap(name, local)
         dims = {len(offsets), len(tensor.shape), len(value.shape)}
-        if tensor.dtype != value.dtype or len(dims) > 1:
+        if tensor.dtype != value.dtype or len(dims) > 1 or min(offsets, default=0) < 0:
             raise refuse(
                 Reason.LAYOUT_INVALID,
                 f"tensor {name!r} is {value.dtype} {list(value.shape)}, the box at {list(offsets)} "
                 f"{tensor.dtype} {list(tensor.shape)}; give boxes of its dtype and dimensions",
             )
-        boxes.append((Box(tuple(offsets), tensor.shape), tensor))
+        if tensor.size or 0 in value.shape:
+            boxes.append((Box(tuple(offsets), tensor.shape), tensor))
     return BoxSource(_whole(name, value.dtype, value.shape), tuple(boxes), value.replica)
 
 

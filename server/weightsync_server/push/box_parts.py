@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from weightsync.model.manifest import TensorEntry
+    from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.pipeline import ShardPipeline
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
 
 __all__ = ["PushBoxes"]
 
-#: A rank holds one box of a tensor, or a few; of an expert's weights one for each.
-_MOST_PER_TENSOR = 1024
+#: Boxes over so many bytes come in blocks of rows of at least so many: each is a step of Python.
+_LARGE_BYTES, _LEAST_BLOCK_BYTES = 1 << 20, 1 << 10
 
 
 @dataclass(slots=True)
@@ -42,12 +43,15 @@ class PushBoxes:
 
     Args:
         state: The push.
+        limits: Bounds on it.
         pipeline: Takes a shard on whose boxes are all here.
     """
 
-    def __init__(self, state: PushState, pipeline: ShardPipeline) -> None:
+    def __init__(self, state: PushState, limits: PushLimits, pipeline: ShardPipeline) -> None:
         self._state = state
+        self._limits = limits
         self._pipeline = pipeline
+        self._count = 0
         #: What came of a shard on a stream, until its last part.
         self._declared: dict[tuple[int, object], _Declared] = {}
 
@@ -77,14 +81,17 @@ class PushBoxes:
             raise refused("boxes belong to a push of several writers; begin it with writers")
         if shard is None or shard.tensors is None:
             raise refused(f"boxes of shard {part.shard} before the last part of its layout")
+        more = len(part.sent) + len(part.replicas)
+        if self._count + more > self._limits.max_boxes:
+            raise WeightSyncError(
+                Reason.LAYOUT_INVALID,
+                f"the writers declare over {self._limits.max_boxes} boxes, the most there may be; "
+                "join those that touch",
+            )
+        self._count += more
         declared = self._declared.setdefault((part.shard, stream), _Declared())
         declared.sent += part.sent
         declared.replicas += part.replicas
-        if len(declared.sent) + len(declared.replicas) > _MOST_PER_TENSOR * len(shard.tensors):
-            raise refused(
-                f"writer {writer} declares over {_MOST_PER_TENSOR} boxes for each tensor of shard "
-                f"{part.shard}; join those that touch"
-            )
         if not part.last:
             return
         del self._declared[part.shard, stream]
@@ -92,8 +99,10 @@ class PushBoxes:
         check_open(self._state)
         known = shard.writers.boxes.setdefault(writer, upload)
         if known is not upload:
+            self._count -= len(upload.given)
             self._refuse_other(known, upload)
-        writers.come(writer)
+        else:
+            writers.declare(writer)
         if len(shard.writers.boxes) == writers.count and shard.tasks.covering is None:
             # A task of the push: whoever declared the last of it may leave at any time.
             shard.tasks.covering = self._pipeline.start(
@@ -105,7 +114,13 @@ class PushBoxes:
 
     def forget(self, stream: object) -> None:
         """Drop what a stream that has ended declared in part."""
-        self._declared = {key: at for key, at in self._declared.items() if key[1] is not stream}
+        for key in [key for key in self._declared if key[1] is stream]:
+            declared = self._declared.pop(key)
+            self._count -= len(declared.sent) + len(declared.replicas)
+
+    def clear(self) -> None:
+        """Let go of all of them, once nothing works on them."""
+        self._declared, self._count = {}, 0
 
     def _refuse_other(self, known: BoxUpload, upload: BoxUpload) -> None:
         if (known.sent, known.replicas) != (upload.sent, upload.replicas):
@@ -172,10 +187,19 @@ def _tensor_boxes(
                 f"{list(tensor.shape)}",
             )
         begin = shard.entry.data_start + tensor.begin
+        name = tensor.name[:100]
+        if not box.elements and 0 not in tensor.shape:
+            raise _outside(writer, f"an empty box of tensor {name!r}; leave it out")
         try:
-            spans.append(span_of(box, tensor.shape, DTYPE_BITS[tensor.dtype], begin))
+            span = span_of(box, tensor.shape, DTYPE_BITS[tensor.dtype], begin)
         except ValueError as error:
-            raise _outside(writer, f"tensor {tensor.name[:100]!r}, where {error}") from None
+            raise _outside(writer, f"tensor {name!r}, where {error}") from None
+        block = span.run * (span.counts[-1] if span.counts else 1)
+        if span.size > _LARGE_BYTES and block < _LEAST_BLOCK_BYTES:
+            raise _outside(
+                writer, f"{box} of tensor {name!r}, which lies in blocks of {block} bytes"
+            )
+        spans.append(span)
         boxes.append(TensorBox(wire.tensor, box))
     return boxes, spans
 

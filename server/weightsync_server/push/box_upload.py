@@ -89,7 +89,7 @@ class BoxUpload:
         """Take digests of the writer.
 
         Raises:
-            WeightSyncError: REQUEST_INVALID.
+            WeightSyncError: REQUEST_INVALID; DIGEST_MISMATCH: it sent others before.
         """
         count = len(digests) // DIGEST_BYTES
         if len(digests) % DIGEST_BYTES or first + count > len(self.given):
@@ -99,9 +99,17 @@ class BoxUpload:
                 f"{len(self.given)} boxes of writer {self.writer} in shard {self.shard}; send "
                 f"{DIGEST_BYTES} bytes each",
             )
-        self.given[first : first + count] = [
-            digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)
-        ]
+        starts = range(0, len(digests), DIGEST_BYTES)
+        for at, digest in enumerate((digests[at : at + DIGEST_BYTES] for at in starts), first):
+            if self.given[at] not in (None, digest):
+                raise WeightSyncError(
+                    Reason.DIGEST_MISMATCH,
+                    f"writer {self.writer} sent two digests of one box in shard {self.shard}: two "
+                    "processes have its number, or its tensors changed; give each process a number "
+                    "of its own, and push the version again",
+                    metadata={"writer": str(self.writer)},
+                )
+            self.given[at] = digest
 
     def progress(self) -> pb.ShardProgress:
         """Return the wire form."""

@@ -13,6 +13,7 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
+from weightsync_server.push.task_set import is_running
 from weightsync_server.push.validation import refused
 from weightsync_server.push.writers import check_writer
 
@@ -93,6 +94,9 @@ async def meet(push: Push, request: pb.CommitPushRequest) -> None:
     state.writers.commit(writer)
     with push.lifecycle.awaited():
         await state.writers.met.wait()
+        covering = [shard.tasks.covering for shard in state.shards.values()]
+        if running := [task for task in covering if is_running(task)]:
+            await asyncio.wait(running)
     # Whoever is told that it failed finds its slot free.
     await push.lifecycle.closed()
     check_open(state)

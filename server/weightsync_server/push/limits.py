@@ -22,6 +22,7 @@ class PushLimits:
             most a quarter.
         writer_timeout_s: Seconds for which a writer of several may stay away or bring nothing.
         max_writers: Writers of one push.
+        max_boxes: Boxes that all writers of a push declare.
         slot_wait_s: Longest wait for a slot when the call has no deadline, in seconds.
         max_chunk_bytes: Largest chunk.
         max_message_bytes: Largest message that is no chunk.
@@ -42,6 +43,7 @@ class PushLimits:
     stream_idle_timeout_s: float = 60.0
     writer_timeout_s: float = 60.0
     max_writers: int = 1024
+    max_boxes: int = 1 << 22
     slot_wait_s: float = 60.0
     max_chunk_bytes: int = 2 << 20
     max_message_bytes: int = 1 << 20

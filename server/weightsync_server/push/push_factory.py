@@ -91,6 +91,7 @@ class PushFactory:
 
         def end() -> None:
             push.layout.clear()
+            push.boxes.clear()
             self._on_end(push)
 
         lifecycle = PushLifecycle(
@@ -126,7 +127,7 @@ class PushFactory:
             lifecycle,
             pipeline,
             PushLayout(state, reservation, model.accepted, limits, pipeline),
-            PushBoxes(state, pipeline),
+            PushBoxes(state, limits, pipeline),
             reservation,
             checkpointer,
             announcement,

@@ -24,6 +24,7 @@ from weightsync_server.push.sources.remote_stream import DistantStream, RemoteSt
 from weightsync_server.push.state import Phase, check_open
 from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import check_begin, check_digest, refused
+from weightsync_server.push.writers import check_writer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -147,6 +148,7 @@ class PushService:
                 "instead",
             )
         self._refuse_used(push)
+        check_writer(push.state.writers, request.writer)
         push.lifecycle.fail(_aborted(push, request), "aborted")
         await push.lifecycle.closed()
         return pb.AbortPushResponse()
@@ -212,10 +214,11 @@ class PushService:
         await failpoints.reach("receive.begin")
         self._check_model(request.model)
         epoch = self._model.epochs.check(request.epoch)
+        await self._settled(request.version)
         push = await self._joined(request, deadline_s)
         if push is None:
-            await self._settled(request.version)
-            # No await between here and the entry in _open: of two pushes of a version one is open.
+            # No await between here and the entry in _open, nor since it was looked for: of two
+            # pushes of a version, or of a key, one is open.
             epoch = self._model.epochs.check(request.epoch)
             push = self._create(request, epoch)
             if push.state.writers is not None:

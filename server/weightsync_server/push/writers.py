@@ -65,8 +65,13 @@ class Writers:
         self._look()
 
     def come(self, writer: int) -> None:
-        """A writer begins, or declares what it will bring."""
-        self.absent.discard(writer)
+        """A writer begins; that it does so again is no progress."""
+        if writer in self.absent:
+            self.absent.discard(writer)
+            self._calls[writer] += 1
+
+    def declare(self, writer: int) -> None:
+        """A writer has told, for the first time, what it brings of a shard."""
         self._calls[writer] += 1
 
     def commit(self, writer: int) -> None:
@@ -84,15 +89,18 @@ class Writers:
 
     def _look(self) -> None:
         now = self._loop.time()
-        for writer in set(range(self._count)) - self.committed:
+        waited_for = set(range(self._count)) - self.committed
+        for writer in waited_for:
             brought = self._calls[writer], self._progress(writer)
             if brought != self._seen.get(writer):
                 self._seen[writer] = brought
                 self._since[writer] = now
-            elif now - self._since[writer] >= self._timeout_s:
-                self._timer = None
-                self._fail(self._late(writer))
-                return
+        # Others may wait for the one that has been late for longest.
+        last = min(waited_for, key=lambda writer: (self._since[writer], writer), default=None)
+        if last is not None and now - self._since[last] >= self._timeout_s:
+            self._timer = None
+            self._fail(self._late(last))
+            return
         self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
 
     def _late(self, writer: int) -> WeightSyncError:

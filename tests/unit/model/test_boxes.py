@@ -93,3 +93,11 @@ def _cut(chance: random.Random, box: Box, depth: int) -> list[Box]:
     begin[along] += at
     first, second = Box(box.offsets, tuple(sizes)), Box(tuple(begin), tuple(rest))
     return _cut(chance, first, depth - 1) + _cut(chance, second, depth - 1)
+
+
+def test_boxes_that_lie_across_each_other_are_not_compared_for_hours() -> None:
+    corners = itertools.product(range(2), repeat=13)
+    boxes = [Box(corner, (1,) * 13) for corner in corners]
+    assert "too many to compare" in problem_of((2,) * 13, boxes)
+    grid = [Box((row, column), (1, 1)) for row in range(64) for column in range(64)]
+    assert problem_of((64, 64), grid) == ""

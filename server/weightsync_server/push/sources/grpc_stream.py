@@ -103,7 +103,8 @@ class UploadStream:
         elif message.HasField("join"):
             push = self._pushes.find(message.join.push_id)
             self._writer = message.join.writer
-            check_writer(push.state.writers, self._writer)
+            if push.state.committed is None:
+                check_writer(push.state.writers, self._writer)
             if push.state.committed is None:
                 await resume(push, self._deadline_s)
         else:
@@ -291,5 +292,6 @@ class UploadStream:
         if self._received != self._counted:
             self._count()
         if self._push is not None and self._push.state.committed is None:
-            self._push.boxes.forget(self)
             self._push.lifecycle.leave(self)
+        if self._push is not None:
+            self._push.boxes.forget(self)

@@ -166,6 +166,12 @@ def sharded(
             boxes = cut(entry.shape, count, min(along, max(len(entry.shape) - 1, 0)))
             for writer in writers:
                 held = writer.held[at]
+                if (
+                    len(boxes) == count
+                    and not boxes[writer.number].elements
+                    and 0 not in entry.shape
+                ):
+                    continue
                 if len(boxes) == count and (count > 1 or entry.shape):
                     held.sent.append(part(shard, tensor, boxes[writer.number]))
                 elif writer.number == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.server.deltas.pushing import until
-from tests.unit.server.push.boxes import Held, part, push_all, sharded, version
-from tests.unit.server.world import World, content, simple, world
+from tests.unit.server.push.boxes import Held, Writer, part, push_all, sharded, version
+from tests.unit.server.world import World, content, make_shard, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.boxes import Box
 from weightsync.model.digest import tensor_digest
@@ -23,8 +24,6 @@ from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
-
-    from tests.unit.server.push.boxes import Writer
 
 
 @pytest.fixture(name="box_world")
@@ -364,3 +363,69 @@ async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_pat
         os.close(lease.fd)
         for session in sessions:
             session.close()
+
+
+async def test_two_processes_with_one_number_do_not_mix(box_world: World) -> None:
+    writers = sharded(version(), 2, along=1)
+    (_, stranger) = sharded(version(7), 2, along=1)
+    first, second = writers
+    for writer in (first, second, stranger):
+        await writer.begin(box_world)
+        for held in writer.held:
+            held.replicas.clear()
+    await first.stream(box_world)
+    # Each brings another shard, and finds that of the other complete.
+    await second.stream(box_world, list(second.held[0].all()))
+    await stranger.stream(box_world, list(stranger.held[1].all()))
+    await asyncio.sleep(0.1)
+    late = stranger.held[0]
+    with pytest.raises(WeightSyncError, match="two processes have its number") as caught:
+        await stranger.stream(box_world, [late.boxes(), late.digests()])
+    assert caught.value.reason is Reason.DIGEST_MISMATCH
+    for writer in writers:
+        with pytest.raises(WeightSyncError, match="two processes have its number"):
+            await writer.commit(box_world)
+    assert box_world.model.table.list() == []
+
+
+async def test_one_that_begins_again_and_again_brings_nothing(box_world: World) -> None:
+    first, second = sharded(version(shards=1), 2)
+    pushing = asyncio.create_task(first.push(box_world))
+    while not pushing.done():
+        with contextlib.suppress(WeightSyncError):
+            await second.begin(box_world)
+        await asyncio.sleep(0.05)
+    with pytest.raises(WeightSyncError, match="writer 1 of 2 brought nothing more"):
+        await pushing
+
+
+async def test_more_boxes_than_there_may_be_are_refused(tmp_path: Path) -> None:
+    async with world(tmp_path, limits={"max_boxes": 11}) as here:
+        writer, _ = sharded(version(shards=1), 2)
+        held = writer.held[0]
+        await writer.begin(here)
+        await writer.stream(here, [*held.shard.layout(), held.boxes()])
+        # What comes again after a cut counts once.
+        await writer.stream(here, [held.boxes()])
+        many = pb.BoxPart(shard=0, sent=[pb.Box()] * 7)
+        with pytest.raises(WeightSyncError, match="over 11 boxes"):
+            await writer.stream(here, [pb.PushWeightsRequest(boxes=many)])
+
+
+@pytest.mark.parametrize(
+    ("box", "word"),
+    [
+        (Box((0, 0, 0), (0, 2, 1)), "an empty box"),
+        (Box((0, 0, 0), (400_000, 2, 1)), "blocks of 4 bytes"),
+    ],
+)
+async def test_boxes_that_would_take_for_ever_are_refused(
+    box_world: World, box: Box, word: str
+) -> None:
+    shard = make_shard(0, [("x", "BF16", (400_000, 3, 2), bytes(4_800_000))])
+    writer = Writer(0, 2, [Held(shard)])
+    await writer.begin(box_world)
+    wire = pb.Box(tensor=0, offsets=box.offsets, sizes=box.sizes)
+    bad = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, sent=[wire], last=True))
+    with pytest.raises(WeightSyncError, match=word):
+        await writer.stream(box_world, [*shard.layout(), bad])
