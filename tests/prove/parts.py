@@ -61,6 +61,7 @@ def _told(text: str) -> str:
 
 _BENCHMARKS = (
     "push",
+    "sharded",
     "memory",
     "scale",
     "pullers",

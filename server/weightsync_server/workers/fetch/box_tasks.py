@@ -6,7 +6,6 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from weightsync import failpoints
 from weightsync.model.box_spans import BoxSpan
 from weightsync.model.digest import TensorDigester
 from weightsync_server.workers.fetch.shard_tasks import look
@@ -28,7 +27,6 @@ def digest(view: memoryview, fd: int, stop: threading.Event) -> bytes:
     Raises:
         Cancelled: The server no longer wants it.
     """
-    failpoints.hit("fetcher.digest")
     size = os.fstat(fd).st_size
     order = json.loads(os.pread(fd, size, 0))
     digests = []
