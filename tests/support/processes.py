@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 __all__ = ["descriptors", "give_way", "names", "open_files", "state"]
@@ -57,3 +59,11 @@ def give_way(pid: int) -> None:
 
 def _list(path: Path | str) -> list[str]:
     return os.listdir(path)  # noqa: PTH208 - names are what is wanted
+
+
+def python_says(program: str) -> str:
+    """Return what a program prints in a Python of its own; fail when it fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    return done.stdout.strip()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from weightsync.model.boxes import Box
@@ -49,6 +48,9 @@ class BoxSpan(NamedTuple):
             offset: Of the first of the bytes in the box.
             data: They.
         """
+        # Not at the top: who has no boxes needs no NumPy.
+        import numpy as np
+
         source = np.frombuffer(data, np.uint8)
         for at, rows, skipped, length in self._parts(offset, offset + len(source)):
             target = self._rows(view, at, rows)[:, skipped : skipped + length]
@@ -61,6 +63,8 @@ class BoxSpan(NamedTuple):
         Args:
             view: What `begin` counts in.
         """
+        import numpy as np
+
         step = _PIECE if not 0 < self.run <= _PIECE else _PIECE // self.run * self.run
         for begin in range(0, self.size, step):
             for at, rows, skipped, length in self._parts(begin, min(begin + step, self.size)):
@@ -68,6 +72,8 @@ class BoxSpan(NamedTuple):
                 yield np.ascontiguousarray(part).reshape(-1).data
 
     def _rows(self, view: memoryview, at: int, rows: int) -> NDArray[np.uint8]:
+        import numpy as np
+
         # One run is no stride away from a next one, which may lie beyond the end.
         stride = self.strides[-1] if rows > 1 else self.run
         return np.ndarray((rows, self.run), np.uint8, view, at, (stride, 1))

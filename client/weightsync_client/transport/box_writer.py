@@ -11,10 +11,10 @@ from weightsync_client.transport.copying import copier_of
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from weightsync.model.box_spans import BoxSpan
-    from weightsync_client.source.box_shards import BoxShard, LocalBox
+    from weightsync_client.source.box_shards import BoxShard
     from weightsync_client.source.tensors import Scratch
 
 __all__ = ["write_boxes"]
@@ -44,43 +44,40 @@ def write_boxes(
         tensor = shard.whole.tensors[local.tensor]
         begin = shard.whole.entry.data_start + tensor.begin
         span = span_of(local.box, tensor.shape, DTYPE_BITS[tensor.dtype], begin)
-        write = _write_run if not span.counts else _write_runs
-        for size in write(local, span, target, scratch, piece, digests):
-            on_bytes(size)
+        sink = (_Runs if span.counts else _Run)(span, target)
+        read = local.bytes.reader(scratch)
+        for at in range(0, span.size, piece):
+            data = memoryview(read(at, min(at + piece, span.size)))
+            sink.put(at, data)
+            on_bytes(len(data))
             if stop.is_set():
                 return digests
+        digests.append(sink.digest())
     return digests
 
 
-def _write_run(
-    local: LocalBox,
-    span: BoxSpan,
-    target: memoryview,
-    scratch: Scratch,
-    piece: int,
-    digests: list[bytes],
-) -> Iterator[int]:
-    read, copier = local.bytes.reader(scratch), copier_of(span.size)
-    for begin in range(0, span.size, piece):
-        end = min(begin + piece, span.size)
-        with target[span.begin + begin : span.begin + end] as place:
-            copier.update(memoryview(read(begin, end)), place)
-        yield end - begin
-    digests.append(copier.digest())
+class _Run:
+    """A box whose bytes lie in a row: they are digested and copied at once."""
+
+    def __init__(self, span: BoxSpan, target: memoryview) -> None:
+        self._begin, self._target = span.begin, target
+        self._copier = copier_of(span.size)
+        self.digest = self._copier.digest
+
+    def put(self, offset: int, data: memoryview) -> None:
+        begin = self._begin + offset
+        with self._target[begin : begin + len(data)] as place:
+            self._copier.update(data, place)
 
 
-def _write_runs(
-    local: LocalBox,
-    span: BoxSpan,
-    target: memoryview,
-    scratch: Scratch,
-    piece: int,
-    digests: list[bytes],
-) -> Iterator[int]:
-    read, digester = local.bytes.reader(scratch), TensorDigester()
-    for begin in range(0, span.size, piece):
-        data = read(begin, min(begin + piece, span.size))
-        digester.update(data)
-        span.put(target, begin, data)
-        yield len(data)
-    digests.append(digester.digest())
+class _Runs:
+    """Any other box."""
+
+    def __init__(self, span: BoxSpan, target: memoryview) -> None:
+        self._span, self._target = span, target
+        self._digester = TensorDigester()
+        self.digest = self._digester.digest
+
+    def put(self, offset: int, data: memoryview) -> None:
+        self._digester.update(data)
+        self._span.put(self._target, offset, data)

@@ -18,6 +18,7 @@ from weightsync_client.push_reasons import Streamed, Way
 from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.shards import ByteSink, Part, Shard, pieces
 from weightsync_client.source.tensors import Scratch
+from weightsync_client.transport.box_writer import write_boxes
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.lease_requests import LeaseRequests
@@ -218,9 +219,6 @@ class ShmWriter:
     def _hand_boxes(
         self, requests: LeaseRequests, shard: BoxShard, lease: WriteLease, scratch: Scratch
     ) -> None:
-        # Imported late: who pushes whole tensors needs no NumPy.
-        from weightsync_client.transport.box_writer import write_boxes
-
         try:
             # Runs of a few kilobytes would each be a call of pwrite(2).
             with contextlib.closing(map_lease(lease, shard.whole.entry.size)) as mapping:

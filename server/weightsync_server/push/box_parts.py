@@ -95,7 +95,12 @@ class PushBoxes:
         if not part.last:
             return
         del self._declared[part.shard, stream]
-        upload = await asyncio.to_thread(_upload, shard, declared, writer)
+        try:
+            upload = await asyncio.to_thread(_upload, shard, declared, writer)
+        except BaseException:
+            # Also of a stream that was cut: what it declared comes again.
+            self._count -= len(declared.sent) + len(declared.replicas)
+            raise
         check_open(self._state)
         known = shard.writers.boxes.setdefault(writer, upload)
         if known is not upload:

@@ -29,6 +29,7 @@ class Writers:
         fail: Called with the reason, at most once.
 
     Attributes:
+        count: As given.
         absent: Those that have not begun.
         committed: Those that have brought everything and wait for the others.
         met: Set once all have committed, or the push has ended.
@@ -44,7 +45,7 @@ class Writers:
         self.absent = set(range(count))
         self.committed: set[int] = set()
         self.met = asyncio.Event()
-        self._count = count
+        self.count = count
         self._timeout_s = timeout_s
         self._progress = progress
         self._fail = fail
@@ -54,14 +55,9 @@ class Writers:
         self._since: dict[int, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self._count
-
     def start(self) -> None:
         """The push is open: from now on they are waited for."""
-        self._since = dict.fromkeys(range(self._count), self._loop.time())
+        self._since = dict.fromkeys(range(self.count), self._loop.time())
         self._look()
 
     def come(self, writer: int) -> None:
@@ -77,7 +73,7 @@ class Writers:
     def commit(self, writer: int) -> None:
         """A writer has brought everything."""
         self.committed.add(writer)
-        if len(self.committed) == self._count:
+        if len(self.committed) == self.count:
             self.met.set()
 
     def close(self) -> None:
@@ -89,7 +85,7 @@ class Writers:
 
     def _look(self) -> None:
         now = self._loop.time()
-        waited_for = set(range(self._count)) - self.committed
+        waited_for = set(range(self.count)) - self.committed
         for writer in waited_for:
             brought = self._calls[writer], self._progress(writer)
             if brought != self._seen.get(writer):
@@ -107,7 +103,7 @@ class Writers:
         what = "did not come" if writer in self.absent else "brought nothing more"
         return WeightSyncError(
             Reason.PUSH_ABORTED,
-            f"writer {writer} of {self._count} {what} for {self._timeout_s:g} s, so the push was "
+            f"writer {writer} of {self.count} {what} for {self._timeout_s:g} s, so the push was "
             "dropped for all; see what that process does, and push again",
             metadata={"writer": str(writer)},
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,6 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.support.processes import python_says
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_client import (
     Access,
@@ -509,16 +508,9 @@ def test_a_client_and_options_for_one_are_refused(client: Client) -> None:
         WeightSyncCallback(client, model="policy")
 
 
-def _python(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout.strip()
-
-
 def test_importing_the_package_loads_no_framework() -> None:
     program = "import sys, weightsync_client.integrations; print('transformers' in sys.modules)"
-    assert _python(program) == "False"
+    assert python_says(program) == "False"
 
 
 def test_absent_transformers_are_one_sentence() -> None:
@@ -530,7 +522,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    sentence = _python(program)
+    sentence = python_says(program)
     assert sentence.startswith("WeightSyncCallback needs transformers, which is not installed")
     assert "pip install transformers accelerate" in sentence
 

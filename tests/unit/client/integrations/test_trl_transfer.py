@@ -14,7 +14,6 @@ import inspect
 import logging
 import queue
 import re
-import subprocess
 import sys
 import threading
 import warnings
@@ -28,6 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.support.processes import python_says
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_client import (
     Access,
@@ -518,20 +518,13 @@ def test_a_client_and_options_for_one_are_refused(client: Client) -> None:
         WeightSyncTransfer(client, model="policy")
 
 
-def _python(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout.strip()
-
-
 def test_it_imports_neither_trl_nor_vllm() -> None:
     program = """
 import sys
 from weightsync_client.integrations import WeightSyncTransfer
 print([name for name in ("trl", "vllm") if name in sys.modules])
 """
-    assert _python(program) == "[]"
+    assert python_says(program) == "[]"
 
 
 def test_what_is_absent_is_one_sentence() -> None:
@@ -543,6 +536,6 @@ try:
 except ImportError as error:
     print(error)
 """
-    sentence = _python(program)
+    sentence = python_says(program)
     assert sentence.startswith("WeightSyncTransfer needs transformers, which is not installed")
     assert "pip install 'trl==1.16.*'" in sentence
