@@ -15,6 +15,10 @@ rank0_extra_bytes         how much the anonymous memory (RssAnon) of rank 0 grow
                           value before the push, the first one of the process included; wanted
                           at most 64 MiB
 rank0_extra_bytes_gather  as above, of the gather and its push
+delta_bytes               what all ranks send together where 1 % of the values changed, spread at
+                          random, against a version that all had pushed before
+delta_over_unsharded      that over what one process sends that holds all of it; wanted at most 1.05
+delta_push_s              until the last rank has returned; once
 bitwise_equal             whether all ranks got one version of one digest, other than that of the
                          round before, and the gathered weights have the same
 
@@ -37,7 +41,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +69,8 @@ _HIDDEN = 1024
 #: Knuth's multiplier: its products spread over all 32 bits.
 _HASH = -1640531527
 _SAMPLE_S = 0.003
+#: Above the numbers of all rounds.
+_DELTA_STEP = 1_000_000
 #: Rounds that make and warm the slots and are not counted in times.
 _WARM_UP = 2
 #: Most that RssAnon of rank 0 may grow, bytes.
@@ -98,14 +104,15 @@ def main() -> None:
 
 def _measure(
     form: str, mib: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, int | bool]]:
+) -> tuple[dict[str, list[float]], dict[str, int | float | bool]]:
     """Return samples and facts of one form, from processes and a server of its own."""
     with tempfile.TemporaryDirectory(prefix="ws-bench-") as folder:
         address = f"unix:{folder}/push.sock"
         with weightsync_server(Path(folder), [address]):
             arguments = (folder, address, form, mib, rounds)
             spawn(_rank, arguments, nprocs=_RANKS)  # type: ignore[no-untyped-call] # torch's
-        found = [_Round(**line) for line in json.loads(_result(folder).read_text())]
+        told = json.loads(_result(folder).read_text())
+    found, delta = [_Round(**line) for line in told["rounds"]], _Delta(**told["delta"])
     counted = found[_WARM_UP:]
     samples = {
         "push_s": [one.push_s for one in counted],
@@ -113,12 +120,17 @@ def _measure(
         "memcpy_s": [one.memcpy_s for one in counted],
         "over_gather": [one.push_s / one.gather_push_s for one in counted],
         "push_over_memcpy": [one.push_s / one.memcpy_s for one in counted],
+        "delta_push_s": [delta.push_s],
     }
     contents = {one.digest for one in found}
-    facts: dict[str, int | bool] = {
+    facts: dict[str, int | float | bool] = {
         "rank0_extra_bytes": max(one.extra_bytes for one in found),
         "rank0_extra_bytes_gather": max(one.extra_bytes_gather for one in found),
-        "bitwise_equal": all(one.equal for one in found) and len(contents) == len(found),
+        "delta_bytes": delta.sent,
+        "delta_over_unsharded": round(delta.sent / delta.sent_unsharded, 4),
+        "bitwise_equal": all(one.equal for one in found)
+        and len(contents) == len(found)
+        and delta.equal,
     }
     return samples, facts
 
@@ -145,6 +157,22 @@ class _Round(NamedTuple):
     equal: bool
 
 
+class _Delta(NamedTuple):
+    """What rank 0 found where 1 % of the values changed.
+
+    Attributes:
+        push_s: Until the last rank had pushed what changed.
+        sent: Bytes that all ranks sent.
+        sent_unsharded: Bytes that one process sent for the same.
+        equal: Whether both made one version.
+    """
+
+    push_s: float
+    sent: int
+    sent_unsharded: int
+    equal: bool
+
+
 def _result(folder: str) -> Path:
     return Path(folder, "rounds.json")
 
@@ -163,8 +191,10 @@ def _rank(rank: int, folder: str, address: str, form: str, mib: int, rounds: int
         ctypes.CDLL(None).malloc_trim(0)
         gc.disable()
         found = [trainer.round(number)._asdict() for number in range(_WARM_UP + rounds)]
+        with Client(address) as alone:
+            delta = trainer.delta(alone)._asdict()
     if rank == 0:
-        _result(folder).write_text(json.dumps(found))
+        _result(folder).write_text(json.dumps({"rounds": found, "delta": delta}))
     dist.destroy_process_group()
 
 
@@ -200,10 +230,44 @@ class _Trainer:
             equal=not others and digest == results["gather_push"][0].content_digest,
         )
 
-    def _change(self) -> None:
+    def delta(self, alone: Client) -> _Delta:
+        """Push what 1 % of changed values are, by all ranks and by one; all ranks call it.
+
+        Args:
+            alone: Of the rank that pushes all of it.
+        """
+        self._gathered_by(alone, "auto")
+        self._client.push(self._model, step=_DELTA_STEP)
+        self._change_some()
+        dist.barrier()
+        started = time.perf_counter()
+        result = self._client.push(self._model, step=_DELTA_STEP + 1, delta="require")
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        unsharded = self._gathered_by(alone, "require")
+        sent = torch.tensor(result.sent_bytes)
+        dist.all_reduce(sent)
+        if unsharded is None:
+            return _Delta(seconds, int(sent), 0, equal=True)
+        equal = unsharded.content_digest == result.content_digest
+        return _Delta(seconds, int(sent), unsharded.sent_bytes, equal)
+
+    def _locals(self) -> Iterator[torch.Tensor]:
+        """Yield what this rank holds, as whole numbers."""
         for parameter in self._model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.detach().view(torch.int16).add_(0x0101)
+            yield local.detach().view(torch.int16)
+
+    def _change(self) -> None:
+        for local in self._locals():
+            local.add_(0x0101)
+
+    def _change_some(self) -> None:
+        # The last bit, as a step of training changes it; replicas change alike.
+        for number, local in enumerate(self._locals()):
+            torch.manual_seed(number)
+            flat = local.view(-1)
+            flat[torch.randint(len(flat), (max(1, len(flat) // 100),))] ^= 1
 
     def _timed(self, way: Callable[[], PushResult | None]) -> tuple[float, list[PushResult]]:
         """Return the seconds until the last rank was done, and what those that pushed got."""
@@ -223,8 +287,13 @@ class _Trainer:
         return self._client.push(self._model, step=step, delta="never")
 
     def _gather_push(self) -> PushResult | None:
+        return self._gathered_by(self._client, "never")
+
+    def _gathered_by(
+        self, client: Client, delta: Literal["auto", "never", "require"]
+    ) -> PushResult | None:
         gathered = get_model_state_dict(self._model, options=_GATHERED)
-        return self._client.push(gathered, delta="never") if self._first else None
+        return client.push(gathered, delta=delta) if self._first else None
 
     def _memcpy(self) -> float:
         """Return the seconds of one copy; the other ranks wait."""

@@ -33,6 +33,8 @@ _OK = 0
 _REGISTERED = 712
 #: Any context of the process may use it; streams do not wait for the default one.
 _PORTABLE, _NON_BLOCKING, _LAZY_PEER_ACCESS = 1, 1, 1
+#: CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_DEVICE
+_HOST_MEMORY, _DEVICE_MEMORY = 1, 2
 #: CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _ORDINAL = 9
 
@@ -43,6 +45,29 @@ _Memory = ctypes.c_uint64
 
 class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D_v2."""
+
+    _fields_ = (
+        ("src_x", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
 
 
 class _Uuid(ctypes.Structure):
@@ -65,6 +90,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuMemHostUnregister": (_Pointer,),
     "cuMemcpyAsync": (_Memory, _Memory, _Size, _Pointer),
     "cuMemcpyDtoHAsync_v2": (_Pointer, _Memory, _Size, _Pointer),
+    "cuMemcpy2DAsync_v2": (_Pointer, _Pointer),
     "cuStreamCreate": (_Pointer, ctypes.c_uint),
     "cuStreamSynchronize": (_Pointer,),
     "cuStreamDestroy_v2": (_Pointer,),
@@ -258,6 +284,21 @@ class Stream:
     def copy(self, view: memoryview, source: int) -> None:
         """Begin to fill a registered view from an address on the device."""
         _call("cuMemcpyDtoHAsync_v2", _address(view), source, view.nbytes, self._stream)
+
+    def copy_rows(self, view: memoryview, stride: int, source: int, run: int, rows: int) -> None:
+        """Begin to fill rows of a registered view, which lie apart, with rows on the device.
+
+        Args:
+            view: Begins with the first row.
+            stride: Bytes from one row to the next in it.
+            source: Address of the first row on the device; the others follow at once.
+            run: Bytes of a row.
+            rows: How many there are.
+        """
+        copy = _Copy2D(src_type=_DEVICE_MEMORY, src_device=source, src_pitch=run)
+        copy.dst_type, copy.dst_host, copy.dst_pitch = _HOST_MEMORY, _address(view), stride
+        copy.width, copy.height = run, rows
+        _call("cuMemcpy2DAsync_v2", ctypes.byref(copy), self._stream)
 
     def wait(self) -> None:
         """Return when all copies are done; other threads run meanwhile."""

@@ -71,6 +71,20 @@ class BoxSpan(NamedTuple):
                 part = self._rows(view, at, rows)[:, skipped : skipped + length]
                 yield np.ascontiguousarray(part).reshape(-1).data
 
+    @property
+    def block_count(self) -> int:
+        """How many `blocks` there are."""
+        return math.prod(self.counts[:-1])
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield runs that are one stride apart: where they begin in the box and in what `begin`
+        counts in, both in bytes, and how many there are.
+        """
+        passed = 0
+        for at, rows, _, length in self._parts(0, self.size):
+            yield passed, at, rows
+            passed += rows * length
+
     def _rows(self, view: memoryview, at: int, rows: int) -> NDArray[np.uint8]:
         import numpy as np
 

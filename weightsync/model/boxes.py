@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Box", "problem_of"]
+__all__ = ["Box", "box_name", "problem_of"]
 
 #: Pairs of boxes that are compared at most, and for each box besides; those of a mesh are fewer.
 _COMPARED, _COMPARED_EACH = 100_000, 64
@@ -53,6 +53,11 @@ class Box:
         """Return it as an index, such as `[0:4, 8:16]`."""
         sides = zip(self.offsets, self.ends, strict=True)
         return f"[{', '.join(f'{begin}:{end}' for begin, end in sides)}]"
+
+
+def box_name(tensor: str, box: Box) -> str:
+    """Return the name of a box of a tensor, which no other box of a version has."""
+    return f"{tensor}@{','.join(map(str, box.offsets))}"
 
 
 def problem_of(shape: Sequence[int], boxes: Sequence[Box]) -> str:

@@ -36,12 +36,14 @@ class IpcPlacement(NamedTuple):
         header: What comes before the first tensor.
         handles: Open allocations.
         places: Of each tensor that is not empty: the number of its handle, its offset in bytes.
+        replicas: Of one of several writers, the joined digests of the boxes that it has besides.
     """
 
     device: bytes
     header: bytes
     handles: Sequence[bytes]
     places: Sequence[tuple[int, int]]
+    replicas: bytes = b""
 
 
 class SameHostClient:
@@ -129,7 +131,7 @@ class SameHostClient:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
-        told = {"header": where.header.hex(), **_told(where)}
+        told = {"header": where.header.hex(), "replicas": where.replicas.hex(), **_told(where)}
         return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
 
     def collected(self, shard: int) -> bytes:

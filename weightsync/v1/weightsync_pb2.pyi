@@ -607,7 +607,9 @@ class BeginPushRequest(_message.Message):
     writers: _builtins.int
     """Trainer processes that bring the version together, each a part of it; 0 or 1: this one alone. All
     of them begin with the same idempotency_key, total_bytes and metadata, in any order, and need not
-    know each other. PUSH_KIND_FULL only. The push fails for all when one of them does not come,
+    know each other. PUSH_KIND_DELTA says of this writer alone that it sends what changed in its boxes
+    since a base, of the same layout_digest and in memory still, else FAILED_PRECONDITION and it may
+    begin again with PUSH_KIND_FULL. The push fails for all when one of them does not come,
     brings nothing for writer_timeout, aborts, or contradicts another: each is told which and why,
     with PUSH_ABORTED or LAYOUT_INVALID and its number as "writer". At most 1024.
     """
@@ -915,10 +917,17 @@ class BoxPart(_message.Message):
     SENT_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    PATCH_BYTES_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     """Index of the shard in the push, from 0."""
     last: _builtins.bool
     """True on the last part of this shard; a message is at most 1 MiB."""
+    patch_bytes: _builtins.int
+    """In the last part, of a writer whose begin named a base: its chunks are a delta shard of so many
+    bytes, fewer than those of its boxes, as docs/delta-format.md says, which makes the boxes of the
+    base's. The name of a box there is the tensor's, "@", and the offsets joined by ",". The digests
+    are of the boxes as they become. 0: the bytes of the boxes come as they are.
+    """
     @_builtins.property
     def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___Box]:
         """Boxes whose bytes this writer sends. Its chunks of the shard are these boxes one after the other,
@@ -937,10 +946,11 @@ class BoxPart(_message.Message):
         sent: _abc.Iterable[Global___Box] | None = ...,
         replicas: _abc.Iterable[Global___Box] | None = ...,
         last: _builtins.bool = ...,
+        patch_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "replicas", b"replicas", "sent", b"sent", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "patch_bytes", b"patch_bytes", "replicas", b"replicas", "sent", b"sent", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

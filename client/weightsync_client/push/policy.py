@@ -80,11 +80,11 @@ def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
 
 def _check_writer(options: PushOptions) -> None:
     """Refuse what several processes cannot do together."""
-    if options.get("partial") or options.get("delta") == "require":
+    if options.get("partial"):
         raise refuse(
             Reason.NOT_SUPPORTED,
-            "tensors that several processes hold in part are pushed in full; leave partial and "
-            "delta='require' out",
+            "what several processes hold in part is pushed with all of its tensors; leave partial "
+            "out",
         )
 
 
@@ -134,8 +134,9 @@ class PushPolicy:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._push: PushSession | None = None
-        deltas = self._wanted != "never" and source.writer is None
-        self._ticket = history.snapshot.line_up() if deltas else None
+        # Of several processes, those that hold replicas alone send digests, which are no delta.
+        sends = source.writer is None or bool(source.tensors)
+        self._ticket = history.snapshot.line_up() if self._wanted != "never" and sends else None
         #: What a try as a delta has used up of an iterable.
         self._read: dict[str, SnapshotTensor] = {}
         self._before: list[SourceTensor] = []
@@ -215,10 +216,10 @@ class PushPolicy:
         """
         snapshot, layout = self._history.snapshot, self._source.layout
         self._refuse_slower()
-        base = snapshot.base_of(layout, self._template.run_id)
+        base = snapshot.base_of(self._source.signature, self._template.run_id)
         shards = self._changes(base)
         try:
-            push = self._begin(replace(self._source, shards=shards, layout=None, delta=shards))
+            push = self._begin(self._changed(shards))
             with typed_errors():
                 result = push.run()
             if push.joined:
@@ -234,6 +235,16 @@ class PushPolicy:
         finally:
             shards.close()
         return self._as_delta(result, shards, layout.size if layout else base.size)
+
+    def _changed(self, shards: DeltaShards) -> Source:
+        """Return what changed, to be pushed."""
+        source = self._source
+        if source.writer is None:
+            return replace(source, shards=shards, layout=None, delta=shards)
+        from weightsync_client.snapshot.box_deltas import box_deltas
+
+        with typed_errors():
+            return replace(source, shards=box_deltas(source.shards, shards), delta=shards)
 
     def _as_delta(self, result: PushResult, shards: DeltaShards, dense: int) -> PushResult:
         return replace(
@@ -295,6 +306,7 @@ class PushPolicy:
         return not {tensor.device for tensor in tensors if tensor.size} <= roomy(tensors)[0]
 
     def _changes(self, base: Snapshot) -> DeltaShards:
+        from weightsync_client.snapshot.box_deltas import of_boxes
         from weightsync_client.snapshot.delta_shards import DeltaShards, default_threads
         from weightsync_client.snapshot.grouping import as_they_come, by_size
         from weightsync_client.snapshot.sampling import sampled
@@ -311,6 +323,8 @@ class PushPolicy:
             raise Unfit(Fallback.TOO_DENSE, f"a sample of it needs {sample.ratio:.0%} of all bytes")
         if sample.changed > most_changed:
             raise Unfit(Fallback.TOO_DENSE, f"{sample.changed:.0%} of a sample of it changed")
+        if source.writer is not None:
+            return DeltaShards(of_boxes(source.shards), base, zstd=zstd, every=True)
         return DeltaShards(by_size(source.tensors, default_threads()), base, zstd=zstd)
 
     def _unfit(self, error: ClientError | Unfit) -> Unfit | None:
@@ -318,6 +332,10 @@ class PushPolicy:
         if isinstance(error, Unfit):
             return Unfit(error.reason, str(error))
         reason, flow = _FALLBACKS.get(error.reason), self._source.flow
+        if self._source.writer is not None and reason is not Fallback.BASE_MISMATCH:
+            # The push has failed for the others as well: with the next one all begin again.
+            self._history.snapshot.current = None
+            return None
         if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
             return None
         if self._release.done and flow is None:
@@ -354,7 +372,8 @@ class PushPolicy:
         devices = capture.devices
         push = self._begin(source, reason, capture)
         result = self._sent(push, reason)
-        whole = capture.whole(result, self._template.run_id, push.digests)
+        size = source.size or result.size_bytes
+        whole = capture.whole(result, self._template.run_id, push.digests, size)
         snapshot.current = whole or snapshot.current
         self._history.kernels.start(devices)
         if capture.gave_up and reason is Fallback.FIRST:

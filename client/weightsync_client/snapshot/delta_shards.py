@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ class DeltaShards(Iterable[Shard]):
         zstd: Whether streams are packed.
         most_changed: Share of changed elements from which on all is sent.
         partial: Tensors that the groups lack stay as they are in the base.
+        every: Groups in which nothing changed make a shard as well.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class DeltaShards(Iterable[Shard]):
         zstd: bool,
         most_changed: float = 1.0,
         partial: bool = False,
+        every: bool = False,
     ) -> None:
         self.threads = default_threads()
         self._base = base
         self._most_changed = most_changed
         self._partial = partial
+        self._every = every
         self._groups = groups
         #: Taken from the groups and not encoded yet.
         self._taken: list[SourceTensor] = []
@@ -94,7 +97,7 @@ class DeltaShards(Iterable[Shard]):
             encoded = self._encode(self._taken)
             self._digests |= {stats.name: stats.digest for stats in encoded.stats}
             self._taken = []
-            if any(stats.changed for stats in encoded.stats):
+            if self._every or any(stats.changed for stats in encoded.stats):
                 self._made.append(encoded)
                 return True
         if not self._partial:
@@ -213,6 +216,11 @@ class DeltaShards(Iterable[Shard]):
     def sizes(self) -> dict[int, int]:
         """Bytes of every shard that was made, by index."""
         return {made.index: made.blob.nbytes for made in self._made}
+
+    @property
+    def digests(self) -> Mapping[str, bytes]:
+        """Digest of every tensor that was encoded, by name."""
+        return self._digests
 
     @property
     def base_content_digest(self) -> str:

@@ -33,7 +33,7 @@ class BaseVersion:
     Attributes:
         version: Its number.
         content_digest: Its identity: what a delta is bound to.
-        size: Bytes of a push of it in full.
+        size: Bytes that this process sends when it pushes it in full.
         signature: Digest of names, dtypes and shapes.
         run_id: Of its metadata; empty: none.
         tensors: Its tensors by name.
@@ -129,9 +129,16 @@ class SnapshotCapture:
         return tensor is not None and tensor.device is not None
 
     def whole(
-        self, result: PushResult, run_id: str, digests: Mapping[str, bytes]
+        self, result: PushResult, run_id: str, digests: Mapping[str, bytes], size: int
     ) -> Snapshot | None:
-        """Return the version that was committed; None if its bytes did not come by here."""
+        """Return the version that was committed; None if its bytes did not come by here.
+
+        Args:
+            result: Of the push.
+            run_id: Of its metadata; empty: none.
+            digests: Of all tensors that were sent.
+            size: Bytes that this process sent.
+        """
         # Whoever keeps the push, keeps us as well, and the next version may need the room.
         tensors, self._tensors = self._tensors, {}
         # Without a tensor nothing was sent: the version had been committed before.
@@ -140,9 +147,7 @@ class SnapshotCapture:
         for name, tensor in tensors.items():
             tensor.seal(digests[name])
         signature = signature_of((n, tensors[n].dtype, tensors[n].shape) for n in sorted(tensors))
-        return Snapshot(
-            result.version, result.content_digest, result.size_bytes, signature, run_id, tensors
-        )
+        return Snapshot(result.version, result.content_digest, size, signature, run_id, tensors)
 
 
 class StreamingCapture(SnapshotCapture):

@@ -127,11 +127,12 @@ class SnapshotStore:
         finally:
             self.leave(ticket)
 
-    def base_of(self, layout: Layout | None, run_id: str) -> Snapshot:
+    def base_of(self, signature: str | None, run_id: str) -> Snapshot:
         """Return the version that a delta of such a version can be made against.
 
         Args:
-            layout: Of the new version; None: it is seen as the tensors come.
+            signature: Digest of the names, dtypes and shapes of the new version; None: they are
+                seen as the tensors come.
             run_id: Of its metadata; empty: none.
 
         Raises:
@@ -142,7 +143,7 @@ class SnapshotStore:
             raise Unfit(Fallback.FIRST, "this client holds no version that it has committed")
         if run_id and base.run_id and run_id != base.run_id:
             raise Unfit(Fallback.NEW_RUN, f"version {base.version} is of the run {base.run_id!r}")
-        if layout is not None and layout.signature != base.signature:
+        if signature not in (None, base.signature):
             raise Unfit(
                 Fallback.LAYOUT_CHANGED,
                 f"names, dtypes or shapes are not those of version {base.version}",

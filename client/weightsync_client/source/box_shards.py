@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.model.digest import TensorDigester
@@ -11,7 +11,7 @@ from weightsync_client.source.shards import Shard, TensorReader
 from weightsync_client.source.tensors import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from weightsync.model.boxes import Box
     from weightsync_client.source.sharded_tensors import BoxSource
@@ -45,21 +45,41 @@ class BoxShard(Shard):
         whole: What all processes together push; it has no bytes.
         sent: Boxes that it sends; their bytes are `entry` and `tensors`.
         replicas: Boxes that a lower writer sends.
+        changed: The digests of both, where it sends what changed in the boxes: its bytes are those
+            of a delta shard then, and nothing is read of the boxes any more.
     """
 
     whole: Shard
     sent: tuple[LocalBox, ...]
     replicas: tuple[LocalBox, ...]
+    changed: list[bytes] | None = None
 
     @property
     def data_start(self) -> int:
         """The server makes the header."""
         return 0
 
-    def other_digests(self) -> list[bytes]:
-        """Return the digests of the replicas."""
+    def all_digests(self, sent: list[bytes]) -> list[bytes]:
+        """Return the digests of all boxes.
+
+        Args:
+            sent: Of those whose bytes were read as they were sent.
+        """
+        if self.changed is not None:
+            return self.changed
         scratch = Scratch(views=True)
-        return [_digest(local.bytes, scratch) for local in self.replicas]
+        return sent + [_digest(local.bytes, scratch) for local in self.replicas]
+
+    def as_changed(self, delta: Shard, digests: Mapping[str, bytes]) -> BoxShard:
+        """Return the same, sent as what changed.
+
+        Args:
+            delta: A delta shard of the boxes that it sends.
+            digests: Of these, by the names of the boxes.
+        """
+        entry = ShardEntry(self.entry.name, delta.entry.size, 0)
+        every = self.all_digests([digests[local.bytes.name] for local in self.sent])
+        return replace(self, entry=entry, tensors=(), open=delta.open, changed=every)
 
 
 def box_shards(shards: Iterable[Shard], sources: Sequence[BoxSource]) -> list[BoxShard]:

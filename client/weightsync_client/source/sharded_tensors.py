@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from weightsync.errors import Reason
-from weightsync.model.boxes import Box
+from weightsync.model.boxes import Box, box_name
 from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_client.errors import refuse
 from weightsync_client.source.tensors import SourceTensor, dtype_name, wrap
@@ -44,7 +45,7 @@ class BoxSource(NamedTuple):
 
     Attributes:
         whole: Name, dtype and shape of all of it; it has no bytes.
-        boxes: Where in it they begin and end, and their bytes.
+        boxes: Where in it they begin and end, and their bytes, each under a name of its own.
         replica: A lower writer sends the same boxes.
     """
 
@@ -77,7 +78,7 @@ def box_source(name: str, value: object, writer: int) -> BoxSource:
     tensor = wrap(name, value)
     whole = _whole(name, tensor.dtype, tensor.shape)
     box = Box((0,) * len(tensor.shape), tensor.shape)
-    return BoxSource(whole, ((box, tensor),), replica=writer > 0)
+    return BoxSource(whole, (_local(name, box, tensor),), replica=writer > 0)
 
 
 def _is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -91,6 +92,11 @@ def _whole(name: str, dtype: str, shape: Iterable[int]) -> SourceTensor:
         raise refuse(Reason.FAULT, f"tensor {name!r} is not held whole by this process")
 
     return SourceTensor(name, dtype, tuple(shape), no_bytes)
+
+
+def _local(name: str, box: Box, tensor: SourceTensor) -> tuple[Box, SourceTensor]:
+    # A process may hold several boxes of one tensor.
+    return box, replace(tensor, name=box_name(name, box))
 
 
 def _described(name: str, value: ShardedTensor) -> BoxSource:
@@ -110,7 +116,7 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
                 f"{tensor.dtype} {list(tensor.shape)}; give boxes of its dtype and dimensions",
             )
         if tensor.size or 0 in value.shape:
-            boxes.append((Box(tuple(offsets), tensor.shape), tensor))
+            boxes.append(_local(name, Box(tuple(offsets), tensor.shape), tensor))
     return BoxSource(_whole(name, value.dtype, value.shape), tuple(boxes), value.replica)
 
 
@@ -148,7 +154,7 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
     box = Box(tuple(offsets), tuple(shape))
     place = tuple(coordinate)
     replica = _sender(mesh, tuple(placements), place) != int(mesh.mesh[place])
-    return BoxSource(whole, ((box, wrap(name, local)),), replica)
+    return BoxSource(whole, (_local(name, box, wrap(name, local)),), replica)
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from weightsync.errors import Reason
+from weightsync.model.digest import signature_of
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Layout
 from weightsync_client.errors import ClientError, refuse, typed_errors
@@ -137,7 +138,8 @@ class Source:
     Attributes:
         shards: The shards, in order.
         layout: The whole layout; None when it is not known before the end.
-        tensors: The tensors, where each can be read by itself and again.
+        tensors: The tensors, or the boxes of them that this process sends, where each can be read
+            by itself and again.
         flow: The tensors where they come one after the other.
         delta: What the shards change, where they are those of a delta.
         writer: Which of several processes this is, each of which pushes a part.
@@ -169,11 +171,20 @@ class Source:
         return self.layout.size if self.layout is not None else 0
 
     @property
+    def signature(self) -> str | None:
+        """Digest of the names, dtypes and shapes of what this process pushes; None: not known."""
+        if self.writer is not None:
+            return signature_of(sorted((t.name, t.dtype, t.shape) for t in self.tensors))
+        return self.layout.signature if self.layout is not None else None
+
+    @property
     def sizes(self) -> Mapping[int, int] | None:
         """Bytes of every shard that exists by now, by index; None where that is never known."""
+        if self.writer is not None:
+            return None
         if self.delta is not None:
             return self.delta.sizes
-        if self.layout is None or self.writer is not None:
+        if self.layout is None:
             return None
         return {index: shard.size for index, shard in enumerate(self.layout.shards)}
 
@@ -303,10 +314,12 @@ def _of_boxes(
     parts = [tensor for source in sources for _, tensor in source.boxes]
     if writer.count == 1:
         _check_whole_here(sources)
-        return _of_tensors(parts, shard_bytes, layouts)
+        whole = [replace(s.boxes[0][1], name=s.whole.name) for s in sources]
+        return _of_tensors(whole, shard_bytes, layouts)
     shards, layout = layouts.shards_of([source.whole for source in sources], shard_bytes)
     made = box_shards(shards, sources)
-    return Source(made, layout, writer=writer, ready=queued_work(parts))
+    sent = tuple(local.bytes for shard in made for local in shard.sent)
+    return Source(made, layout, sent, writer=writer, ready=queued_work(parts))
 
 
 def _check_whole_here(sources: Sequence[BoxSource]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.box_spans import BoxSpan
     from weightsync_client.source.box_shards import BoxShard
+    from weightsync_client.source.shards import Keep
     from weightsync_client.source.tensors import Scratch
 
 __all__ = ["write_boxes"]
@@ -27,6 +28,7 @@ def write_boxes(
     piece: int,
     stop: threading.Event,
     on_bytes: Callable[[int], None],
+    keep: Keep | None = None,
 ) -> list[bytes]:
     """Return the digests of the boxes, each of which lies in the shard then.
 
@@ -38,6 +40,7 @@ def write_boxes(
             `weightsync_client.transport.copying.STEP`.
         stop: Once it is set, nothing more is written, and digests are missing.
         on_bytes: Called with the size of every piece.
+        keep: Gets the bytes of every box.
     """
     digests: list[bytes] = []
     for local in shard.sent:
@@ -49,6 +52,8 @@ def write_boxes(
         for at in range(0, span.size, piece):
             data = memoryview(read(at, min(at + piece, span.size)))
             sink.put(at, data)
+            if keep is not None:
+                keep(local.bytes.name, at, data)
             on_bytes(len(data))
             if stop.is_set():
                 return digests

@@ -12,6 +12,7 @@ from weightsync.gpu.ipc import place_of
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.shm.same_host_client import IpcPlacement
 from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_client.source.box_shards import BoxShard
 from weightsync_client.source.tensors import Scratch, settle
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ class CudaIpcTransport:
         handles = list(dict.fromkeys(place.handle for place in places))
         numbers = {handle: number for number, handle in enumerate(handles)}
         offsets = [(numbers[place.handle], place.offset) for place in places]
-        return IpcPlacement(places[0].uuid, _header(shard), handles, offsets)
+        replicas = b"".join(shard.all_digests([])) if isinstance(shard, BoxShard) else b""
+        return IpcPlacement(places[0].uuid, _header(shard), handles, offsets, replicas)
 
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.

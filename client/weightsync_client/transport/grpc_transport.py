@@ -222,7 +222,7 @@ class GrpcTransport:
             )
         digests = job.digester.digests
         if isinstance(shard, BoxShard):
-            digests = digests + shard.other_digests()
+            digests = shard.all_digests(digests)
         yield from messages.digest_messages(shard, digests)
 
     def _finish(self, pending: list[ShardJob]) -> None:

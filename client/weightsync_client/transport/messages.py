@@ -93,6 +93,8 @@ def box_messages(shard: BoxShard) -> Iterator[pb.PushWeightsRequest]:
                 tensor=one.tensor, offsets=one.box.offsets, sizes=one.box.sizes
             )
         part.last = first + _BOXES >= len(boxes)
+        if part.last and shard.changed is not None:
+            part.patch_bytes = shard.entry.size
         yield request
 
 

@@ -123,5 +123,5 @@ def _declared(
     yield from messages.declaration(shard, layout_known=opened.layout_known)
     if isinstance(shard, BoxShard) and not shard.entry.size:
         digests = [tensor_digest(b"") for _ in shard.sent]
-        yield from messages.digest_messages(shard, digests + shard.other_digests())
+        yield from messages.digest_messages(shard, shard.all_digests(digests))
         done[shard.index] = ShardDigests(shard.tensors, digests)

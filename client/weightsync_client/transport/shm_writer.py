@@ -222,13 +222,13 @@ class ShmWriter:
         try:
             # Runs of a few kilobytes would each be a call of pwrite(2).
             with contextlib.closing(map_lease(lease, shard.whole.entry.size)) as mapping:
-                facts = scratch, self._piece, self._stop, self._on_bytes
+                facts = scratch, self._piece, self._stop, self._on_bytes, self._keep
                 digests = write_boxes(shard, mapping.view, *facts)
         finally:
             if self._client is not None:
                 self._client.give_back(lease)
         if not self._stop.is_set():
-            every = digests + shard.other_digests()
+            every = shard.all_digests(digests)
             requests.written(shard, every, partial(self._note, shard, digests))
 
     def _note(self, shard: Shard, digests: list[bytes]) -> None:

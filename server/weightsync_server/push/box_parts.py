@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from weightsync.model.manifest import TensorEntry
+    from weightsync_server.push.box_bases import BoxBases
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.pipeline import ShardPipeline
     from weightsync_server.push.shard_state import ShardState
@@ -44,12 +45,16 @@ class PushBoxes:
     Args:
         state: The push.
         limits: Bounds on it.
+        bases: What writers send changes of.
         pipeline: Takes a shard on whose boxes are all here.
     """
 
-    def __init__(self, state: PushState, limits: PushLimits, pipeline: ShardPipeline) -> None:
+    def __init__(
+        self, state: PushState, limits: PushLimits, bases: BoxBases, pipeline: ShardPipeline
+    ) -> None:
         self._state = state
         self._limits = limits
+        self._bases = bases
         self._pipeline = pipeline
         self._count = 0
         #: What came of a shard on a stream, until its last part.
@@ -97,6 +102,8 @@ class PushBoxes:
         del self._declared[part.shard, stream]
         try:
             upload = await asyncio.to_thread(_upload, shard, declared, writer)
+            if part.patch_bytes and writer not in shard.writers.boxes:
+                await self._expect_patch(upload, part.patch_bytes)
         except BaseException:
             # Also of a stream that was cut: what it declared comes again.
             self._count -= len(declared.sent) + len(declared.replicas)
@@ -105,7 +112,9 @@ class PushBoxes:
         known = shard.writers.boxes.setdefault(writer, upload)
         if known is not upload:
             self._count -= len(upload.given)
-            self._refuse_other(known, upload)
+            if upload.patch is not None:
+                upload.patch.discard()
+            self._refuse_other(known, upload, part.patch_bytes)
         else:
             writers.declare(writer)
         if len(shard.writers.boxes) == writers.count and shard.tasks.covering is None:
@@ -127,8 +136,18 @@ class PushBoxes:
         """Let go of all of them, once nothing works on them."""
         self._declared, self._count = {}, 0
 
-    def _refuse_other(self, known: BoxUpload, upload: BoxUpload) -> None:
-        if (known.sent, known.replicas) != (upload.sent, upload.replicas):
+    async def _expect_patch(self, upload: BoxUpload, size: int) -> None:
+        if size >= upload.size:
+            raise refused(
+                f"writer {upload.writer} has {size} bytes of changes for boxes of {upload.size} in "
+                f"shard {upload.shard}; send those"
+            )
+        upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
+        upload.size = size
+
+    def _refuse_other(self, known: BoxUpload, upload: BoxUpload, patch_bytes: int) -> None:
+        facts = upload.sent, upload.replicas, patch_bytes or upload.size
+        if (known.sent, known.replicas, known.size) != facts:
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
                 f"writer {upload.writer} declared other boxes of shard {upload.shard} before; give "

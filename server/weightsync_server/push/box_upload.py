@@ -11,10 +11,13 @@ from weightsync.model.digest import DIGEST_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightsync.model.box_spans import BoxSpan
     from weightsync.model.boxes import Box
+    from weightsync.shm.segments import Segment
 
-__all__ = ["BoxUpload", "BoxWindow", "ShardWriters", "TensorBox"]
+__all__ = ["BoxPatch", "BoxUpload", "BoxWindow", "ShardWriters", "TensorBox", "window"]
 
 
 class TensorBox(NamedTuple):
@@ -29,6 +32,24 @@ class TensorBox(NamedTuple):
     box: Box
 
 
+class BoxPatch(NamedTuple):
+    """A delta shard that makes a writer's boxes of what they were in another version.
+
+    Attributes:
+        base_content_digest: Content digest of that version.
+        base: The shard as that version has it.
+        segment: Where the delta shard goes.
+        size: Its bytes.
+        discard: Gives the memory of it back.
+    """
+
+    base_content_digest: str
+    base: Segment
+    segment: Segment
+    size: int
+    discard: Callable[[], None]
+
+
 @dataclass(slots=True, eq=False)
 class BoxUpload:
     """A writer's part of one shard. Changed on the event loop only.
@@ -39,8 +60,10 @@ class BoxUpload:
         sent: Boxes whose bytes the writer sends.
         replicas: Boxes that a lower writer sends.
         spans: Where the bytes of `sent` lie in the shard.
-        size: Bytes of `sent`.
+        size: Bytes that the writer sends: those of `sent`, or of what changed in them.
         given: Digests that the writer sent, of `sent` and then of `replicas`.
+        patch: What changed, where the writer sends that and it is not in the shard yet.
+        copied: The server has read the bytes of `sent` by itself: it gives their digests.
         owner: The stream that sends them now.
         received: Bytes received so far.
     """
@@ -52,6 +75,8 @@ class BoxUpload:
     spans: tuple[BoxSpan, ...]
     size: int
     given: list[bytes | None]
+    patch: BoxPatch | None = None
+    copied: bool = False
     owner: object | None = None
     received: int = 0
 
@@ -63,7 +88,8 @@ class BoxUpload:
     @property
     def complete(self) -> bool:
         """All bytes and all digests are here."""
-        return self.received == self.size and None not in self.given
+        lacking = self.given[len(self.sent) :] if self.copied else self.given
+        return self.received == self.size and None not in lacking
 
     def own(self, stream: object) -> None:
         """Let a stream send the boxes.
@@ -136,6 +162,18 @@ class ShardWriters:
     def complete(self) -> bool:
         """All boxes of all writers are here."""
         return bool(self.header) and all(boxes.complete for boxes in self.boxes.values())
+
+
+def window(view: memoryview, upload: BoxUpload) -> memoryview | BoxWindow:
+    """Return where the bytes go that a writer sends of a shard.
+
+    Args:
+        view: The shard.
+        upload: What the writer sends.
+    """
+    if upload.patch is not None:
+        return upload.patch.segment.view
+    return BoxWindow(view, upload)
 
 
 class BoxWindow:

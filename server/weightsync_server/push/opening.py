@@ -54,12 +54,12 @@ async def opened(push: Push) -> None:
 
 
 def base_of(table: VersionTable, request: pb.BeginPushRequest) -> VersionRecord | None:
-    """Return the base of a delta, None of a full push.
+    """Return the base of a delta, None of a full push, or one whose writers have each their own.
 
     Raises:
         WeightSyncError: BASE_MISMATCH.
     """
-    if request.kind != pb.PUSH_KIND_DELTA:
+    if request.kind != pb.PUSH_KIND_DELTA or request.writers > 1:
         return None
     run_id = request.metadata.get("run_id", "")
     return find_base(table, request.base_content_digest, run_id)

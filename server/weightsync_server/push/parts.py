@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from weightsync_server.model import Model
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.announcement import PushAnnouncement
+    from weightsync_server.push.box_bases import BoxBases
     from weightsync_server.push.box_parts import PushBoxes
     from weightsync_server.push.checkpoint import Checkpointer
     from weightsync_server.push.layout_parts import PushLayout
@@ -32,6 +33,7 @@ class Push:
         pipeline: Takes its shards on.
         layout: Takes what its trainer declares of them.
         boxes: Takes what each of several writers declares that it brings of them.
+        bases: What these send changes of.
         reservation: What it was promised on disk and in memory.
         checkpointer: Makes its shards durable as they come.
         announcement: What engines know of it.
@@ -44,6 +46,7 @@ class Push:
     pipeline: ShardPipeline
     layout: PushLayout
     boxes: PushBoxes
+    bases: BoxBases
     reservation: PushReservation
     checkpointer: Checkpointer
     announcement: PushAnnouncement

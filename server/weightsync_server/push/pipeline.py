@@ -15,12 +15,14 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
+from weightsync_server.ops.tasks import all_done
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.push.verification import (
     check_arrived_header,
     check_taken_back,
+    lay_patch,
     verify,
     verify_boxes,
 )
@@ -137,7 +139,7 @@ class ShardPipeline:
             await failpoints.reach("receive.shard")
             shard.owner = None
             self._last_byte_at = asyncio.get_running_loop().time()
-            self.verify(shard, segment)
+            self.verify(shard)
 
     def advance_boxes(self, shard: ShardState) -> None:
         """Take a shard on that several writers bring, once the boxes of all of them are here."""
@@ -145,10 +147,7 @@ class ShardPipeline:
             return
         shard.received_to(shard.entry.size)
         self._last_byte_at = asyncio.get_running_loop().time()
-        # A task of the push: whoever brought the last of it may leave at any time.
-        shard.tasks.verification = self.start(
-            self._prove_boxes(shard), f"verifying shard {shard.index}", _PASSING
-        )
+        self.verify(shard)
 
     # For the push
 
@@ -167,11 +166,11 @@ class ShardPipeline:
         task.add_done_callback(lambda _: work.close())
         return task
 
-    def verify(self, shard: ShardState, segment: Segment) -> None:
+    def verify(self, shard: ShardState) -> None:
         """Begin to digest a complete shard and to make it durable."""
-        shard.tasks.verification = self.start(
-            self._prove(shard, segment), f"verifying shard {shard.index}", _PASSING
-        )
+        # A task of the push: whoever brought the last of it may leave at any time.
+        work = self._prove_boxes(shard) if shard.writers.boxes else self._prove(shard)
+        shard.tasks.verification = self.start(work, f"verifying shard {shard.index}", _PASSING)
 
     async def sealed(self) -> Manifest:
         """Return the manifest of a complete push once every shard is verified and durable.
@@ -236,7 +235,8 @@ class ShardPipeline:
             check_open(self._state)
         shard.watermark = self._checkpointer.next_watermark(shard)
 
-    async def _prove(self, shard: ShardState, segment: Segment) -> None:
+    async def _prove(self, shard: ShardState) -> None:
+        segment = await self.allocated(shard)
         # The stream that brought the last bytes may have been cut before it came to that.
         await self._check_header(shard, segment)
         digesting = asyncio.create_task(self._digest(shard, segment))
@@ -252,8 +252,10 @@ class ShardPipeline:
     async def _prove_boxes(self, shard: ShardState) -> None:
         segment = await self.allocated(shard)
         await check_taken_back(shard.index, segment)
+        uploads = shard.writers.boxes.values()
+        await all_done([lay_patch(self._fetch, shard, upload, segment) for upload in uploads])
         segment.fill(0, shard.writers.header)
-        await self._prove(shard, segment)
+        await self._prove(shard)
 
     async def _digest(self, shard: ShardState, segment: Segment) -> None:
         started = time.perf_counter()
@@ -291,7 +293,7 @@ class ShardPipeline:
             failed = task is not None and task.done() and not shard.verified
             if (task is None or failed) and shard.segment is not None:
                 # A fetcher was lost three times: another may live by now.
-                self.verify(shard, shard.segment)
+                self.verify(shard)
         tasks = [shard.tasks.verification for shard in shards if shard.tasks.verification]
         await asyncio.wait(tasks)
         check_open(self._state)

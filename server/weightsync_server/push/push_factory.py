@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from weightsync_server.auth.callers import caller
 from weightsync_server.push.announcement import PushAnnouncement
+from weightsync_server.push.box_bases import BoxBases
 from weightsync_server.push.box_parts import PushBoxes
 from weightsync_server.push.checkpoint import Checkpointer
 from weightsync_server.push.delta_push import DeltaPush
@@ -88,10 +89,12 @@ class PushFactory:
         reservation = PushReservation(state, model.store, model.slots, model.disk)
         announcement = PushAnnouncement(state, model.incoming)
         checkpointer = Checkpointer(reservation, model.fetch, limits, meters)
+        bases = BoxBases(state, model)
 
         def end() -> None:
             push.layout.clear()
             push.boxes.clear()
+            bases.close()
             self._on_end(push)
 
         lifecycle = PushLifecycle(
@@ -127,7 +130,8 @@ class PushFactory:
             lifecycle,
             pipeline,
             PushLayout(state, reservation, model.accepted, limits, pipeline),
-            PushBoxes(state, limits, pipeline),
+            PushBoxes(state, limits, bases, pipeline),
+            bases,
             reservation,
             checkpointer,
             announcement,

@@ -103,7 +103,8 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
         return
     if (others := max(push.state.request.writers, 1)) != max(request.writers, 1):
         raise _conflict(f"an open push of {others} writers, not {max(request.writers, 1)}", push)
-    if delta != (push.state.delta is not None):
+    # Each of several writers sends what changed, or all.
+    if delta != (push.state.delta is not None) and push.state.writers is None:
         raise _conflict("an open push of another kind", push)
     total = push.state.request.total_bytes
     if total and request.total_bytes not in (0, total):

@@ -189,7 +189,7 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
         logger.warning("of %d kept bytes of shard %d %d are whole", durable, shard.index, good)
         _go_back(push, shard, good)
     if shard.complete:
-        push.pipeline.verify(shard, segment)
+        push.pipeline.verify(shard)
     return segment
 
 

@@ -224,6 +224,8 @@ class PushService:
             if push.state.writers is not None:
                 push.state.writers.come(request.writer)
             await start(push, deadline_s)
+        if push.state.writers is not None and request.kind == pb.PUSH_KIND_DELTA:
+            await push.bases.take(request)
         push.lifecycle.touch()
         return push
 

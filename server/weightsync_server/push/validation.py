@@ -82,8 +82,6 @@ def _check_writers(request: pb.BeginPushRequest, limits: PushLimits) -> None:
         return
     if request.writers > limits.max_writers:
         raise refused(f"{request.writers} writers; at most {limits.max_writers} bring one version")
-    if request.kind == pb.PUSH_KIND_DELTA:
-        raise refused("a delta of several writers; let each of them push in full")
     if not request.idempotency_key:
         raise refused("several writers need one idempotency_key, by which they find each other")
     if not (request.total_bytes and request.shard_count):
@@ -94,7 +92,7 @@ def _check_delta(request: pb.BeginPushRequest) -> None:
     if not request.base_content_digest:
         raise refused("a delta needs base_content_digest, the content digest of what it changes")
     check_digest("base_content_digest", request.base_content_digest)
-    if request.layout_digest:
+    if request.layout_digest and request.writers <= 1:
         raise refused("layout_digest belongs to a full push; a delta's layout is that of its base")
     if request.fallback_reason:
         raise refused("fallback_reason belongs to a full push; leave it empty in a delta")

@@ -7,22 +7,28 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.boxes import box_name
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
 from weightsync_server.push.coverage import check_boxes
+from weightsync_server.workers.fetch.fetch_api import PatchOrder
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
+    from weightsync_server.push.box_upload import BoxUpload
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["check_arrived_header", "check_taken_back", "verify", "verify_boxes"]
+__all__ = ["check_arrived_header", "check_taken_back", "lay_patch", "verify", "verify_boxes"]
 
 #: Larger headers are parsed in a thread.
 _INLINE_HEADER_BYTES = 32 << 10
 #: How often it is looked whether a writer is left, and seconds between two looks.
 _LOOKS, _LOOK_S = 20, 0.05
+_EMPTY = tensor_digest(b"")
+#: What changes that are wrong in themselves show themselves as.
+_WRONG = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
 
 
 async def check_taken_back(shard: int, segment: Segment) -> None:
@@ -73,6 +79,36 @@ async def check_arrived_header(
         check_header(header, tensors)
 
 
+async def lay_patch(
+    fetch: FetchApi, shard: ShardState, upload: BoxUpload, segment: Segment
+) -> None:
+    """Make a writer's boxes of those of its base, where it sent what changed in them.
+
+    Raises:
+        WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, naming the writer. FETCHER_FAILED,
+            SHUTTING_DOWN.
+    """
+    patch, tensors = upload.patch, shard.tensors or ()
+    if patch is None:
+        return
+    boxes = []
+    for (at, box), span in zip(upload.sent, upload.spans, strict=True):
+        boxes.append((box_name(tensors[at].name, box), tensors[at].dtype, box.sizes, span))
+    order = PatchOrder(patch.size, patch.base_content_digest, boxes)
+    try:
+        await fetch.patch_boxes(segment, patch.base, patch.segment, order)
+    except WeightSyncError as error:
+        if error.reason not in _WRONG:
+            raise
+        raise WeightSyncError(
+            error.reason,
+            f"the changes of writer {upload.writer} in shard {shard.index}: {error.message}",
+            metadata={"writer": str(upload.writer)},
+        ) from error
+    patch.discard()
+    upload.patch = None
+
+
 async def verify(fetch: FetchApi, shard: ShardState, segment: Segment) -> list[bytes]:
     """Return the digests of a shard's tensors, as they are in memory.
 
@@ -116,4 +152,7 @@ async def verify_boxes(
         of_parts = await fetch.digest_boxes(segment, shard.entry, spans)
         digests |= dict(zip(parts, of_parts, strict=True))
     await asyncio.to_thread(check_boxes, tensors, uploads, digests)
+    for upload in uploads:
+        if upload.copied:
+            upload.given[: len(upload.sent)] = [digests.get(one, _EMPTY) for one in upload.sent]
     shard.given = list(found)

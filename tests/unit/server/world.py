@@ -26,7 +26,7 @@ from weightsync_server.push import PushLimits, PushService, read_message
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.store import open_store
-from weightsync_server.workers.fetch import checkpoint_tasks, delta_tasks, shard_tasks
+from weightsync_server.workers.fetch import box_patches, checkpoint_tasks, delta_tasks, shard_tasks
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
 from weightsync_server.workers.fetch.fetch_api import FetchApi
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
@@ -273,8 +273,13 @@ class Threads(FetchApi):
     # No task is cut into parts here, nor queued.
     _sharing = 1
 
-    def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> Any:
-        raise NotImplementedError(op)
+    async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        if op != "patch_boxes":
+            raise NotImplementedError(op)
+        base, changes = facts["others"]
+        task = segment.view, base.view, changes.view, facts["source_fd"], threading.Event()
+        await in_thread(box_patches.patch, *task)
+        return b""
 
     async def _transfer(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
         raise NotImplementedError(op)

@@ -6,16 +6,12 @@ The trainer tells where its tensors lie. What arrives is believed as little as w
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
-import secrets
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import Reason, WeightSyncError
-from weightsync.shm.incoming_version import HANDLE_BYTES, IpcAddresses
+from weightsync.errors import WeightSyncError
 from weightsync.shm.same_host_server import MOST_PLACES
+from weightsync_server.push.sources.gpu_copies import GpuCopies, placement
 from weightsync_server.push.state import check_open
-from weightsync_server.push.task_set import start_task
 from weightsync_server.push.validation import refused
 from weightsync_server.workers.fetch.fetch_api import GpuSource
 
@@ -23,25 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightsync.model.manifest import TensorEntry
+    from weightsync.shm.incoming_version import IpcAddresses
     from weightsync.shm.segments import Segment
     from weightsync_server.ops.meters import Meters
     from weightsync_server.push.parts import Push
     from weightsync_server.push.shard_state import ShardState
+    from weightsync_server.push.sources.gpu_copies import GpuCopier
     from weightsync_server.push.sources.ipc_opened import Places
 
-__all__ = ["GpuCopier", "GpuCopySession"]
-
-logger = logging.getLogger(__name__)
-
-_DEVICE = re.compile(r"[0-9a-f]{32}")
-_HANDLE = re.compile(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}")
-
-
-class GpuCopier(Protocol):
-    """Copies from GPUs; `weightsync_server.workers.fetch.gpu_pool.GpuFetchPool` does."""
-
-    async def collect(self, segment: Segment, source: GpuSource) -> None:
-        """See `weightsync_server.workers.fetch.fetch_api.FetchApi.collect`."""
+__all__ = ["GpuCopySession"]
 
 
 class GpuCopySession:
@@ -59,11 +45,7 @@ class GpuCopySession:
         self._owner = owner
         self._places = places
         self._meters = meters
-        self._trainer = secrets.token_hex(8)
-        #: Devices from which a shard was copied.
-        self._reached: set[str] = set()
-        #: What was begun, by shard.
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._copies = GpuCopies()
 
     async def begin(self, push: Push, upload: ShardState, where: dict[str, Any]) -> str:
         """Begin to copy a shard; return why its memory cannot be reached from here, else "".
@@ -75,19 +57,21 @@ class GpuCopySession:
         filled = _filled(upload)
         if len(filled) > MOST_PLACES:
             return f"a shard of {len(filled)} tensors; at most {MOST_PLACES}"
-        header, source = _header(upload, where), _gpu_source(self._trainer, upload, filled, where)
+        header, source = (
+            _header(upload, where),
+            _gpu_source(self._copies.trainer, upload, filled, where),
+        )
         upload.own(self._owner)
         segment = await push.pipeline.ready(upload)
         push.pipeline.begin_receive()
         segment.view[: len(header)] = header
         self._announce(push, upload, source)
-        # Whether the trainer asks for its outcome or not.
-        task = start_task(self._collected(push, upload, segment, source))
-        upload.copied_by(task)
-        self._tasks[upload.index] = task
-        return (
-            "" if source.device in self._reached else await self._reach(push, upload, source.device)
-        )
+        work = self._collected(push, upload, segment, source)
+        upload.copied_by(self._copies.start(upload.index, work))
+        declined = await self._copies.declined(push, upload.index, source.device)
+        if declined:
+            upload.release_copy()
+        return declined
 
     def announce(self, push: Push, upload: ShardState, where: dict[str, Any]) -> None:
         """Take note of where a shard lies for which `begin` will be asked.
@@ -97,7 +81,7 @@ class GpuCopySession:
         """
         filled = _filled(upload)
         if len(filled) <= MOST_PLACES:
-            self._announce(push, upload, _gpu_source(self._trainer, upload, filled, where))
+            self._announce(push, upload, _gpu_source(self._copies.trainer, upload, filled, where))
 
     def _announce(self, push: Push, upload: ShardState, source: GpuSource) -> None:
         """Let engines know, if it was read from there before."""
@@ -121,36 +105,13 @@ class GpuCopySession:
         self._meters.add_received(upload.received)
         await push.pipeline.advance(upload, segment)
 
-    async def _reach(self, push: Push, upload: ShardState, device: str) -> str:
-        """Wait for the first one from a device: what it meets, the others would."""
-        try:
-            await self._ended(push, upload)
-        except WeightSyncError as error:
-            if error.reason is not Reason.NOT_SUPPORTED:
-                raise
-            upload.release_copy()
-            del self._tasks[upload.index]
-            logger.info("a trainer writes its tensors itself: %s", error.message)
-            return error.message
-        self._reached.add(device)
-        return ""
-
-    async def _ended(self, push: Push, upload: ShardState) -> None:
-        """Return once a shard was copied; raise why it was not, and first of all why the push."""
-        task = self._tasks[upload.index]
-        await asyncio.wait([task])
-        check_open(push.state)
-        task.result()
-
     async def digests(self, push: Push, upload: ShardState) -> bytes:
         """Return the joined digests of a shard once it was copied and digested.
 
         Raises:
             WeightSyncError: REQUEST_INVALID where `begin` was not asked for; why it failed.
         """
-        if upload.index not in self._tasks:
-            raise refused(f"shard {upload.index} is not being copied; ask for that first")
-        await self._ended(push, upload)
+        await self._copies.ended(push, upload.index)
         digested = asyncio.create_task(upload.digested.wait())
         waited = (
             {digested}
@@ -168,10 +129,7 @@ class GpuCopySession:
 
     async def end(self) -> None:
         """Call off what is under way, and return once nothing is written any more."""
-        tasks = self._tasks.values()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._copies.cease()
 
 
 def _filled(upload: ShardState) -> list[TensorEntry]:
@@ -203,32 +161,10 @@ def _gpu_source(
     trainer: str, upload: ShardState, filled: Sequence[TensorEntry], where: dict[str, Any]
 ) -> GpuSource:
     """Return where a shard lies: checked for its form, and believed no further."""
-    device, handles, places = (where.get(key) for key in ("device", "handles", "places"))
-    formed = (
-        isinstance(device, str)
-        and _DEVICE.fullmatch(device)
-        and isinstance(handles, list)
-        and len(handles) <= len(filled)
-        and all(isinstance(handle, str) and _HANDLE.fullmatch(handle) for handle in handles)
-        and isinstance(places, list)
-        and len(places) == len(filled)
-        and all(_is_place(place, len(handles)) for place in places)
-    )
-    if not formed:
-        raise refused(
-            f"shard {upload.index} needs a device, handles of {HANDLE_BYTES} bytes, and for each "
-            f"of its {len(filled)} tensors that are not empty a number of a handle and an offset"
-        )
+    found = placement(upload.index, len(filled), where)
     start = upload.entry.data_start
     pieces = [
         (place[0], place[1], start + tensor.begin, tensor.end - tensor.begin)
-        for place, tensor in zip(where["places"], filled, strict=True)
+        for place, tensor in zip(found.places, filled, strict=True)
     ]
-    return GpuSource(trainer, where["device"], where["handles"], pieces)
-
-
-def _is_place(place: object, handles: int) -> bool:
-    # Not isinstance: true and false are no numbers here.
-    if not isinstance(place, list) or [type(value) for value in place] != [int, int]:
-        return False
-    return bool(0 <= place[0] < handles and 0 <= place[1] < 1 << 63)
+    return GpuSource(trainer, found.device, found.handles, pieces)

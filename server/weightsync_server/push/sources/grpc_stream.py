@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.push.box_upload import BoxUpload, BoxWindow
+from weightsync_server.push.box_upload import BoxUpload, BoxWindow, window
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.messages import ChunkView
 from weightsync_server.push.resume import resume
@@ -184,7 +184,7 @@ class UploadStream:
         boxes.own(self)
         push.pipeline.begin_receive()
         segment = await push.pipeline.ready(whole)
-        return boxes, BoxWindow(segment.view, boxes), boxes.size
+        return boxes, window(segment.view, boxes), boxes.size
 
     async def _claim(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
         check_open(push.state)

@@ -26,6 +26,7 @@ from weightsync_server.auth.callers import caller
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.lifecycle import FATAL
 from weightsync_server.push.resume import resume
+from weightsync_server.push.sources.box_copies import BoxCopySession
 from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
 from weightsync_server.push.state import check_open
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from weightsync.shm.same_host_server import PeerCredentials
     from weightsync_server.push.parts import Push, Pushes
     from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.push.sources.cuda_ipc import GpuCopier
+    from weightsync_server.push.sources.gpu_copies import GpuCopier
 
 __all__ = ["OFFER_S", "SameHostOffers", "is_here", "start_lending"]
 
@@ -198,6 +199,7 @@ class SameHostSession:
         self._push: Push | None = None
         self._writer = 0
         self._gpu_copies = GpuCopySession(lender.collector, self, lender.places, lender.meters)
+        self._box_copies = BoxCopySession(lender.collector, self, lender.meters)
 
     def redeem(self, secret: str) -> None:
         """Join the push that the secret is for."""
@@ -253,9 +255,11 @@ class SameHostSession:
 
     async def _collect(self, shard: int, where: dict[str, Any]) -> str:
         push, upload = self._upload(shard)
-        if push.state.writers is not None:
-            return "several writers push it together"
         await failpoints.reach("receive.collect")
+        if push.state.writers is not None:
+            whole, boxes = push.boxes.find(shard, self._writer)
+            _check_nothing_here(shard, boxes.received)
+            return await self._box_copies.begin(push, whole, boxes, where)
         _check_nothing_here(shard, upload.received)
         return await self._gpu_copies.begin(push, upload, where)
 
@@ -270,6 +274,8 @@ class SameHostSession:
 
     async def _digests(self, shard: int) -> bytes:
         push, upload = self._upload(shard)
+        if push.state.writers is not None:
+            return await self._box_copies.digests(push, *push.boxes.find(shard, self._writer))
         return await self._gpu_copies.digests(push, upload)
 
     async def _grant_write(self, shard: int) -> WriteLease:
@@ -332,6 +338,7 @@ class SameHostSession:
         push, self._push = self._push, None
         # Nobody else may send a shard that is still being copied.
         await self._gpu_copies.end()
+        await self._box_copies.end(push)
         if push is not None and push.state.committed is None:
             push.lifecycle.leave(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.model.box_spans import BoxSpan
 from weightsync.model.digest import TensorDigester
@@ -13,7 +13,13 @@ from weightsync_server.workers.fetch.shard_tasks import look
 if TYPE_CHECKING:
     import threading
 
-__all__ = ["digest"]
+__all__ = ["digest", "read_order"]
+
+
+def read_order(fd: int) -> dict[str, Any]:
+    """Return what the server has noted in a file for a task."""
+    found: dict[str, Any] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    return found
 
 
 def digest(view: memoryview, fd: int, stop: threading.Event) -> bytes:
@@ -27,8 +33,7 @@ def digest(view: memoryview, fd: int, stop: threading.Event) -> bytes:
     Raises:
         Cancelled: The server no longer wants it.
     """
-    size = os.fstat(fd).st_size
-    order = json.loads(os.pread(fd, size, 0))
+    order = read_order(fd)
     digests = []
     for begin, run, counts, strides in order["spans"]:
         digester = TensorDigester()

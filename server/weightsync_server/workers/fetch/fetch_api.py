@@ -22,11 +22,31 @@ if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
-__all__ = ["FetchApi", "GpuSource", "Piece"]
+__all__ = ["FetchApi", "GpuSource", "PatchOrder", "Piece", "StridedPiece"]
 
 #: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
 #: segment and the size, in bytes.
 Piece = tuple[int, int, int, int]
+
+
+class StridedPiece(NamedTuple):
+    """Rows on a GPU that lie in a row there, and apart in the segment.
+
+    Attributes:
+        handle: The number of the handle that opens them.
+        offset: Of the first row in what that opens, in bytes.
+        at: Offset of the first row in the segment, in bytes.
+        run: Bytes of a row.
+        rows: How many there are.
+        stride: Bytes from one row to the next in the segment.
+    """
+
+    handle: int
+    offset: int
+    at: int
+    run: int
+    rows: int
+    stride: int
 
 
 class GpuSource(NamedTuple):
@@ -37,12 +57,28 @@ class GpuSource(NamedTuple):
         device: UUID of the GPU, hexadecimal.
         handles: Open the allocations (cuIpcGetMemHandle), hexadecimal.
         pieces: What goes where.
+        strided: And so do these.
     """
 
     trainer: str
     device: str
     handles: Sequence[str]
     pieces: Sequence[Piece]
+    strided: Sequence[StridedPiece] = ()
+
+
+class PatchOrder(NamedTuple):
+    """What a delta shard makes of boxes.
+
+    Attributes:
+        size: Bytes of the delta shard.
+        base_content_digest: What it must name as its base.
+        boxes: Name, dtype and shape of each, and where it lies in the shard.
+    """
+
+    size: int
+    base_content_digest: str
+    boxes: Sequence[tuple[str, str, Sequence[int], BoxSpan]]
 
 
 #: Bytes of a shard that are worth a task of their own; so many times the header's are, too.
@@ -116,6 +152,25 @@ class FetchApi(ABC):
                 asked.append(self._compute("boxes", segment, shard.size, source_fd=fd))
             blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
+
+    async def patch_boxes(
+        self, segment: Segment, base: Segment, patch: Segment, order: PatchOrder
+    ) -> None:
+        """Fill boxes of a segment with what a delta shard makes of them.
+
+        Args:
+            segment: Takes the bytes; when this raises, the boxes hold anything.
+            base: The same shard of the version that the delta shard changes.
+            patch: Holds the delta shard.
+            order: What it is and where the boxes lie.
+
+        Raises:
+            WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, FETCHER_FAILED,
+                SHUTTING_DOWN.
+        """
+        with _noted(order._asdict()) as fd:
+            facts: dict[str, Any] = {"fills": True, "others": [base, patch], "source_fd": fd}
+            await self._compute("patch_boxes", segment, segment.capacity, **facts)
 
     def _parts(self, shard: ShardEntry) -> int:
         # Where others wait, all are busy anyway; the last shards of a push would keep a few only.

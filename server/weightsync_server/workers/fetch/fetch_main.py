@@ -127,6 +127,12 @@ class _Child:
             from weightsync_server.workers.fetch import box_tasks
 
             return box_tasks.digest(view, fds[0], stop)
+        if op == "patch_boxes":
+            # Nor is the codec for any but who gets deltas.
+            from weightsync_server.workers.fetch import box_patches
+
+            box_patches.patch(view, views[1], views[2], fds[0], stop)
+            return b""
         if op == "collect":
             self._collect(view, fds[0], stop)
         elif op == "persist":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.gpu.ipc import DeviceError, device_of
+from weightsync_server.workers.fetch.fetch_api import StridedPiece
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, look
 
 if TYPE_CHECKING:
@@ -36,21 +37,23 @@ class Order(NamedTuple):
         uuid: Of the device.
         handles: Open the allocations.
         pieces: What goes where.
+        strided: And so do these.
     """
 
     trainer: str
     uuid: bytes
     handles: Sequence[bytes]
     pieces: Sequence[Piece]
+    strided: Sequence[StridedPiece] = ()
 
 
 def read_order(fd: int) -> Order:
     """Return what `FetchApi.collect` has noted in a file."""
     document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     handles = [bytes.fromhex(handle) for handle in document["handles"]]
-    return Order(
-        document["trainer"], bytes.fromhex(document["device"]), handles, document["pieces"]
-    )
+    strided = [StridedPiece(*piece) for piece in document["strided"]]
+    uuid = bytes.fromhex(document["device"])
+    return Order(document["trainer"], uuid, handles, document["pieces"], strided)
 
 
 class Registered:
@@ -158,11 +161,15 @@ def collect(
             raise WeightSyncError(
                 Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"
             ) from error
-        _check(order.pieces, [size for _, size in places], view.nbytes)
+        sizes = [size for _, size in places]
+        _check(order.pieces, sizes, view.nbytes)
+        _check([_bounds(piece) for piece in order.strided], sizes, view.nbytes)
         try:
             with device.stream() as stream:
                 for number, offset, at, size in order.pieces:
                     _copy(stream, view[at : at + size], places[number][0] + offset, stop)
+                for piece in order.strided:
+                    _copy_rows(stream, view, piece, places[piece.handle][0] + piece.offset, stop)
         except DeviceError as error:
             raise BrokenError(
                 Reason.FETCHER_FAILED, f"copying from the trainer's GPU failed: {error}; push again"
@@ -177,6 +184,25 @@ def _check(pieces: Sequence[Piece], sizes: Sequence[int], room: int) -> None:
                 f"{size} bytes from {offset} on are not within the {sizes[number]} bytes that the "
                 "trainer told of; push again",
             )
+
+
+def _bounds(piece: StridedPiece) -> Piece:
+    """Return a piece that no row of it goes beyond, on either side."""
+    reach = piece.run + (piece.rows - 1) * piece.stride
+    return piece.handle, piece.offset, piece.at, max(piece.rows * piece.run, reach)
+
+
+def _copy_rows(
+    stream: Stream, view: memoryview, piece: StridedPiece, source: int, stop: threading.Event
+) -> None:
+    step = max(1, _STEP // piece.run)
+    for row in range(0, piece.rows, step):
+        look(stop)
+        rows = min(step, piece.rows - row)
+        target = view[piece.at + row * piece.stride :]
+        stream.copy_rows(target, piece.stride, source + row * piece.run, piece.run, rows)
+        if piece.rows > step:
+            stream.wait()
 
 
 def _copy(stream: Stream, view: memoryview, source: int, stop: threading.Event) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.unit.server.push.copier import Copier
 from tests.unit.server.world import MODEL, begin, content, simple, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.incoming_version import HANDLE_BYTES, ArrivalReader, IpcAddresses
@@ -21,62 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.unit.server.world import Shard, World
-    from weightsync.shm.segments import Segment
     from weightsync_server.residency.incoming import IncomingReader
-    from weightsync_server.workers.fetch.fetch_api import GpuSource
 
 DEVICE, OTHER = "ab" * 16, "cd" * 16
-
-
-class Copier:
-    """Copies from allocations in this process; it ends as the real one does.
-
-    Attributes:
-        gate: Set: nothing holds it up.
-        errors: Raised one after the other, before anything is copied.
-        begun: Devices that it was asked to copy from.
-        trainers: For whom, each.
-        busy: Copies under way.
-    """
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.errors: list[WeightSyncError] = []
-        self.begun: list[str] = []
-        self.trainers: list[str] = []
-        self.busy = 0
-        self._memory: dict[str, bytes] = {}
-
-    def allocate(self, data: bytes) -> str:
-        handle = secrets.token_hex(HANDLE_BYTES)
-        self._memory[handle] = data
-        return handle
-
-    async def collect(self, segment: Segment, source: GpuSource) -> None:
-        self.trainers.append(source.trainer)
-        self.begun.append(source.device)
-        self.busy += 1
-        try:
-            called_off = await self._held_up()
-            if self.errors:
-                raise self.errors.pop(0)
-            for number, offset, at, size in source.pieces:
-                memory = self._memory[source.handles[number]]
-                segment.view[at : at + size] = memory[offset : offset + size]
-        finally:
-            self.busy -= 1
-        if called_off:
-            raise asyncio.CancelledError
-
-    async def _held_up(self) -> bool:
-        called_off = False
-        while not self.gate.is_set():
-            try:
-                await self.gate.wait()
-            except asyncio.CancelledError:
-                called_off = True
-        return called_off
 
 
 @dataclass
