@@ -2,6 +2,9 @@
 
 push_same_host_gbps       from tensors in host memory, written into the server's
 push_same_host_cuda_gbps  the same from tensors on the GPU
+push_sharded_cuda_gbps    four processes that share the GPU push it together, each a part of the
+                          rows, from the first one's call until the last has returned; without a
+                          GPU push_sharded_gbps
                           and of four of its layers:
 push_stream_gbps          eight client processes send one version together, each its own shards, to
                           eight ingest processes: from its begin until all of it is verified
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -33,6 +37,8 @@ _CHUNK = 1 << 20
 _TRAINER_S = 60.0
 #: Client processes, and as many ingest processes; fewer where the benchmark is only tried.
 _CROWD, _SMALL_CROWD = 8, 2
+#: Processes of a sharded trainer.
+_WRITERS = 4
 #: Pushes that make and warm the slots.
 _WARM_UP = 2
 #: By device and the client's option `same_host`.
@@ -53,6 +59,8 @@ async def measure_hand_offs(
         for device in devices:
             with results.attempt(f"pushes from {device}"):
                 await _from(device, "auto", results, address, checkpoint, _WARM_UP + rounds)
+        with results.attempt("pushes of several processes"):
+            await _sharded(devices[-1], results, address, checkpoint, _WARM_UP + rounds)
 
 
 async def measure_streams(
@@ -104,6 +112,33 @@ async def _from(
             if number >= _WARM_UP:
                 gbps = pushed["size_bytes"] / 1e9 / pushed["seconds"]
                 results.add(**{_KEYS[device, same_host]: gbps})
+
+
+async def _sharded(
+    device: str, results: Results, address: str, checkpoint: Path, pushes: int
+) -> None:
+    key = "push_sharded_cuda_gbps" if device == "cuda" else "push_sharded_gbps"
+    async with contextlib.AsyncExitStack() as stack:
+        trainers = []
+        for writer in range(_WRITERS):
+            # One after the other: each has all of it on the device for a moment.
+            trainer = await stack.enter_async_context(training(device, checkpoint, _TRAINER_S))
+            await trainer.do("keep_rows", writer=writer, writers=_WRITERS)
+            trainers.append(trainer)
+        for number in results.rounds(pushes, f"push from {_WRITERS} processes"):
+            await asyncio.gather(*(trainer.do("change") for trainer in trainers))
+            facts = {"address": address, "key": f"sharded/{number}", "writers": _WRITERS}
+            begin = time.perf_counter()
+            pushed = await asyncio.gather(
+                *(t.do("push_rows", writer=at, **facts) for at, t in enumerate(trainers))
+            )
+            seconds = time.perf_counter() - begin
+            ways = {one["way"] for one in pushed}
+            if len({one["content_digest"] for one in pushed}) > 1 or ways != {"same_host"}:
+                msg = f"the pushes of several processes made {pushed}"
+                raise RuntimeError(msg)
+            if number >= _WARM_UP:
+                results.add(**{key: pushed[0]["size_bytes"] / 1e9 / seconds})
 
 
 def _floor(results: Results, folder: Path, size: int, rounds: int) -> None:

@@ -29,6 +29,7 @@ __all__ = ["IN_PLACE", "Trainer"]
 
 #: Of the trainer of that name, where a device is told.
 IN_PLACE = "in_place"
+_DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 class Trainer:
@@ -51,6 +52,8 @@ class Trainer:
                 name: tensor.to(self._device, copy=True) for name, tensor in files.tensors.items()
             }
         self._changes = 0
+        #: Of each tensor of which rows are held: its whole shape, and the first row.
+        self._places: dict[str, tuple[tuple[int, ...], int]] = {}
         self._files: dict[str, Files] = {}
         self._clients: dict[str, Client] = {}
         self._group: Any = None
@@ -85,15 +88,19 @@ class Trainer:
 
     def push(self, address: str, delta: str = "auto", same_host: str = "auto") -> dict[str, Any]:
         """Push with the public client, which stays open as a trainer's does: deltas need it."""
+        return self._pushed(address, self.tensors, delta=delta, same_host=same_host)
+
+    def _pushed(self, address: str, tensors: dict[str, Any], **options: Any) -> dict[str, Any]:
         from weightsync_client import Client
 
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = Client(address)
         begin = time.perf_counter()
-        pushed = client.push(self.tensors, delta=delta, same_host=same_host)
+        pushed = client.push(tensors, **options)
         return {
             "version": pushed.version,
+            "content_digest": pushed.content_digest,
             "seconds": time.perf_counter() - begin,
             "kind": str(pushed.kind),
             "fallback_reason": str(pushed.fallback_reason),
@@ -102,6 +109,31 @@ class Trainer:
             "way": pushed.way,
             "way_reason": pushed.way_reason,
         }
+
+    def keep_rows(self, writer: int, writers: int) -> dict[str, Any]:
+        """Hold one part of the rows of every tensor from now on, as a sharded trainer does."""
+        torch = self._torch
+        self._places = {}
+        for name, tensor in self.tensors.items():
+            first = sum(len(part) for part in torch.tensor_split(tensor, writers)[:writer])
+            self._places[name] = tuple(tensor.shape), first
+            self.tensors[name] = torch.tensor_split(tensor, writers)[writer].clone()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._settle()
+        return {}
+
+    def push_rows(self, address: str, key: str, writer: int, writers: int) -> dict[str, Any]:
+        """Push these rows, as one of several processes."""
+        from weightsync_client import ShardedTensor
+
+        boxes = {}
+        for name, tensor in self.tensors.items():
+            shape, first = self._places[name]
+            offsets = (first, *[0] * (len(shape) - 1))
+            boxes[name] = ShardedTensor(shape, _DTYPES[str(tensor.dtype)], [(offsets, tensor)])
+        own: dict[str, Any] = {"idempotency_key": key, "writer": writer, "writers": writers}
+        return self._pushed(address, boxes, delta="never", **own)
 
     def write(self, folder: str) -> dict[str, Any]:
         """Write the weights into the files of a checkpoint of the same layout."""

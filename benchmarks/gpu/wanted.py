@@ -131,6 +131,13 @@ ROWS = (
         least=True,
     ),
     Row(
+        "push_sharded_cuda_gbps",
+        "one process that has all of it",
+        _figure("push_same_host_cuda_gbps"),
+        0.9,
+        least=True,
+    ),
+    Row(
         "h2d_bytes_per_rank",
         "bytes of the model / ranks, and a tenth more",
         lambda f: 1.1 * f["bytes"] / f["tp"],

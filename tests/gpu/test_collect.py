@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file  # noqa: E402 - after the skip
 
 from benchmarks.servers import weightsync_server  # noqa: E402
 from weightsync.shm.same_host_client import IpcPlacement, SameHostClient  # noqa: E402
-from weightsync_client import Client, Fallback, PushKind  # noqa: E402
+from weightsync_client import Client, Fallback, PushKind, ShardedTensor  # noqa: E402
 from weightsync_client.transport.cuda_ipc import CudaIpcTransport  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -197,3 +198,38 @@ def test_a_trainer_that_dies_while_it_is_copied_from_spoils_nobody_else(
             result = client.push(state, delta="never")
             check(client, result.version, state)
         assert result.way == "same_host"
+
+
+def strips(state: dict[str, Any], writer: int, along: int) -> dict[str, Any]:
+    """Return what one of two processes holds: half of each tensor, in memory of its own."""
+    found: dict[str, Any] = {}
+    for name, tensor in state.items():
+        if not tensor.numel() or tensor.dim() <= along:
+            # All hold it.
+            found[name] = tensor
+            continue
+        half = -(-tensor.shape[along] // 2)
+        local = tensor.split(half, along)[writer].contiguous()
+        offsets = [0] * tensor.dim()
+        offsets[along] = writer * half
+        found[name] = ShardedTensor(tuple(tensor.shape), "BF16", [(tuple(offsets), local)])
+    return found
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_boxes_of_two_processes_are_copied(address: str, collected: list[int], along: int) -> None:
+    state = tensors(20 + along)
+    with Client(address) as first, Client(address) as second, ThreadPoolExecutor(2) as pool:
+        for step in range(2):
+            state["big.1"].view(torch.int16)[5] += 1
+            options: dict[str, Any] = {"idempotency_key": f"boxes/{along}/{step}", "writers": 2}
+            options |= {"delta": "never", "shard_bytes": 40 << 20}
+            parts = [strips(state, writer, along) for writer in range(2)]
+            pushed = [
+                pool.submit(client.push, part, writer=writer, **options)
+                for writer, (client, part) in enumerate(zip((first, second), parts, strict=True))
+            ]
+            results = [one.result() for one in pushed]
+            assert {(result.way, result.way_reason) for result in results} == {("same_host", "")}
+            check(first, results[0].version, state)
+    assert len(collected) >= 8
