@@ -37,6 +37,7 @@ class IpcPlacement(NamedTuple):
         handles: Open allocations.
         places: Of each tensor that is not empty: the number of its handle, its offset in bytes.
         replicas: Of one of several writers, the joined digests of the boxes that it has besides.
+        digests: Whether such a writer wants those of what is copied.
     """
 
     device: bytes
@@ -44,6 +45,7 @@ class IpcPlacement(NamedTuple):
     handles: Sequence[bytes]
     places: Sequence[tuple[int, int]]
     replicas: bytes = b""
+    digests: bool = False
 
 
 class SameHostClient:
@@ -131,7 +133,8 @@ class SameHostClient:
             OSError: The connection has ended.
             WeightSyncError: The server refused; the connection has ended.
         """
-        told = {"header": where.header.hex(), "replicas": where.replicas.hex(), **_told(where)}
+        told = {"header": where.header.hex(), **_told(where)}
+        told |= {"replicas": where.replicas.hex(), "digests": where.digests}
         return str(self._ask({"op": "collect", "shard": shard, **told}).get("declined", ""))
 
     def collected(self, shard: int) -> bytes:

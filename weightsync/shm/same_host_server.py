@@ -8,7 +8,7 @@ answer with `error` and `reason` is a refusal.
 | redeem | secret, from BeginPush; the first request, once | knows: ops of later releases | none |
 | lend | shard | huge | one, writable: the shard's memory |
 | written | shard, digests: of its tensors in order, hexadecimal | {} | none |
-| collect | shard, device, header, handles, places, replicas | declined | none |
+| collect | shard, device, header, handles, places, replicas, digests | declined | none |
 | lying | shards: for each, by its index, device, handles, places | {} | none |
 | collected | shard | digests | none |
 | alive | | {} | none |
@@ -19,8 +19,8 @@ With `collect` the trainer tells where a shard lies on a GPU, in place of writin
 its UUID, `header` what comes before the first tensor, `handles` open allocations
 (cuIpcGetMemHandle), all hexadecimal, and `places` has for each tensor that is not empty, in order,
 the number of its handle and its offset in bytes. One of several writers tells of its boxes in
-place of tensors, no header, and in `replicas` the digests of those that a lower writer sends. The
-answer may come before the shard was copied;
+place of tensors, no header, in `replicas` the digests of those that a lower writer sends, and with
+`digests` whether it wants those of its own. The answer may come before the shard was copied;
 `declined` tells why the server cannot, else it is empty. The tensors must stay as they are until
 `collected` answers, with the digests that the server computed; their memory may be freed once it
 has for every shard that was asked for, or the connection has ended.

@@ -137,7 +137,8 @@ class CudaIpcTransport:
         numbers = {handle: number for number, handle in enumerate(handles)}
         offsets = [(numbers[place.handle], place.offset) for place in places]
         replicas = b"".join(shard.all_digests([])) if isinstance(shard, BoxShard) else b""
-        return IpcPlacement(places[0].uuid, _header(shard), handles, offsets, replicas)
+        own = replicas, self._sink is not None
+        return IpcPlacement(places[0].uuid, _header(shard), handles, offsets, *own)
 
     def _fits(self, tensor: SourceTensor) -> bool:
         # What must be gathered first would take as much of the GPU again.

@@ -63,7 +63,8 @@ class BoxUpload:
         size: Bytes that the writer sends: those of `sent`, or of what changed in them.
         given: Digests that the writer sent, of `sent` and then of `replicas`.
         patch: What changed, where the writer sends that and it is not in the shard yet.
-        copied: The server has read the bytes of `sent` by itself: it gives their digests.
+        copied: The server has read the bytes of `sent` by itself: the writer gives no digests.
+        answered: It gets them instead.
         owner: The stream that sends them now.
         received: Bytes received so far.
     """
@@ -77,6 +78,7 @@ class BoxUpload:
     given: list[bytes | None]
     patch: BoxPatch | None = None
     copied: bool = False
+    answered: bool = False
     owner: object | None = None
     received: int = 0
 

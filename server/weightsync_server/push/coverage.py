@@ -71,26 +71,27 @@ def check_boxes(
     Args:
         tensors: Of one shard.
         uploads: What each writer declared and gave of it.
-        found: Digest of each box that is sent.
+        found: Digest of each box that is sent, but for those of which no writer gave one.
 
     Raises:
         WeightSyncError: DIGEST_MISMATCH, naming the writers.
     """
-    first: dict[TensorBox, tuple[int, bytes | None]] = {}
+    first: dict[TensorBox, tuple[int, bytes]] = {}
     for upload in sorted(uploads, key=lambda upload: upload.writer):
         declared = upload.sent + upload.replicas
         for one, given in zip(declared, upload.given, strict=True):
             if not one.box.elements:
                 continue
-            if given is None:
-                # Read by the server itself.
-                given = found[one]
-            other, theirs = first.setdefault(one, (upload.writer, given))
+            # Where none was given, the server itself has read the box.
+            digest = given or found.get(one)
+            if digest is None:
+                continue
+            other, theirs = first.setdefault(one, (upload.writer, digest))
             what = f"the bytes of {_named(tensors, one)}"
-            if given != theirs:
+            if digest != theirs:
                 problem = f"writers {other} and {upload.writer} are to hold the same, but {what} "
                 problem += "differ"
-            elif given != found[one]:
+            elif digest != found[one]:
                 problem = f"{what} arrived from writer {upload.writer} with another digest than it "
                 problem += "computed"
             else:

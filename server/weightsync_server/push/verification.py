@@ -14,9 +14,11 @@ from weightsync_server.push.coverage import check_boxes
 from weightsync_server.workers.fetch.fetch_api import PatchOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
-    from weightsync_server.push.box_upload import BoxUpload
+    from weightsync_server.push.box_upload import BoxUpload, TensorBox
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
@@ -141,11 +143,12 @@ async def verify_boxes(
     """
     tensors, uploads = shard.tensors or (), list(shard.writers.boxes.values())
     digests, parts, spans = {}, [], []
+    wanted = _wanted(uploads)
     for upload in uploads:
         for one, span in zip(upload.sent, upload.spans, strict=True):
             if one.box.sizes == tensors[one.tensor].shape:
                 digests[one] = found[one.tensor]
-            elif one.box.elements:
+            elif one.box.elements and one in wanted:
                 parts.append(one)
                 spans.append(span)
     if parts:
@@ -153,6 +156,16 @@ async def verify_boxes(
         digests |= dict(zip(parts, of_parts, strict=True))
     await asyncio.to_thread(check_boxes, tensors, uploads, digests)
     for upload in uploads:
-        if upload.copied:
+        if upload.answered:
             upload.given[: len(upload.sent)] = [digests.get(one, _EMPTY) for one in upload.sent]
     shard.given = list(found)
+
+
+def _wanted(uploads: Iterable[BoxUpload]) -> set[TensorBox]:
+    """Return the boxes of which a digest was given, or is to be answered."""
+    wanted = set()
+    for upload in uploads:
+        declared = zip(upload.sent + upload.replicas, upload.given, strict=True)
+        wanted |= {one for one, given in declared if given is not None}
+        wanted |= set(upload.sent) if upload.answered else set()
+    return wanted

@@ -281,8 +281,8 @@ def test_cancelling_one_tells_the_others(short_server: WeightSyncServer) -> None
         ({"writers": 2, "writer": 0}, "idempotency_key="),
         ({"writers": 2, "writer": 2, "idempotency_key": "k"}, "number them from 0"),
         ({"writers": 1}, "held in part"),
-        ({"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True}, "in full"),
-        ({"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"}, "in full"),
+        ({"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True}, "leave partial"),
+        ({"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"}, "delta='auto'"),
     ],
 )
 def test_what_cannot_be_says_what_to_do(

@@ -59,6 +59,7 @@ class BoxCopySession:
         segment = await push.pipeline.ready(shard)
         push.pipeline.begin_receive()
         boxes.give(len(boxes.sent), digests)
+        boxes.answered = where.get("digests") is True
         # Nobody else may get the memory while something is written there.
         push.lifecycle.writers.add(self._copies)
         self._copies.start(shard.index, self._copied(push, shard, boxes, segment, source))
@@ -68,12 +69,16 @@ class BoxCopySession:
         return declined
 
     async def digests(self, push: Push, shard: ShardState, boxes: BoxUpload) -> bytes:
-        """Return the joined digests of boxes once the whole shard was proved.
+        """Return once boxes were copied, with their joined digests if the trainer asked for those.
+
+        Digests are there once the whole shard was proved.
 
         Raises:
             WeightSyncError: REQUEST_INVALID where `begin` was not asked for; why it failed.
         """
         await self._copies.ended(push, shard.index)
+        if not boxes.answered:
+            return b""
         waited = [asyncio.create_task(shard.digested.wait())]
         if push.state.writers is not None:
             # Set when the push has failed, too.

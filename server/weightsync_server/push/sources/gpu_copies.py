@@ -1,4 +1,4 @@
-"""What is being copied from a trainer's GPUs for one connection, and what the trainer tells of it."""
+"""What is being copied from a trainer's GPUs for one connection, and what that tells of it."""
 
 from __future__ import annotations
 

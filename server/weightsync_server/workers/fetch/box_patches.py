@@ -1,6 +1,4 @@
-"""What a fetcher does with what changed in a writer's boxes: they become those of another version,
-changed.
-"""
+"""What a fetcher makes of what changed in a writer's boxes: those of another version, changed."""
 
 from __future__ import annotations
 

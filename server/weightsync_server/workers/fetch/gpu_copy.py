@@ -162,8 +162,11 @@ def collect(
                 Reason.NOT_SUPPORTED, f"the trainer's GPU memory cannot be opened here: {error}"
             ) from error
         sizes = [size for _, size in places]
-        _check(order.pieces, sizes, view.nbytes)
-        _check([_bounds(piece) for piece in order.strided], sizes, view.nbytes)
+        for number, offset, at, size in order.pieces:
+            _check(offset + size, sizes[number], at + size, view.nbytes)
+        for piece in order.strided:
+            end = piece.at + (piece.rows - 1) * piece.stride + piece.run
+            _check(piece.offset + piece.rows * piece.run, sizes[piece.handle], end, view.nbytes)
         try:
             with device.stream() as stream:
                 for number, offset, at, size in order.pieces:
@@ -176,20 +179,13 @@ def collect(
             ) from error
 
 
-def _check(pieces: Sequence[Piece], sizes: Sequence[int], room: int) -> None:
-    for number, offset, at, size in pieces:
-        if offset + size > sizes[number] or at + size > room:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                f"{size} bytes from {offset} on are not within the {sizes[number]} bytes that the "
-                "trainer told of; push again",
-            )
-
-
-def _bounds(piece: StridedPiece) -> Piece:
-    """Return a piece that no row of it goes beyond, on either side."""
-    reach = piece.run + (piece.rows - 1) * piece.stride
-    return piece.handle, piece.offset, piece.at, max(piece.rows * piece.run, reach)
+def _check(end: int, size: int, target_end: int, room: int) -> None:
+    if end > size or target_end > room:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"bytes up to {end} are not within the {size} bytes that the trainer told of; push "
+            "again",
+        )
 
 
 def _copy_rows(

@@ -54,8 +54,8 @@ class Site:
                 places.append([0, offset])
             offset += len(part.data)
         replicas = b"".join(tensor_digest(part.data) for part in held.replicas).hex()
-        told = {"device": DEVICE, "handles": [handle], "places": places, "replicas": replicas}
-        return told | other
+        told: dict[str, Any] = {"device": DEVICE, "handles": [handle], "places": places}
+        return told | {"replicas": replicas} | other
 
     async def collect(self, desk: SameHostSession, held: Held, **other: Any) -> str:
         where = self.where(held, **other)
@@ -72,17 +72,18 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             desk.close()
 
 
+@pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("along", [0, 1])
-async def test_boxes_are_copied_proved_and_committed(site: Site, along: int) -> None:
+async def test_boxes_are_copied_proved_and_committed(site: Site, along: int, asked: bool) -> None:
     shards = version()
     writers = sharded(shards, 2, along=along)
     desks = [await site.connect(writer) for writer in writers]
     for desk, writer in zip(desks, writers, strict=True):
         for held in writer.held:
-            assert await site.collect(desk, held) == ""
+            assert await site.collect(desk, held, digests=asked) == ""
     for desk, writer in zip(desks, writers, strict=True):
         for held in writer.held:
-            digests = b"".join(tensor_digest(part.data) for part in held.sent)
+            digests = b"".join(tensor_digest(part.data) for part in held.sent if asked)
             assert await asyncio.to_thread(desk.collected, held.shard.index) == digests
     replies = await asyncio.gather(*(writer.commit(site.world) for writer in writers))
     (number,) = {reply.version for reply in replies}
@@ -105,9 +106,9 @@ async def test_one_is_copied_and_another_streams(site: Site) -> None:
 async def test_a_replica_that_differs_from_what_was_copied_fails_the_push(site: Site) -> None:
     first, other = sharded(version(2, shards=1), 2)
     desks = [await site.connect(first), await site.connect(other)]
-    await site.collect(desks[0], first.held[0])
+    await site.collect(desks[0], first.held[0], digests=True)
     wrong = tensor_digest(b"wrong").hex() * len(other.held[0].replicas)
-    await site.collect(desks[1], other.held[0], replicas=wrong)
+    await site.collect(desks[1], other.held[0], replicas=wrong, digests=True)
     for desk in desks:
         with pytest.raises(WeightSyncError, match="writers 0 and 1") as caught:
             await asyncio.to_thread(desk.collected, 0)

@@ -22,13 +22,13 @@ from weightsync.gpu.ipc import Device, DeviceError, device_of, place_of
 from weightsync.shm.incoming_version import HANDLE_BYTES
 from weightsync.shm.segments import Segment
 from weightsync_server.workers.fetch import gpu_copy
-from weightsync_server.workers.fetch.fetch_api import GpuSource, Piece
+from weightsync_server.workers.fetch.fetch_api import GpuSource, Piece, StridedPiece
 from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, Cancelled
 from weightsync_server.workers.runtime.mappings import Maps
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 DEVICE = "ab" * 16
 
@@ -255,13 +255,28 @@ class Driver:
         self.streams -= 1
 
     def cuMemcpyDtoHAsync_v2(self, to: int, source: int, size: int, _: Any) -> None:  # noqa: N802
+        self._check_open(source, size)
+        ctypes.memmove(to, source, size)
+
+    def cuMemcpy2DAsync_v2(self, told: Any, _: Any) -> None:  # noqa: N802
+        copy = told._obj
+        assert (copy.src_type, copy.dst_type) == (2, 1)
+        assert copy.width <= copy.dst_pitch
+        self._check_open(copy.src_device, copy.src_pitch * (copy.height - 1) + copy.width)
+        for row in range(copy.height):
+            to, source = (
+                copy.dst_host + row * copy.dst_pitch,
+                copy.src_device + row * copy.src_pitch,
+            )
+            ctypes.memmove(to, source, copy.width)
+
+    def _check_open(self, source: int, size: int) -> None:
         with self._lock:
             if not any(
                 count and at <= source and source + size <= at + self._size(at)
                 for at, count in self._open.items()
             ):
-                raise DeviceError("cuMemcpyDtoHAsync_v2 answered 700")
-        ctypes.memmove(to, source, size)
+                raise DeviceError("a copy answered 700")
 
     def _size(self, address: int) -> int:
         (found,) = (m for m in self.memory.values() if ctypes.addressof(m) == address)
@@ -287,8 +302,9 @@ def collect(
     opened: gpu_copy.Opened | None = None,
     trainer: str = "trainer",
     stop: threading.Event | None = None,
+    strided: Sequence[StridedPiece] = (),
 ) -> None:
-    order = gpu_copy.Order(trainer, b"u", handles, pieces)
+    order = gpu_copy.Order(trainer, b"u", handles, pieces, strided)
     opened = opened or gpu_copy.Opened()
     registered = gpu_copy.Registered()
     gpu_copy.collect(segment.view, order, registered, opened, stop or threading.Event())
@@ -303,6 +319,40 @@ def test_pieces_go_where_they_belong(
     assert bytes(segment.view[99:124]) == b"\0" + (b"0123456789" * 3)[5:25] + b"abc\0"
     assert bytes(segment.view[200:202]) == b"9\0"
     assert (driver.opened, driver.streams, len(driver.registered)) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("step", [2, 7, 64])
+def test_rows_go_apart_where_they_belong(
+    driver: Driver, segment: Segment, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.setattr(gpu_copy, "_STEP", step)
+    # Six rows fill the allocation, and reach over twice as much of the segment.
+    handle = driver.allocate(b"..aaabbbcccdddeeefff")
+    collect(segment, [handle], [(0, 0, 0, 2)], strided=[StridedPiece(0, 2, 90, 3, 6, 10)])
+    rows = [bytes(segment.view[at : at + 10]) for at in range(90, 150, 10)]
+    assert rows == [letter * 3 + bytes(7) for letter in (b"a", b"b", b"c", b"d", b"e", b"f")]
+    assert bytes(segment.view[:2]) == b".."
+    # The last row may end where the segment does.
+    last = StridedPiece(0, 0, segment.capacity - 12, 2, 2, 10)
+    collect(segment, [handle], [], strided=[last])
+    assert bytes(segment.view[-2:]) == b"aa"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        StridedPiece(0, 0, 0, 3, 4, 10),
+        StridedPiece(0, 9, 0, 1, 2, 10),
+        StridedPiece(0, 0, (1 << 20) - 11, 2, 2, 10),
+    ],
+)
+def test_no_row_is_copied_from_or_to_beyond(
+    driver: Driver, segment: Segment, piece: StridedPiece
+) -> None:
+    with pytest.raises(WeightSyncError) as told:
+        collect(segment, [driver.allocate(b"x" * 10)], [], strided=[piece])
+    assert told.value.reason is Reason.REQUEST_INVALID
+    assert bytes(segment.view) == bytes(segment.capacity)
 
 
 @pytest.mark.parametrize(
