@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,7 +16,9 @@ from grpc_reflection.v1alpha import reflection
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.auth import Endpoint
 from weightsync_server.auth.audit import Audit
+from weightsync_server.auth.auth_interceptor import AuthorityInterceptor
 from weightsync_server.auth.callers import caller_name
 from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.retention import Retention
@@ -24,6 +27,7 @@ from weightsync_server.deltas import ChainLimits
 from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal, ModelParts
 from weightsync_server.engine.drivers.bridge import BridgeEngine
 from weightsync_server.gauges import track
+from weightsync_server.http_api import HttpApi, InnerCalls
 from weightsync_server.ingest.ingest_pool import IngestPool
 from weightsync_server.invariants import InvariantMonitor, count_lost
 from weightsync_server.model import ModelLimits, open_model
@@ -53,7 +57,7 @@ from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 from weightsync_server.workers.fetch.gpu_pool import GpuFetchPool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from weightsync.engine import Engine
     from weightsync_server.settings import Settings
@@ -67,7 +71,7 @@ _CHECKPOINT_VERSION = 1
 
 
 class App:
-    """One server. `start`, then `stop`; `addresses` and `metrics_port` tell where it listens.
+    """One server. `start`, then `stop`; `addresses` and the ports tell where it listens.
 
     Args:
         settings: Every setting.
@@ -81,7 +85,7 @@ class App:
         self._drain_s = settings.drain_timeout_s
         self._doors: Listeners
         self.addresses: list[str] = []
-        self.metrics_port = 0
+        self.metrics_port = self.http_port = 0
 
     async def start(self) -> None:
         """Start every part; when one fails, those before it are stopped.
@@ -189,12 +193,14 @@ class App:
         audit, interceptors = self._bind(metrics, servicer, health_service)
         # With the other addresses: one that is taken ends the start before the engine hears of it.
         self._serve_metrics(stack, metrics)
+        fault = partial(metrics.violate, "only_data")
+        verbs = self._serve_verbs(stack, servicer, health_service, audit, interceptors, fault)
         stack.push_async_callback(ingesters.close)
         await ingesters.serve(servicer, audit, interceptors)
         supervisor.start()
         stack.push_async_callback(supervisor.stop)
         stack.push_async_callback(self._drain, applier)
-        await self._listen(stack, health_service, ingesters)
+        await self._listen(stack, health_service, ingesters, verbs)
         # Before the drain: a watch never ends by itself.
         stack.callback(model.feed.close)
 
@@ -255,12 +261,16 @@ class App:
         stack: contextlib.AsyncExitStack,
         health_service: HealthServicer,
         ingesters: IngestPool,
+        verbs: HttpApi | None,
     ) -> None:
         await self._doors.start()
 
         async def stop() -> None:
             await health_service.enter_graceful_shutdown()
-            await asyncio.gather(self._doors.close(self._drain_s), ingesters.drain(self._drain_s))
+            drains = [self._doors.close(self._drain_s), ingesters.drain(self._drain_s)]
+            if verbs is not None:
+                drains.append(verbs.drain(self._drain_s))
+            await asyncio.gather(*drains)
 
         stack.push_async_callback(stop)
         await health_service.set(PUSH, health_pb2.HealthCheckResponse.SERVING)
@@ -268,6 +278,8 @@ class App:
         if self.metrics_port:
             host = self._settings.metrics.rpartition(":")[0]
             logger.info("metrics on http://%s:%d/metrics", host, self.metrics_port)
+        if self.http_port:
+            logger.info("vLLM's verbs on port %d (http)", self.http_port)
 
     async def _drain(self, applier: Applier) -> None:
         # An apply that waits for long requests would outlive the drain; its pause is a lease, so
@@ -284,16 +296,44 @@ class App:
         if not address:
             return
         host, _, port = address.rpartition(":")
-        try:
+        with _refusing_address(address, "--metrics"):
             endpoint = MetricsEndpoint(metrics.registry, host, int(port))
-        except OSError as error:
-            raise WeightSyncError(
-                Reason.REQUEST_INVALID,
-                f"{address} is taken, or is no address that this server may use; choose another "
-                "with --metrics",
-            ) from error
         stack.callback(endpoint.close)
         self.metrics_port = endpoint.port
+
+    def _serve_verbs(
+        self,
+        stack: contextlib.AsyncExitStack,
+        servicer: WeightSyncServicer,
+        health_service: HealthServicer,
+        audit: Audit,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        on_fault: Callable[[], None],
+    ) -> HttpApi | None:
+        settings = self._settings
+        if not settings.http:
+            return None
+        host, _, port = settings.http.rpartition(":")
+        gate = self._doors.authenticator(Endpoint(settings.http))
+        door = AuthorityInterceptor(gate, settings.name, audit)
+        calls = InnerCalls(servicer, health_service, [door, *interceptors])
+        verbs = HttpApi(calls, door, settings.import_folders, on_fault)
+        with _refusing_address(settings.http, "--http"):
+            self.http_port = verbs.listen(host, int(port), self._doors.tls_context())
+        stack.push_async_callback(verbs.drain, 0.0)
+        return verbs
+
+
+@contextlib.contextmanager
+def _refusing_address(address: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"{address} is taken, or is no address that this server may use; choose another "
+            f"with {flag}",
+        ) from error
 
 
 def _limits(settings: Settings) -> PushLimits:

@@ -51,6 +51,12 @@ def _first(written: str) -> tuple[list[Any], str]:
 _Several = Annotated[list[str], NoDecode, BeforeValidator(_several)]
 
 
+def _check_host_port(name: str, written: str, example: int) -> None:
+    _, colon, port = written.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > _MAX_PORT:
+        raise ValueError(f"{name} must be HOST:PORT, such as 127.0.0.1:{example}, not {written!r}")
+
+
 class Settings(BaseSettings):
     """Settings of weightsync-server: flags win over WEIGHTSYNC_* variables.
 
@@ -116,6 +122,17 @@ class Settings(BaseSettings):
         False,
         description="Let other hosts read /metrics, in plain text and without being asked who they "
         "are; --metrics then names an address that they reach.",
+    )
+    http: str = Field(
+        "",
+        description="HOST:PORT of vLLM's HTTP verbs (/pause, /update_weights, /resume, /health), "
+        "for trainers and scripts that post checkpoint folders; port 0: any; empty: none. TLS and "
+        "authority are those of listen.",
+    )
+    import_dir: _Several = Field(
+        [],
+        description="Folders below which the folder that /update_weights names must lie; no link "
+        "is followed from there on.",
     )
     slots: int = Field(
         2, ge=2, le=16, description="Versions held in memory. 3: rollback is instant."
@@ -270,7 +287,7 @@ class Settings(BaseSettings):
     def _check_authority(self) -> Self:
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise ValueError("tls_cert and tls_key go together, and tls_client_ca needs both")
-        for endpoint in self.endpoints:
+        for endpoint in [*self.endpoints, *self.http_endpoints]:
             if is_private(endpoint.address):
                 continue
             if not self.tls_cert:
@@ -307,15 +324,19 @@ class Settings(BaseSettings):
                 taken.add(endpoint.address)
         return self
 
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str) -> str:
+        if value:
+            _check_host_port("http", value, 8551)
+        return value
+
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:
         if not self.metrics:
             return self
-        host, colon, port = self.metrics.rpartition(":")
-        if not colon or not port.isdecimal() or int(port) > _MAX_PORT:
-            raise ValueError(
-                f"metrics must be HOST:PORT, such as 127.0.0.1:9551, not {self.metrics!r}"
-            )
+        _check_host_port("metrics", self.metrics, 9551)
+        host = self.metrics.rpartition(":")[0]
         if not self.metrics_open and not is_loopback(host):
             raise ValueError(
                 f"{self.metrics} can be reached from other hosts and /metrics asks nobody who "
@@ -328,6 +349,16 @@ class Settings(BaseSettings):
     def endpoints(self) -> list[Endpoint]:
         """Where to listen, and what each socket stands for."""
         return [Endpoint.parse(address) for address in self.listen]
+
+    @property
+    def http_endpoints(self) -> list[Endpoint]:
+        """Where the HTTP verbs are; none: nowhere."""
+        return [Endpoint(self.http)] if self.http else []
+
+    @property
+    def import_folders(self) -> list[Path]:
+        """Folders below which checkpoints may be imported, absolute."""
+        return [Path(folder).absolute() for folder in self.import_dir]
 
     def data_endpoints(self, place: int) -> list[Endpoint]:
         """Return where an ingest process listens.

@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from weightsync_server.auth.authenticator import Authenticator
+    from weightsync_server.auth.principals import Principal
+    from weightsync_server.auth.roles import Rule
 
-__all__ = ["MAX_MESSAGE_BYTES", "Auditor", "AuthorityInterceptor", "CallRecord", "noting", "reader"]
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "Auditor",
+    "AuthorityInterceptor",
+    "CallRecord",
+    "noting",
+    "reader",
+    "rule_for",
+]
 
 _T = TypeVar("_T")
 
@@ -116,6 +126,28 @@ def reader(parse: Callable[[bytes], _T]) -> Callable[[bytes], _T]:
     return read
 
 
+def rule_for(principal: Principal, method: str, model: str) -> Rule:
+    """Return the rule by which a principal may call a method.
+
+    Args:
+        principal: Who calls.
+        method: Exact path.
+        model: The one model of this server.
+
+    Raises:
+        WeightSyncError: PERMISSION_DENIED, naming the role that it takes; NOT_SUPPORTED.
+    """
+    if not principal.covers(model):
+        raise _denied(f"{principal.name} has no authority over the model of this server")
+    rule = RULES.get(method)
+    if rule is None:
+        raise WeightSyncError(Reason.NOT_SUPPORTED, "this server has no such method; see its proto")
+    if not rule.allows(principal.roles):
+        needed = " or ".join(sorted(rule.roles | {Role.ADMIN}))
+        raise _denied(f"{principal.name} may not call {method}; it takes role {needed}")
+    return rule
+
+
 class _Entry:
     """One call on its way in."""
 
@@ -177,16 +209,7 @@ class _Entry:
     def _admit(self, context: Any) -> Caller:
         principal = self._door.gate.identify(context)
         self._who = principal.name
-        if not principal.covers(self._door.model):
-            raise _denied(f"{principal.name} has no authority over the model of this server")
-        rule = RULES.get(self._method)
-        if rule is None:
-            raise WeightSyncError(
-                Reason.NOT_SUPPORTED, "this server has no such method; see its proto"
-            )
-        if not rule.allows(principal.roles):
-            needed = " or ".join(sorted(rule.roles | {Role.ADMIN}))
-            raise _denied(f"{principal.name} may not call {self._method}; it takes role {needed}")
+        rule = rule_for(principal, self._method, self._door.model)
         if self._handler is None:
             raise WeightSyncError(Reason.NOT_SUPPORTED, "this server does not serve that method")
         self._caller = Caller(principal, self._method, rule, context.peer(), self._door.gate.role)

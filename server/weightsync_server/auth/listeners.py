@@ -18,6 +18,7 @@ from weightsync_server.auth.authority_file import AuthorityFile
 from weightsync_server.auth.tls import Certificates
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Sequence
 
     from weightsync_server.auth.auth_interceptor import Auditor
@@ -109,6 +110,14 @@ class Listeners:
                 for endpoint in group
             ]
         return bound
+
+    def authenticator(self, endpoint: Endpoint) -> Authenticator:
+        """Return what names the principals of calls that come in on an address of another kind."""
+        return Authenticator(endpoint, self._file)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return what such an address encrypts its connections with; None: there is no TLS."""
+        return self._certificates.context() if self._certificates is not None else None
 
     async def start(self) -> None:
         """Serve."""

@@ -37,6 +37,7 @@ class Certificates:
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         self._stamps = self._look()
+        self._context: ssl.SSLContext
         self._configuration = self._read()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -46,6 +47,10 @@ class Certificates:
             self._current,
             require_client_authentication=self._client_ca is not None,
         )
+
+    def context(self) -> ssl.SSLContext:
+        """Return what another server than gRPC's listens with."""
+        return self._context
 
     def _current(self) -> grpc.ServerCertificateConfiguration:
         # gRPC asks from threads of its own, at each handshake.
@@ -67,10 +72,10 @@ class Certificates:
         key = read_private(self._key, "the TLS key")
         chain = _read(self._certificate, "the TLS certificate")
         roots = _read(self._client_ca, "the client CA") if self._client_ca else None
-        self._check(roots)
+        self._context = self._checked(roots)
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=roots)
 
-    def _check(self, roots: bytes | None) -> None:
+    def _checked(self, roots: bytes | None) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # The password keeps OpenSSL from asking for one at the terminal.
@@ -83,8 +88,16 @@ class Certificates:
         try:
             if roots is not None:
                 context.load_verify_locations(cadata=roots.decode("ascii"))
+                context.verify_mode = ssl.CERT_REQUIRED
         except (ssl.SSLError, ValueError) as error:
             raise refused(f"{self._client_ca} holds no PEM certificates ({_why(error)})") from None
+        # Called at each handshake, whatever name the client asks for.
+        context.sni_callback = self._switch
+        return context
+
+    def _switch(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
+        self._current()
+        connection.context = self._context
 
 
 def _why(error: Exception) -> str:

@@ -12,12 +12,13 @@ from weightsync.wire.addresses import is_loopback
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS, Endpoint
 from weightsync_server.auth.caller import RejectedCall
 from weightsync_server.ingest.stream_listener import StreamListener
+from weightsync_server.ops.method_handlers import through
 from weightsync_server.push import is_here
 from weightsync_server.workers.runtime.child_process import Gone, Program
 from weightsync_server.workers.runtime.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from weightsync.v1 import weightsync_pb2_grpc
     from weightsync_server.auth import Role
@@ -72,9 +73,10 @@ class IngestPool(ProcessPool):
         if not self._count:
             return
         self._audit = audit
-        handle = await _through(interceptors, servicer)
+        pushing: Any = grpc.stream_unary_rpc_method_handler(servicer.PushWeights)
+        handler = await through(interceptors, pushing, PUSH_WEIGHTS)
         self._desk = StreamListener(
-            self._settings.ingest_socket, handle, audit, lambda: self.pids, self._kill
+            self._settings.ingest_socket, handler.stream_unary, audit, lambda: self.pids, self._kill
         )
         await self.start()
 
@@ -154,27 +156,3 @@ def _advertised(endpoint: Endpoint) -> str:
         return endpoint.address
     # The name that the caller knows this host by is the one that a certificate must hold.
     return f":{endpoint.address.rpartition(':')[2]}"
-
-
-async def _through(
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
-    servicer: weightsync_pb2_grpc.WeightSyncServicer,
-) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Return what serves a call behind interceptors, the first of which is outermost."""
-    handler: Any = grpc.stream_unary_rpc_method_handler(servicer.PushWeights)
-    details = _Details(PUSH_WEIGHTS, ())
-    for interceptor in reversed(interceptors):
-        inner = handler
-
-        async def give(_: grpc.HandlerCallDetails, inner: Any = inner) -> Any:
-            return inner
-
-        handler = await interceptor.intercept_service(give, details)
-    handle: Callable[[Any, Any], Awaitable[Any]] = handler.stream_unary
-    return handle
-
-
-class _Details(grpc.HandlerCallDetails):
-    def __init__(self, method: str, metadata: tuple[Any, ...]) -> None:
-        self.method = method
-        self.invocation_metadata = metadata

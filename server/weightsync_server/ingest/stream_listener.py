@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from weightsync import clock
 from weightsync.wire.fd_passing import listen
 from weightsync_server.auth import CALLER, PUSH_WEIGHTS, RULES, Caller, Role
 from weightsync_server.auth.auth_interceptor import CallRecord, noting
 from weightsync_server.auth.principals import EVERYBODY, Principal
 from weightsync_server.ingest.connection import Connection
+from weightsync_server.ops.call_context import CallContext
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
@@ -138,7 +138,7 @@ class StreamListener:
     async def _call(self, connection: Connection, call: dict[str, Any]) -> None:
         caller = Caller(_principal(call), PUSH_WEIGHTS, RULES[PUSH_WEIGHTS], call["peer"])
         CALLER.set(caller)
-        context, record = _Context(caller.peer, call["left_s"]), CallRecord()
+        context, record = CallContext(caller.peer, call["left_s"]), CallRecord()
         response = b""
         try:
             with noting(self._audit, caller, context, record):
@@ -149,42 +149,22 @@ class StreamListener:
             response = record.response.SerializeToString()
         except grpc.aio.AbortError:
             pass
-        connection.done(context.status, response)
+        connection.done(_document(context.status), response)
 
 
-class _Context:
-    """What the handlers of a call need of gRPC's context."""
-
-    def __init__(self, peer: str, left_s: float | None) -> None:
-        self._peer = peer
-        self._end = None if left_s is None else clock.monotonic() + left_s
-        self._code = grpc.StatusCode.OK
-        self.status: dict[str, Any] = {"code": 0}
-
-    def peer(self) -> str:
-        return self._peer
-
-    def time_remaining(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - clock.monotonic())
-
-    def cancelled(self) -> bool:
-        return False
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        self._code = status.code
-        self.status = {
-            "code": status.code.value[0],
-            "details": status.details,
-            "trailers": [
-                (key, value.hex())
-                for key, value in status.trailing_metadata
-                if isinstance(value, bytes)
-            ],
-        }
-        raise grpc.aio.AbortError
+def _document(status: grpc.Status | None) -> dict[str, Any]:
+    """Return what an ingest process is told of the end of a call."""
+    if status is None:
+        return {"code": 0}
+    return {
+        "code": status.code.value[0],
+        "details": status.details,
+        "trailers": [
+            (key, value.hex())
+            for key, value in status.trailing_metadata
+            if isinstance(value, bytes)
+        ],
+    }
 
 
 def _principal(call: dict[str, Any]) -> Principal:

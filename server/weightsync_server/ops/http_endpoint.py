@@ -1,24 +1,179 @@
-"""The one HTTP server of the process, bounded in bytes and seconds: it serves the metrics."""
+"""The one HTTP server of the process, bounded in bytes and seconds, and the metrics on it."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from prometheus_client.exposition import choose_encoder
 
 if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable, Mapping
+
     from prometheus_client import CollectorRegistry
 
-__all__ = ["MetricsEndpoint"]
+__all__ = ["HttpEndpoint", "HttpReply", "HttpRequest", "MetricsEndpoint"]
 
-#: Longest request in bytes, and seconds from its connection to the last byte of its answer.
+#: Longest head in bytes; seconds from a connection to the last byte of its request, TLS included,
+#: and as many for its answer.
 _MAX_REQUEST, _REQUEST_S = 16 << 10, 5.0
+#: Connections at once; the next ones are dropped until one has ended.
+_MOST = 512
 
 
-class MetricsEndpoint:
-    """Serves a registry over HTTP from the event loop; a request gets 5 s in all.
+class HttpRequest(NamedTuple):
+    """One request.
+
+    Attributes:
+        method: In capitals, as it came.
+        path: Decoded, without the query.
+        query: What follows the first question mark, as it came.
+        headers: Names in lower case, and values, in order.
+        body: At most as many bytes as the endpoint takes.
+        peer: Address of the other end, in the form of gRPC.
+        certificate: Of the client, as `ssl.SSLSocket.getpeercert` tells it; empty: none.
+    """
+
+    method: str
+    path: str
+    query: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+    peer: str = ""
+    certificate: Mapping[str, Any] = MappingProxyType({})
+
+    def values(self, name: str) -> list[str]:
+        """Return the values of a header, whose name is in lower case."""
+        return [value for key, value in self.headers if key == name]
+
+
+class HttpReply(NamedTuple):
+    """What is answered."""
+
+    status: int
+    body: bytes
+    kind: str = "text/plain"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class HttpEndpoint:
+    """Serves HTTP/1.1 from the event loop, one request a connection.
+
+    A request gets 5 s to come and its answer 5 s to go; between them `answer` takes what it needs,
+    also when the client has left meanwhile.
+
+    Args:
+        answer: Answers a request. What it raises ends the connection.
+        host: Address to bind.
+        port: TCP port; 0: any free one, see `port`.
+        name: Of its task, for people.
+        max_body: Most bytes of a body; one with more is answered with 413.
+        tls: What connections are encrypted with; None: they are not.
+
+    Raises:
+        OSError: The address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[HttpRequest], Awaitable[HttpReply]],
+        host: str,
+        port: int,
+        *,
+        name: str,
+        max_body: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._answer = answer
+        self._max_body = max_body
+        self._tls = tls
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        self._clients: set[asyncio.Task[None]] = set()
+        self._task = asyncio.get_running_loop().create_task(self._serve(), name=name)
+        self._task.add_done_callback(lambda _: self._socket.close())
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._task.cancel()
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop listening; requests under way get so many seconds to be answered, then they end."""
+        self.close()
+        clients = set(self._clients)
+        if clients:
+            await asyncio.wait(clients, timeout=grace_s)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        # Serving only inside the block, which ends it: else a close that comes early is half one.
+        seconds = _REQUEST_S if self._tls else None
+        server = await asyncio.start_server(
+            self._accept,
+            sock=self._socket,
+            limit=_MAX_REQUEST,
+            ssl=self._tls,
+            ssl_handshake_timeout=seconds,
+            ssl_shutdown_timeout=seconds,
+            start_serving=False,
+        )
+        async with server:
+            await server.serve_forever()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._clients) >= _MOST:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._client(reader, writer))
+        self._clients.add(task)
+        task.add_done_callback(self._clients.discard)
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
+        try:
+            async with asyncio.timeout(_REQUEST_S):
+                request = await self._read(reader, writer)
+            reply = request if isinstance(request, HttpReply) else await self._answer(request)
+            without_body = isinstance(request, HttpRequest) and request.method == "HEAD"
+            async with asyncio.timeout(_REQUEST_S):
+                writer.transport.set_write_buffer_limits(0)
+                writer.write(_encoded(reply, without_body=without_body))
+                await writer.drain()
+        except (TimeoutError, OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> HttpRequest | HttpReply:
+        """Return a request, or why it is not even looked at."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        request = _parsed(head)._replace(
+            peer=_peer(writer), certificate=writer.get_extra_info("peercert") or {}
+        )
+        if request.values("transfer-encoding"):
+            return HttpReply(HTTPStatus.LENGTH_REQUIRED, b"send the body with Content-Length\n")
+        lengths = set(request.values("content-length")) or {"0"}
+        length = lengths.pop()
+        if lengths or not (length.isascii() and length.isdecimal()):
+            return HttpReply(HTTPStatus.BAD_REQUEST, b"Content-Length must be one number\n")
+        if len(length) > len(str(self._max_body)) or int(length) > self._max_body:
+            body = f"a body has at most {self._max_body} bytes here\n".encode()
+            return HttpReply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, body)
+        return request._replace(body=await reader.readexactly(int(length)))
+
+
+class MetricsEndpoint(HttpEndpoint):
+    """Serves a registry over HTTP from the event loop.
 
     The gauges that `Metrics.track` adds are so read on the loop, where what they tell changes.
 
@@ -32,50 +187,44 @@ class MetricsEndpoint:
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        super().__init__(self._scrape, host, port, name="metrics")
         self._registry = registry
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
-        self.port: int = self._socket.getsockname()[1]
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name="metrics")
-        self._task.add_done_callback(lambda _: self._socket.close())
 
-    def close(self) -> None:
-        """Stop serving."""
-        self._task.cancel()
+    async def _scrape(self, request: HttpRequest) -> HttpReply:
+        if request.method not in ("GET", "HEAD"):
+            return HttpReply(HTTPStatus.METHOD_NOT_ALLOWED, b"GET /metrics\n")
+        if request.path not in ("/metrics", "/"):
+            return HttpReply(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
+        encode, kind = choose_encoder(", ".join(request.values("accept")).lower())
+        return HttpReply(HTTPStatus.OK, encode(self._registry), kind)
 
-    async def _serve(self) -> None:
-        # Serving only inside the block, which ends it: else a close that comes early is half one.
-        server = await asyncio.start_server(
-            self._client, sock=self._socket, limit=_MAX_REQUEST, start_serving=False
-        )
-        async with server:
-            await server.serve_forever()
 
-    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # One that sends or reads slowly, or not at all, is dropped; so is one that sends nonsense.
-        try:
-            async with asyncio.timeout(_REQUEST_S):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.transport.set_write_buffer_limits(0)
-                writer.write(self._answer(head.decode("latin-1")))
-                await writer.drain()
-        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
-            writer.transport.abort()
-        finally:
-            writer.close()
+def _parsed(head: str) -> HttpRequest:
+    """Return what a head says; of one that is none what there is, which no path matches.
 
-    def _answer(self, head: str) -> bytes:
-        request, *lines = head.split("\r\n")
-        method, target, *_ = [*request.split(" "), "", ""]
-        headers = dict(line.lower().split(":", 1) for line in lines if ":" in line)
-        status, kind, body = "404 Not Found", "text/plain", b"metrics are at /metrics\n"
-        if method not in ("GET", "HEAD"):
-            status, body = "405 Method Not Allowed", b"GET /metrics\n"
-        elif target.partition("?")[0] in ("/metrics", "/"):
-            encode, kind = choose_encoder(headers.get("accept", ""))
-            status, body = "200 OK", encode(self._registry)
-        answer = (
-            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            "Connection: close\r\n\r\n"
-        )
-        return answer.encode() + (b"" if method == "HEAD" else body)
+    Raises:
+        ValueError: Its target is none.
+    """
+    first, *lines = head.split("\r\n")
+    method, target, *_ = [*first.split(" "), "", ""]
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    headers = tuple((name.strip().lower(), value.strip()) for name, value in pairs)
+    parts = urlsplit(target)
+    return HttpRequest(method, unquote(parts.path), parts.query, headers)
+
+
+def _peer(writer: asyncio.StreamWriter) -> str:
+    host, port, *_ = writer.get_extra_info("peername") or ("", 0)
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _encoded(reply: HttpReply, *, without_body: bool) -> bytes:
+    status = HTTPStatus(reply.status)
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {reply.kind}",
+        f"Content-Length: {len(reply.body)}",
+        *(f"{name}: {value}" for name, value in reply.headers),
+        "Connection: close",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + (b"" if without_body else reply.body)

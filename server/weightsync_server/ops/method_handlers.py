@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-__all__ = ["behavior_of", "with_behavior"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["behavior_of", "through", "with_behavior"]
 
 #: By whether requests and responses are streams.
 _MAKERS = {
@@ -33,3 +36,30 @@ def with_behavior(
         behavior, handler.request_deserializer, handler.response_serializer
     )
     return made
+
+
+async def through(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], handler: Any, method: str
+) -> Any:
+    """Return what serves calls that come in by another way than gRPC, behind interceptors.
+
+    Args:
+        interceptors: The first is outermost, as in a gRPC server.
+        handler: What serves the method in the end.
+        method: Its exact path.
+    """
+    details = _Details(method)
+    for interceptor in reversed(interceptors):
+        inner = handler
+
+        async def give(_: grpc.HandlerCallDetails, inner: Any = inner) -> Any:
+            return inner
+
+        handler = await interceptor.intercept_service(give, details)
+    return handler
+
+
+class _Details(grpc.HandlerCallDetails):
+    def __init__(self, method: str) -> None:
+        self.method = method
+        self.invocation_metadata = ()

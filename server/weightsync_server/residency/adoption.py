@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.layout import MAX_HEADER_BYTES, check_shard, check_version, parse_header
-from weightsync.model.manifest import ShardEntry
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.catalog.record import VersionRecord
 from weightsync_server.ops.tasks import all_done
+from weightsync_server.residency.checkpoint_layout import read_layout
 from weightsync_server.residency.loading import load_shard
 from weightsync_server.store.damage import SHARD_DAMAGE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from weightsync.model.manifest import Layout, Manifest, TensorEntry
+    from weightsync.model.manifest import Manifest
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.table import VersionTable
@@ -35,23 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointAdoption"]
 
 _SLOT_WAIT_S = 60.0
-
-
-def _read_shard(index: int, file: OfferedFile) -> tuple[ShardEntry, tuple[TensorEntry, ...]]:
-    name, size, fd = file
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise WeightSyncError(
-            Reason.SHARD_INVALID,
-            f"{json.dumps(name[:100])} is no safetensors file: {length} bytes of header in {size}",
-        )
-    shard = ShardEntry(name[:255], size, length)
-    return shard, check_shard(shard, parse_header(os.pread(fd, length, 8), index))
-
-
-def _read_layout(files: Sequence[OfferedFile]) -> Layout:
-    read = [_read_shard(index, file) for index, file in enumerate(files)]
-    return check_version([shard for shard, _ in read], [tensors for _, tensors in read])
 
 
 class CheckpointAdoption:
@@ -146,7 +126,7 @@ class CheckpointAdoption:
             ) from error
 
     async def _read_whole(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
-        layout = await asyncio.to_thread(_read_layout, files)
+        layout = await asyncio.to_thread(read_layout, files)
         await self._slots.promise(slot, layout.size)
         loads = [
             load_shard(self._slots, self._fetch, slot, layout, shard, fd)

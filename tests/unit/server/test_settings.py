@@ -204,6 +204,29 @@ def test_metrics_without_host_or_port_are_named(metrics: str) -> None:
         _made(metrics=metrics, metrics_open=True)
 
 
+@pytest.mark.parametrize("http", ["0.0.0.0:8551", "[::]:8551", ":8551", "10.0.0.1:0", "example:1"])
+def test_http_for_other_hosts_takes_tls_and_authority(http: str) -> None:
+    with pytest.raises(ValidationError, match="reached from other hosts; give --tls-cert"):
+        _made(http=http)
+    tls = {"tls_cert": "/c", "tls_key": "/k"}
+    with pytest.raises(ValidationError, match="nobody is asked who calls; give --authority"):
+        _made(http=http, **tls)
+    made = _made(http=http, authority="/a", **tls)
+    assert [endpoint.address for endpoint in made.http_endpoints] == [http]
+
+
+@pytest.mark.parametrize("http", ["8551", "127.0.0.1", "127.0.0.1:", "localhost:http", "a:65536"])
+def test_http_without_host_or_port_is_named(http: str) -> None:
+    with pytest.raises(ValidationError, match="http must be HOST:PORT, such as"):
+        _made(http=http)
+
+
+def test_http_is_off_and_folders_are_absolute() -> None:
+    assert not _made().http_endpoints
+    made = _flags("--http", "127.0.0.1:0", "--import-dir", "/a/b", "--import-dir", "c")
+    assert made.import_folders == [Path("/a/b"), Path.cwd() / "c"]
+
+
 def _run(flags: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "weightsync_server.cli", *flags],

@@ -1,0 +1,118 @@
+"""vLLM's verbs at weightsync-server, with a real vLLM that generates meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.servers import free_port
+from tests.support.models import make_checkpoint
+from tests.support.vllm_server import VllmServer
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(300)]
+
+_PROMPTS = ("hello world", "the quick brown fox")
+_TOKENS = 400
+
+
+class _Site:
+    """A vLLM, a server and two checkpoints below its import folder; the first is served."""
+
+    def __init__(self, root: Path) -> None:
+        port = free_port()
+        self.root = root
+        self.steps = [make_checkpoint(root / f"broadcasts/step_{n}", seed=n) for n in range(2)]
+        self.vllm = VllmServer(self.steps[0], root / "run")
+        flags = (f"--http=127.0.0.1:{port}", f"--import-dir={root}/broadcasts")
+        self.server = WeightSyncServer(root / "run", root / "state", flags=flags)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+
+    def answers(self) -> list[Any]:
+        return [self.vllm.complete(prompt) for prompt in _PROMPTS]
+
+    def update(self, step: Path, **pause: str) -> httpx.Response:
+        """Ask as prime-rl does, with its own way to pause unless another is named."""
+        params = pause or {"mode": "keep", "clear_cache": "false"}
+        self.http.post("/pause", params=params).raise_for_status()
+        try:
+            return self.http.post("/update_weights", json={"weight_dir": str(step)})
+        finally:
+            self.http.post("/resume").raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[_Site]:
+    # Unix sockets allow 107 bytes, which pytest's own folders exceed.
+    root = Path(tempfile.mkdtemp(prefix="wv-"))
+    made = _Site(root)
+    try:
+        made.server.start()
+        made.vllm.start()
+        made.server.wait_serving()
+        yield made
+    finally:
+        made.http.close()
+        made.server.stop()
+        made.vllm.stop()
+        shutil.rmtree(root)
+
+
+def _long(site: _Site) -> tuple[int, Any]:
+    body = {
+        "model": "model",
+        "prompt": "a",
+        "max_tokens": _TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return site.vllm.request("/v1/completions", body, timeout=200)
+
+
+def test_folders_are_served_and_requests_go_on(site: _Site) -> None:
+    assert site.http.get("/health").status_code == 200
+    first = site.answers()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(_long, site)
+        reply = site.update(site.steps[1])
+        assert reply.status_code == 200, reply.text
+        status, answer = running.result()
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == _TOKENS
+    second = site.answers()
+    assert second != first
+    with Client(site.server.address) as client:
+        assert client.verify().content_digest == reply.json()["content_digest"]
+    back = site.update(site.steps[0], mode="wait")
+    assert back.status_code == 200, back.text
+    assert (back.json()["pause_mode"], back.json()["cache"]) == ("wait", "recompute")
+    assert site.answers() == first
+
+
+def test_another_model_leaves_nothing(site: _Site) -> None:
+    served = site.answers()
+    tensors = load_file(next(site.steps[1].glob("*.safetensors")))
+    tensors["model.unknown.weight"] = torch.zeros(3)
+    wrong = site.root / "broadcasts/wrong"
+    wrong.mkdir()
+    save_file(tensors, wrong / "model.safetensors")
+    with Client(site.server.address) as client:
+        before = [version.version for version in client.versions()]
+        reply = site.update(wrong)
+        assert reply.status_code == 409
+        assert "model.unknown.weight" in reply.json()["error"]
+        assert [version.version for version in client.versions()] == before
+        assert client.verify().verified
+    assert site.answers() == served

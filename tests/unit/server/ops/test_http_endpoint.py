@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from weightsync_server.ops import http_endpoint as module
+from weightsync_server.ops.http_endpoint import HttpEndpoint, HttpReply, HttpRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_MOST = 1000
+
+
+class _Site:
+    """An endpoint and what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[HttpRequest] = []
+        self.asked: asyncio.Queue[HttpRequest] = asyncio.Queue()
+        self.wait = asyncio.Event()
+        self.wait.set()
+        self.endpoint = HttpEndpoint(self._answer, "127.0.0.1", 0, name="test", max_body=_MOST)
+
+    async def _answer(self, request: HttpRequest) -> HttpReply:
+        self.requests.append(request)
+        self.asked.put_nowait(request)
+        await self.wait.wait()
+        return HttpReply(200, request.body + b"!", headers=(("X-Here", "yes"),))
+
+    async def ask(self, *parts: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.endpoint.port)
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+        writer.close()
+        return answer
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[_Site]:
+    made = _Site()
+    yield made
+    made.wait.set()
+    await made.endpoint.drain(5)
+
+
+async def test_a_body_in_pieces(site: _Site) -> None:
+    head = b"POST /a%20b?x=%31&y HTTP/1.1\r\nAuthorization: Bearer t\r\nCONTENT-length: 6\r\n\r\n"
+    answer = await site.ask(head[:30], head[30:] + b"abc", b"def")
+    (request,) = site.requests
+    assert (request.method, request.path, request.query) == ("POST", "/a b", "x=%31&y")
+    assert request.values("authorization") == ["Bearer t"]
+    assert request.body == b"abcdef"
+    assert request.peer.startswith("ipv4:127.0.0.1:")
+    assert request.certificate == {}
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\nX-Here: yes\r\n" in answer
+    assert answer.endswith(b"\r\n\r\nabcdef!")
+
+
+async def test_a_header_that_comes_twice_is_seen_twice(site: _Site) -> None:
+    await site.ask(b"GET / HTTP/1.1\r\nAuthorization: a\r\nauthorization:b\r\n\r\n")
+    assert site.requests[0].values("authorization") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Transfer-Encoding: chunked", b"411"),
+        (b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"411"),
+        (b"Content-Length: 5\r\nContent-Length: 6", b"400"),
+        (b"Content-Length: -1", b"400"),
+        (b"Content-Length: +5", b"400"),
+        (b"Content-Length: 0x5", b"400"),
+        (b"Content-Length: 1_0", b"400"),
+        (b"Content-Length: 5, 5", b"400"),
+        (b"Content-Length:", b"400"),
+        (b"Content-Length: \xb2", b"400"),
+        (b"Content-Length: 1001", b"413"),
+        (b"Content-Length: " + b"9" * 5000, b"413"),
+    ],
+)
+async def test_a_body_that_cannot_be_taken(site: _Site, headers: bytes, status: bytes) -> None:
+    answer = await site.ask(b"POST / HTTP/1.1\r\n" + headers + b"\r\n\r\n")
+    assert answer.split(b" ")[1] == status
+    assert not site.requests
+
+
+async def test_the_largest_body(site: _Site) -> None:
+    head = f"POST / HTTP/1.1\r\nContent-Length: {_MOST}\r\n\r\n".encode()
+    assert (await site.ask(head + b"a" * _MOST)).endswith(b"a!")
+
+
+async def test_a_body_that_does_not_come_is_dropped(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REQUEST_S", 0.5)
+    with contextlib.suppress(ConnectionError):
+        assert await site.ask(b"POST / HTTP/1.1\r\nContent-Length: 5\r\n\r\nabcd") == b""
+    assert not site.requests
+
+
+async def test_an_answer_may_take_longer_than_a_request(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REQUEST_S", 0.2)
+    site.wait.clear()
+    asking = asyncio.ensure_future(site.ask(b"GET / HTTP/1.1\r\n\r\n"))
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    site.wait.set()
+    assert (await asking).endswith(b"!")
+
+
+async def test_more_connections_than_there_may_be(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 2)
+    site.wait.clear()
+    asking = [asyncio.ensure_future(site.ask(b"GET / HTTP/1.1\r\n\r\n")) for _ in range(2)]
+    await site.asked.get()
+    await site.asked.get()
+    with contextlib.suppress(ConnectionError):
+        assert await site.ask(b"GET / HTTP/1.1\r\n\r\n") == b""
+    assert len(site.requests) == 2
+    site.wait.set()
+    assert all(answer.endswith(b"!") for answer in await asyncio.gather(*asking))
+    assert (await site.ask(b"GET / HTTP/1.1\r\n\r\n")).endswith(b"!")
+
+
+async def test_a_drain_waits_for_answers_and_then_no_longer(site: _Site) -> None:
+    site.wait.clear()
+    asking = asyncio.ensure_future(site.ask(b"GET / HTTP/1.1\r\n\r\n"))
+    await site.asked.get()
+    draining = asyncio.ensure_future(site.endpoint.drain(30))
+    await asyncio.sleep(0.05)
+    with pytest.raises(ConnectionError):
+        await site.ask(b"GET / HTTP/1.1\r\n\r\n")
+    site.wait.set()
+    assert (await asking).endswith(b"!")
+    await draining
+
+
+async def test_a_drain_ends_what_takes_too_long(site: _Site) -> None:
+    site.wait.clear()
+    asking = asyncio.ensure_future(site.ask(b"GET / HTTP/1.1\r\n\r\n"))
+    await site.asked.get()
+    await site.endpoint.drain(0.05)
+    with contextlib.suppress(ConnectionError):
+        assert await asking == b""
