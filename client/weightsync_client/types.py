@@ -370,7 +370,10 @@ class PushStatus:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """The engine behind the server; `reason` says why it is fenced or away."""
+    """The engine behind the server; `reason` says why it is fenced or away.
+
+    `warnings` say what makes its vLLM less safe than it need be.
+    """
 
     state: EngineState
     reason: str
@@ -379,6 +382,7 @@ class EngineStatus:
     kind: str
     ranks: tuple[RankResult, ...]
     capabilities: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

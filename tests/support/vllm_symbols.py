@@ -50,6 +50,7 @@ _HTTP_FLAGS = (
     "ssl_ca_certs",
     "ssl_cert_reqs",
 )
+_TRANSFER = "vllm.distributed.weight_transfer"
 _LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 
 SYMBOLS: tuple[Symbol, ...] = (
@@ -172,6 +173,20 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(("vllm.plugins:load_general_plugins",), "worker methods"),
     Symbol(("vllm:__version__",), "hello"),
     Symbol(("vllm.envs:VLLM_PLUGINS",), "finding out whether our plugin is allowed"),
+    Symbol(("vllm.envs:VLLM_SERVER_DEV_MODE",), "warnings"),
+    Symbol(("vllm.envs:VLLM_ALLOW_INSECURE_SERIALIZATION",), "warnings"),
+    # transfer
+    Symbol((f"{_TRANSFER}.factory:WeightTransferEngineFactory.register_engine",), "our backend"),
+    Symbol(
+        (f"{_TRANSFER}.factory:WeightTransferTrainerFactory.register_engine",), "our trainer side"
+    ),
+    Symbol((f"{_TRANSFER}.base:WeightTransferEngine",), "our backend"),
+    *_each(
+        _LLM,
+        "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",
+        "verbs of a weight transfer",
+    ),
+    Symbol((f"{_LLM}.get_weight_version",), "verbs of a weight transfer", needed=False),
     # embedded
     Symbol(("vllm.utils.argparse_utils:FlexibleArgumentParser",), "embedded"),
     *(

@@ -70,6 +70,7 @@ class EngineInfo:
         reason: Why it is fenced or dead.
         model: Name or path of the model, for people.
         kind: `bridge` or `embedded`.
+        warnings: What makes it less safe than it need be, one sentence each.
     """
 
     engine_id: str
@@ -81,6 +82,7 @@ class EngineInfo:
     reason: str
     model: str
     kind: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,10 @@ class BoxSpan(NamedTuple):
         return math.prod(self.counts[:-1])
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield runs that are one stride apart: where they begin in the box and in what `begin`
-        counts in, both in bytes, and how many there are.
+        """Yield runs that are one stride apart, together.
+
+        Of each: the first byte of the first run in the box, the same in what `begin` counts in, and
+        how many there are.
         """
         passed = 0
         for at, rows, _, length in self._parts(0, self.size):

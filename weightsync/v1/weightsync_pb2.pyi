@@ -2600,6 +2600,7 @@ class EngineStatus(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """What it is doing."""
     reason: _builtins.str
@@ -2618,6 +2619,10 @@ class EngineStatus(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What this engine can do, such as weight_version."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What makes this vLLM less safe than it need be, such as its development endpoints."""
+
     def __init__(
         self,
         *,
@@ -2628,10 +2633,11 @@ class EngineStatus(_message.Message):
         kind: _builtins.str = ...,
         ranks: _abc.Iterable[Global___RankResult] | None = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "ranks", b"ranks", "reason", b"reason", "state", b"state", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "kind", b"kind", "ranks", b"ranks", "reason", b"reason", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,6 +10,7 @@ from weightsync.vllm.cpu_plain import leave_experts_plain, leave_linear_plain
 from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.plan.load_watch import watch_loading
 from weightsync.vllm.reserved_room import reserve_room
+from weightsync.vllm.transfer.registration import register_transfer
 from weightsync.vllm.worker.worker_methods import install
 
 __all__ = ["register"]
@@ -46,7 +47,7 @@ def _reserve(settings: EngineSettings) -> None:
 
 
 def register() -> None:
-    """Install our worker methods and watch what loading makes of a model.
+    """Install our worker methods and our backend, and watch what loading makes of a model.
 
     Idempotent, and without effect on what vLLM computes. With WEIGHTSYNC_DEVICE_ROOM its cache is
     smaller by what is not left otherwise.
@@ -60,6 +61,7 @@ def register() -> None:
 
     install(WorkerBase)
     watch_loading(base_loader)
+    register_transfer()
     settings = EngineSettings.load()
     _leave_plain(settings)
     _reserve(settings)

@@ -199,6 +199,8 @@ def show_status(status: types.Status) -> None:
         )
         vllm = f" vLLM {engine.vllm_version}" if engine.vllm_version else ""
         typer.echo(f"  engine {engine.state}{reason} {engine.kind}{vllm}")
+        for warning in engine.warnings:
+            typer.echo(f"  WARNING {warning}")
         _ranks(engine.ranks)
         if model.apply_id:
             typer.echo(f"  apply {model.apply_id} in progress")

@@ -9,14 +9,29 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weightsync_client.integrations.torchtitan_store import WeightSyncStore
     from weightsync_client.integrations.transformers_callback import WeightSyncCallback
     from weightsync_client.integrations.trl_transfer import WeightSyncTransfer
+    from weightsync_client.integrations.vllm_transfer import (
+        WeightSyncTrainerEngine,
+        WeightSyncTrainerInitInfo,
+    )
 
-__all__ = ["WeightSyncCallback", "WeightSyncTransfer"]
+__all__ = [
+    "WeightSyncCallback",
+    "WeightSyncStore",
+    "WeightSyncTrainerEngine",
+    "WeightSyncTrainerInitInfo",
+    "WeightSyncTransfer",
+]
 
 #: Module of each adapter, the package that it imports, and what to install for it.
 _ADAPTERS = {
     "WeightSyncCallback": ("transformers_callback", "transformers", "transformers accelerate"),
+    # Of torchtitan itself it imports nothing.
+    "WeightSyncStore": ("torchtitan_store", "torch", "torch"),
+    "WeightSyncTrainerEngine": ("vllm_transfer", "vllm", "vllm"),
+    "WeightSyncTrainerInitInfo": ("vllm_transfer", "vllm", "vllm"),
     # Of TRL itself it imports nothing: the hook is an interface. TRL brings transformers.
     "WeightSyncTransfer": ("trl_transfer", "transformers", "'trl==1.16.*'"),
 }

@@ -208,6 +208,7 @@ def _engine(m: pb.EngineStatus) -> types.EngineStatus:
         kind=m.kind,
         ranks=tuple(map(_rank, m.ranks)),
         capabilities=tuple(m.capabilities),
+        warnings=tuple(m.warnings),
     )
 
 

@@ -103,6 +103,7 @@ class EngineCondition:
             kind=info.kind if info else "",
             ranks=_ranks(live, loads),
             capabilities=sorted(info.capabilities) if info else [],
+            warnings=info.warnings if info else [],
         )
 
     def unavailable(self, retry_s: float) -> WeightSyncError:

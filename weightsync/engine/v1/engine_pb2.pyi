@@ -103,6 +103,7 @@ class HelloResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract."""
     engine_id: _builtins.str
@@ -127,6 +128,10 @@ class HelloResponse(_message.Message):
     def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Reasons why this engine is not supported, one sentence each; empty: it is."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What makes this vLLM less safe than it need be, one sentence each."""
+
     def __init__(
         self,
         *,
@@ -139,10 +144,11 @@ class HelloResponse(_message.Message):
         state: Global___BridgeState.ValueType = ...,
         reason: _builtins.str = ...,
         model: _builtins.str = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "state", b"state", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

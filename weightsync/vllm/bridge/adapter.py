@@ -27,7 +27,7 @@ from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.pause_lease import PauseLease
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
-from weightsync.vllm.bridge.support import check_pause, config_refusals
+from weightsync.vllm.bridge.support import check_pause, config_refusals, safety_warnings
 from weightsync.vllm.bridge.worker_calls import COMMIT, TOUCH_WEIGHTS, WorkerCalls
 from weightsync.vllm.worker_protocol import METHODS, rank_names
 
@@ -89,6 +89,7 @@ class VllmEngine:
             reason=self._reason,
             model=str(config.model_config.model),
             kind=kind,
+            warnings=safety_warnings(),
         )
 
     async def start(self) -> None:

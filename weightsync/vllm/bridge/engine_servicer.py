@@ -102,6 +102,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             state=_STATES[info.state],
             reason=info.reason,
             model=info.model,
+            warnings=info.warnings,
         )
 
     @_with_status

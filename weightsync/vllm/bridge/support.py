@@ -12,9 +12,21 @@ if TYPE_CHECKING:
     from weightsync.engine import PauseSpec
     from weightsync.vllm.bridge.engine_cores import EngineCores
 
-__all__ = ["check_pause", "config_refusals"]
+__all__ = ["check_pause", "config_refusals", "safety_warnings"]
 
 _MODES = ("keep", "wait", "abort")
+#: Settings of vLLM's environment, and what each lets strangers do.
+_UNSAFE = {
+    "VLLM_SERVER_DEV_MODE": (
+        "vLLM serves its development endpoints and asks nobody who calls: one request replaces "
+        "weights behind this server's back; start vLLM without VLLM_SERVER_DEV_MODE=1, or let "
+        "nobody else reach its port"
+    ),
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": (
+        "vLLM unpickles what requests hold, which runs their code; start vLLM without "
+        "VLLM_ALLOW_INSECURE_SERIALIZATION=1"
+    ),
+}
 
 
 def check_pause(spec: PauseSpec, lease_s: float) -> None:
@@ -53,6 +65,13 @@ def config_refusals(config: Any, cores: EngineCores) -> tuple[str, ...]:
         *_model_checks(config),
     )
     return tuple(sentence for refused, sentence in checks if refused)
+
+
+def safety_warnings() -> tuple[str, ...]:
+    """Return what makes this process's vLLM less safe than it need be, a sentence each."""
+    from vllm import envs
+
+    return tuple(text for name, text in _UNSAFE.items() if getattr(envs, name, False))
 
 
 def _reach_checks(parallel: Any, cores: EngineCores) -> tuple[tuple[bool, str], ...]:

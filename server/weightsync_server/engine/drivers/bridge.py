@@ -97,6 +97,7 @@ class BridgeEngine:
             reason=answer.reason,
             model=answer.model,
             kind="bridge",
+            warnings=tuple(answer.warnings),
         )
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:

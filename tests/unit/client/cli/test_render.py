@@ -74,3 +74,10 @@ def test_every_rank_of_the_engine_is_shown(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "  rank 0/0/0: version 7" in out
     assert "  rank 1/0/0: version 7" in out
+
+
+def test_what_makes_an_engine_less_safe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = pb.EngineStatus(state=pb.ENGINE_STATE_SERVING, warnings=["anybody may call it"])
+    model = pb.ModelStatus(model="m", engine=engine)
+    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    assert "  WARNING anybody may call it\n" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from weightsync.vllm.bridge.engine_cores import EngineCores
-from weightsync.vllm.bridge.support import config_refusals
+from weightsync.vllm.bridge.support import config_refusals, safety_warnings
 from weightsync.vllm.draft import draft_refusals
 
 
@@ -116,3 +116,15 @@ def test_other_speculation_is_refused_in_one_sentence(
     (told,) = _drafted(parallel, **spec)
     assert sentence in told
     assert ". " not in told
+
+
+def test_what_lets_strangers_in_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert safety_warnings() == ()
+    for count, name in enumerate(names, 1):
+        monkeypatch.setenv(name, "1")
+        warnings = safety_warnings()
+        assert len(warnings) == count
+        assert f"without {name}=1" in warnings[-1]

@@ -1,0 +1,3 @@
+"""vLLM's own plug points for the transfer of weights, with WeightSync behind them."""
+
+from __future__ import annotations

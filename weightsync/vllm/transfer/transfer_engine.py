@@ -1,0 +1,109 @@
+"""What a worker of vLLM has for the backend "weightsync": weights come another way.
+
+vLLM's factory imports this module where `--weight-transfer-config '{"backend": "weightsync"}'` asks
+for it. The verbs of a transfer are answered in the API process; see `transfer_verbs`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+# Its types are Any here: they are those of one release.
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+__all__ = ["WeightSyncInitInfo", "WeightSyncTransferEngine", "WeightSyncUpdateInfo"]
+
+logger = logging.getLogger(__name__)
+
+_ELSEWHERE = (
+    "weightsync-server writes the weights of this vLLM, which its bridge serves; send the verbs of "
+    "a weight transfer to `vllm serve`, and weights to the server"
+)
+
+
+@dataclass
+class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # Any, see the import
+    """Nothing: there is no connection to make."""
+
+
+@dataclass
+class WeightSyncUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # Any, see the import
+    """What a trainer has made live.
+
+    Attributes:
+        version: Its number.
+    """
+
+    version: int
+
+
+class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # Any, see the import
+    """Never writes a weight and never calls vLLM's layerwise reload: the rank's commit writes.
+
+    It gets a verb only where no API process stands before the workers, as in vLLM's offline `LLM`,
+    which WeightSync does not serve. The first verb of any trainer is refused then, by the last rank
+    alone: vLLM leaves in its queues what ranks reply after one that fails. The others change
+    nothing and never raise, because ranks that disagree about a session cannot end it.
+    """
+
+    init_info_cls = WeightSyncInitInfo
+    update_info_cls = WeightSyncUpdateInfo
+    # A draft that is trained is part of the version.
+    supports_draft_weight_update = False
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightSyncInitInfo:
+        """Return what there is to know, which is nothing; never raises."""
+        del init_dict
+        return WeightSyncInitInfo()
+
+    def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: On the last rank, naming where the verbs belong.
+        """
+        del init_info
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
+            raise RuntimeError(_ELSEWHERE)
+
+    def start_weight_update(self) -> None:
+        """Do nothing."""
+
+    def update_weights(self, update_info: Any) -> None:
+        """Write nothing, and say so in the log.
+
+        The base class waits for an accelerator here, which raises on a CPU.
+        """
+        del update_info
+        logger.error("weightsync: no weight was written: %s", _ELSEWHERE)
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Write nothing, and say so in the log."""
+        self.update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """Refuse; vLLM 0.26 asks every backend for it, and calls it nowhere.
+
+        Raises:
+            RuntimeError: Naming the trainer side.
+        """
+        del iterator, trainer_args
+        msg = (
+            "the trainer side is weightsync_client.integrations.WeightSyncTrainerEngine; make it "
+            "by WeightTransferTrainerFactory.trainer_init"
+        )
+        raise RuntimeError(msg)
