@@ -49,7 +49,7 @@ class Streamed(enum.StrEnum):
     """Why bytes of a push did not go the fastest way there is to a server on the same host.
 
     They were sent over the link in place of written into the server's memory; but with SEVERAL_GPUS
-    they were written there by this process, in place of copied by the server.
+    and NOT_COPIED they were written there by this process, in place of copied by the server.
 
     Attributes:
         OFF: This push was told to (`same_host="never"`).
@@ -63,6 +63,8 @@ class Streamed(enum.StrEnum):
         WRITER_LEFT: Another process of the trainer kept the server's memory open.
         SEVERAL_GPUS: Some shards hold tensors of several GPUs; the server copies from one at a
             time. Push the tensors of one GPU after those of the other.
+        NOT_COPIED: The server cannot reach the memory of this process's GPU; the log tells why.
+            What `expandable_segments` of PyTorch's allocator gives cannot be shared.
     """
 
     OFF = enum.auto()
@@ -75,6 +77,7 @@ class Streamed(enum.StrEnum):
     RESUMED = enum.auto()
     WRITER_LEFT = enum.auto()
     SEVERAL_GPUS = enum.auto()
+    NOT_COPIED = enum.auto()
 
 
 class Unfit(Exception):  # noqa: N818 - no error: the push goes on in full

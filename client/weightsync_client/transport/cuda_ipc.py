@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from weightsync.gpu.ipc import place_of
+from weightsync.gpu.ipc import DeviceError, place_of
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.shm.same_host_client import IpcPlacement
 from weightsync.shm.same_host_server import MOST_PLACES
@@ -29,6 +29,10 @@ __all__ = ["CudaIpcTransport"]
 
 #: Shards that are told one by one before all others are: the server is at work on them meanwhile.
 _FIRST = 3
+_UNSHARED = (
+    "memory of a GPU can be shared unless it is PyTorch's expandable_segments; leave that out of "
+    "PYTORCH_CUDA_ALLOC_CONF"
+)
 
 
 class CudaIpcTransport:
@@ -47,6 +51,8 @@ class CudaIpcTransport:
         self._known: dict[int, IpcPlacement | None] = {}
         #: Shards that the server could copy if their tensors lay on one GPU.
         self.mixed = 0
+        #: Why the server could not copy others, a clause; empty: there were none.
+        self.refusal = ""
         #: Memory that must stay as it is.
         self._in_use: list[torch.Tensor] = []
 
@@ -67,8 +73,8 @@ class CudaIpcTransport:
             where = None if declined or stop.is_set() else self._placed(shard)
             if where is None:
                 left.append(shard)
-            elif client.collect(shard.index, where):
-                declined = True
+            elif refusal := client.collect(shard.index, where):
+                declined, self.refusal = True, refusal
                 left.append(shard)
             else:
                 self._begun.append(shard)
@@ -130,6 +136,9 @@ class CudaIpcTransport:
             flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
             settle(device)
             places = [place_of(flat.data_ptr()) for flat in flats]
+        except DeviceError as error:
+            self.refusal = f"{error}: {_UNSHARED}"
+            return None
         except Exception:  # noqa: BLE001 - who writes it meets that again, and names the tensor
             return None
         self._in_use += flats

@@ -87,8 +87,8 @@ class ShmWriter:
         self.copied: set[int] = set()
         #: `cancel` was called.
         self.cancelled = False
-        #: Some of them went through this process because their tensors lie on several GPUs.
-        self.several_gpus = False
+        #: Why some of them went through this process, in place of being copied by the server.
+        self.slower: Streamed | None = None
 
     def run(self, offer: pb.SameHostOffer, shards: Iterable[Shard]) -> None:
         """Write shards of the source.
@@ -103,7 +103,7 @@ class ShmWriter:
             # The largest first, so that nobody begins one when the others have ended.
             waiting = sorted(shards, key=lambda shard: -shard.entry.size)
             waiting = collection.begin(self._client, waiting, self._stop)
-            self._note_mixed(collection.mixed)
+            self._note_slower(collection)
             cores = len(os.sched_getaffinity(0))
             count = min(_MOST_THREADS, cores - cores // _CORES, len(waiting))
             self._piece = max(_LEAST_PIECE, _PIECE * count)
@@ -130,7 +130,7 @@ class ShmWriter:
         return Sent(
             shards=dict(self.done),
             way=Way.SAME_HOST if self.done else Way.STREAM,
-            reason=reason or (Streamed.SEVERAL_GPUS if self.several_gpus else None),
+            reason=reason or self.slower,
             by_server=reason is None and self.done.keys() == self.copied != set(),
         )
 
@@ -138,14 +138,21 @@ class ShmWriter:
         tensors = {tensor.name: tensor for tensor in self._source.tensors}
         return CudaIpcTransport(tensors if self._collects else {}, self._sink)
 
-    def _note_mixed(self, shards: int) -> None:
-        if shards:
-            self.several_gpus = True
+    def _note_slower(self, collection: CudaIpcTransport) -> None:
+        if collection.mixed:
+            self.slower = Streamed.SEVERAL_GPUS
             logger.warning(
                 "this push has shards with tensors of several GPUs (%d), which are read through "
                 "this process, slower than the server copies them; push the tensors of one GPU "
                 "after those of the other, or choose smaller shard_bytes",
-                shards,
+                collection.mixed,
+            )
+        elif collection.refusal:
+            self.slower = Streamed.NOT_COPIED
+            logger.warning(
+                "tensors on a GPU are read through this process, slower than the server would copy "
+                "them: %s",
+                collection.refusal,
             )
 
     def _note_collected(self, shard: Shard, digests: list[bytes]) -> None:

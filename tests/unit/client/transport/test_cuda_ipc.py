@@ -353,3 +353,14 @@ def _run(
         work.run(offer, given.shards)
     except OSError as error:
         errors.append(error)
+
+
+@pytest.mark.parametrize("way", ["hidden", "declined"])
+def test_why_the_server_does_not_copy_is_told(gpu: Gpu, way: str) -> None:
+    server = Server()
+    gpu.hidden = way == "hidden"
+    server.declines = {0}
+    collection, left = begin(server, [on(GPU, "t")])
+    assert left == [0]
+    words = "expandable_segments" if gpu.hidden else "no driver"
+    assert words in collection.refusal
