@@ -30,6 +30,7 @@ from weightsync_client.options import ApplyOptions, PauseChoices, PushOptions, R
 from weightsync_client.pull import PulledTensor
 from weightsync_client.push.handle import PushHandle
 from weightsync_client.push_reasons import Fallback, Streamed, Way
+from weightsync_client.source.declared import Declared
 from weightsync_client.source.sharded_tensors import ShardedTensor
 from weightsync_client.source.source import PushSource
 from weightsync_client.types import (
@@ -81,6 +82,7 @@ __all__ = [
     "ClientError",
     "DataError",
     "DeadlineError",
+    "Declared",
     "DeniedError",
     "Durability",
     "EngineState",

@@ -140,6 +140,8 @@ class Client:
                 checkpoint too, or any other iterable of such pairs. That is read once and
                 never collected: each tensor is copied to the host before the next is asked for, so
                 all may lie in the same memory, and at most `streams` + 1 shards of them are held.
+                One whose names, dtypes and shapes are known before is pushed as `Declared`, which
+                takes the way of a state dict into the memory of a server on this host.
                 The tensors of a module, a state dict or a list are not copied (but experts that
                 transformers has fused), and must not change before the push is over. The adapters
                 of a PEFT model are merged for the push and exactly as they were after it, however

@@ -115,10 +115,10 @@ class PushOptions(TypedDict, total=False):
             so that no rank waits for this one, and the error is raised then. So are the sources
             of vLLM's trainers (`WeightSource`) by themselves.
         writers: How many processes call push for this version, each with what it has of it: parts
-            of tensors (DTensors, or `ShardedTensor`), or whole ones, which are replicas then and
-            compared. Default: those of torch.distributed for parts and with `step`, else one. All
-            of them get the same version or, within the server's `push_writer_timeout_s`, an error
-            that names the process at fault.
+            of tensors (DTensors, flat parameters of FSDP1 and ZeRO-3, `ShardedTensor`), or whole
+            ones, which are replicas then and compared. Default: those of torch.distributed for
+            parts and with `step`, else one. All of them get the same version or, within the
+            server's `push_writer_timeout_s`, an error that names the process at fault.
         writer: Which of them this is, from 0; default: the rank.
         step: The step of the training, by which the processes of one run of torch.distributed find
             each other: every one of them calls push, and each step is pushed once. Elsewhere

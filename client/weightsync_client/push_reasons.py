@@ -55,7 +55,7 @@ class Streamed(enum.StrEnum):
         OFF: This push was told to (`same_host="never"`).
         OTHER_HOST: The address of the server is neither a unix socket nor loopback.
         DELTA: A delta is small; it is always sent.
-        ITERABLE: The layout of an iterable is not known before its end.
+        ITERABLE: The layout of an iterable is not known before its end; push it as `Declared`.
         NOT_OFFERED: The server does not lend its memory, or not to this caller.
         UNREACHABLE: The offer's socket could not be opened from here, or was closed meanwhile.
         REFUSED: The server refused on the way.

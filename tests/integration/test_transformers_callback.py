@@ -92,12 +92,16 @@ def _committed(address: str) -> list[tuple[int, str]]:
     return [(v.version, v.metadata["step"]) for v in reversed(versions) if "step" in v.metadata]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_example_serves_each_pushed_step(address: str, tmp_path: Path, processes: int) -> None:
-    _example("--init", str(tmp_path / "tiny"))
-    first = load_file(tmp_path / "tiny" / "model.safetensors")
+@pytest.mark.parametrize(("processes", "sharded"), [(1, False), (2, False), (2, True)])
+def test_the_example_serves_each_pushed_step(
+    address: str, tmp_path: Path, processes: int, *, sharded: bool
+) -> None:
+    tiny = tmp_path / "tiny"
+    _example("--init", str(tiny))
+    first = load_file(tiny / "model.safetensors")
     options = ("--server", address, "--steps", "5", "--every", "2")
-    lines = _example(*options, processes=processes)
+    shard = ("--shard", str(tiny)) if sharded else ()
+    lines = _example(*options, *shard, processes=processes)
     lines = [line for line in lines if line.startswith("step ")]
     assert [line.split(",")[0] for line in lines] == [
         "step 2: version 2",

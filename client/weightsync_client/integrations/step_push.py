@@ -15,12 +15,13 @@ from typing import Any
 from weightsync.errors import Reason
 from weightsync_client.client import Client
 from weightsync_client.errors import ClientError, NotFoundError, refuse
+from weightsync_client.integrations.trainer_ranks import TrainerRanks
 from weightsync_client.options import ApplyOptions, PushOptions, check_options
 from weightsync_client.rpc.validate import metadata
 from weightsync_client.source.source import PushSource
 from weightsync_client.types import ApplyReport, PushResult
 
-__all__ = ["PushedStep", "StepOptions", "push_iterable", "push_step"]
+__all__ = ["PushedStep", "StepOptions", "push_iterable", "push_part", "push_step"]
 
 #: One value for many steps would make each a repetition of the first.
 _PER_STEP = ("idempotency_key", "version")
@@ -60,7 +61,7 @@ class PushedStep:
 
     Attributes:
         push: The version that it is.
-        apply: None: it was not to be applied.
+        apply: None: it was not to be applied, or another rank did it.
         push_s: Seconds that the training stood still for the push.
         apply_s: The same for the apply.
     """
@@ -103,12 +104,49 @@ def push_step(
         ClientError: Of the push or the apply; a note says so if the version exists.
     """
     # Of the ranks of a trainer this one alone pushes: parts of tensors are refused at once.
-    pushing = {**_with_metadata(options, {"run_id": run_id, "step": str(step)}), "writers": 1}
+    pushing = {**_with_metadata(options, _step_labels(step, run_id)), "writers": 1}
     push = functools.partial(_push_once, client, source, f"{run_id}/{step}", pushing)
     if options.apply is None:
         return _measured(push, None, "")
     apply = functools.partial(_apply, client, source, pushing, options.apply)
     return _measured(push, apply, f"step {step}")
+
+
+def push_part(
+    client: Client,
+    source: PushSource,
+    step: int,
+    run_id: str,
+    options: StepOptions,
+    ranks: TrainerRanks,
+) -> PushedStep:
+    """Push what this rank holds of a step, as all ranks do; rank 0 applies the version if asked.
+
+    No rank has all of the weights, so none can tell whether a step that is repeated has those of
+    before: each call makes a new version.
+
+    Args:
+        client: To the server; of this rank.
+        source: The model; this rank has parts of it.
+        step: Number of optimizer steps that led to it.
+        run_id: Name of the training run.
+        options: The same for all steps of the run, and on all ranks.
+        ranks: All that push.
+
+    Raises:
+        ClientError: Of the push or the apply, on all ranks; a note says so if the version exists.
+    """
+    pushing = {**_with_metadata(options, _step_labels(step, run_id)), "step": step}
+    push = functools.partial(client.push, source, idempotency_key=ranks.next_key(), **pushing)
+    together = functools.partial(ranks.together, push)
+    if options.apply is None:
+        return _measured(together, None, "")
+    applying = options.apply
+
+    def apply(pushed: PushResult) -> tuple[PushResult, ApplyReport | None]:
+        return pushed, ranks.on_first(lambda: client.apply(pushed.version, **applying))
+
+    return _measured(together, apply, f"step {step}")
 
 
 def push_iterable(
@@ -144,6 +182,10 @@ def push_iterable(
     return _measured(push, apply, name)
 
 
+def _step_labels(step: int, run_id: str) -> dict[str, str]:
+    return {"run_id": run_id, "step": str(step)}
+
+
 def _with_metadata(options: StepOptions, ours: Mapping[str, str]) -> dict[str, Any]:
     pushing: dict[str, Any] = {**options.push}
     pushing["metadata"] = {**ours, **pushing.get("metadata", {})}
@@ -152,7 +194,7 @@ def _with_metadata(options: StepOptions, ours: Mapping[str, str]) -> dict[str, A
 
 def _measured(
     push: Callable[[], PushResult],
-    apply: Callable[[PushResult], tuple[PushResult, ApplyReport]] | None,
+    apply: Callable[[PushResult], tuple[PushResult, ApplyReport | None]] | None,
     name: str,
 ) -> PushedStep:
     started = time.monotonic()

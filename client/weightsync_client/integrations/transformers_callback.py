@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from typing import Any, Literal, Unpack
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Unpack
 
 from transformers import TrainerCallback
 
@@ -15,7 +16,13 @@ from weightsync_client.integrations.adapter_client import (
     ClientOptions,
     apply_options,
 )
-from weightsync_client.integrations.step_push import StepOptions, push_step
+from weightsync_client.integrations.step_push import (
+    PushedStep,
+    StepOptions,
+    push_part,
+    push_step,
+)
+from weightsync_client.integrations.trainer_ranks import TrainerRanks, holds_parts
 from weightsync_client.options import (
     DEFAULT_ADDRESS,
     ApplyOptions,
@@ -26,6 +33,8 @@ from weightsync_client.rpc.validate import text, whole_number
 __all__ = ["WeightSyncCallback"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: In `trainer_state.json`, beside the states of callbacks. It is the name of no class, so that
 #: `restore_callback_states_from_checkpoint` does not take it for arguments to make a callback of.
@@ -40,12 +49,15 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
     """Pushes the model after every `every` optimizer steps and at the end of training.
 
     When a step's push returns, the version is committed and verified; with `apply` the engine
-    serves it then. Training waits for both. Only the main process pushes.
+    serves it then. Training waits for both. Where every process has the whole model, only the main
+    one pushes. Where each has parts of it, as with FSDP or tensor parallel, each pushes its own
+    with a client of its own, nothing is gathered, and the main one applies; an error of one is
+    raised, or logged, on all.
 
     A run that is resumed from a checkpoint and repeats a step with the same weights makes no second
     version of it: the run's name is kept in its checkpoints. Steps with other weights than before,
-    and with `apply` those before the live one, become new versions. With `load_best_model_at_end`
-    the version at the end is that of the best step.
+    and with `apply` those before the live one, become new versions, as does every push of a model
+    in parts. With `load_best_model_at_end` the version at the end is that of the best step.
 
     Versions and seconds are in the Trainer's next log and its history. Reporters of `report_to` are
     called before other callbacks; `add_to` has them see the values as well.
@@ -84,6 +96,7 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         self._step_options = StepOptions(push or PushOptions(), apply_options(apply))
         self._given_run_id = text("run_id", run_id)
         self._run_id = ""
+        self._ranks: TrainerRanks | None = None
         self._pushed_step = 0
         self._metrics: dict[str, float] = {}
 
@@ -94,18 +107,23 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     # Called by the Trainer.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Open the client, and find a wrong address or token before the first step."""
         del args, control, kwargs
-        if not state.is_world_process_zero:
+        self._ranks = TrainerRanks() if model is not None and holds_parts(model) else None
+        if not self._pushes(state):
             return
         self._client.close()  # Of a training that an error has ended.
         kept = state.stateful_callbacks.get(_STATE, {})
         self._run_id = self._given_run_id or kept.get("run_id") or uuid.uuid4().hex
+        if self._ranks is not None:
+            self._run_id = self._ranks.agree(self._run_id)
         state.stateful_callbacks[_STATE] = {"run_id": self._run_id}
         self._pushed_step, self._metrics = 0, {}
         try:
-            self._client.open().status()
+            self._on_all(lambda: self._client.open().status())
         except ClientError as error:
             self._failed("as it begins", error)
 
@@ -117,7 +135,7 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         # The last one here, and not only at the end, because no log comes after the end.
         due = step % self._every == 0 or 0 < state.max_steps <= step
-        if state.is_world_process_zero and due:
+        if self._pushes(state) and due:
             self._push(step, model)
 
     def on_log(
@@ -138,11 +156,14 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Push the model that training leaves, unless it was pushed last; close the client."""
         del control, kwargs
-        if not state.is_world_process_zero:
+        if not self._pushes(state):
             return
         step = state.global_step
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             step = state.best_global_step  # The Trainer has just loaded it.
+        if self._ranks is not None:
+            # Each looks for its checkpoint by itself, and may not see the folder.
+            step = self._ranks.agree(step)
         try:
             if step != self._pushed_step:
                 self._push(step, model)
@@ -151,15 +172,27 @@ class WeightSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     # Inside.
 
+    def _pushes(self, state: Any) -> bool:
+        return self._ranks is not None or bool(state.is_world_process_zero)
+
+    def _on_all(self, call: Callable[[], T]) -> T:
+        return call() if self._ranks is None else self._ranks.together(call)
+
     def _push(self, step: int, model: Any) -> None:
         try:
-            pushed = push_step(self._client.open(), model, step, self._run_id, self._step_options)
+            pushed = self._push_step(step, model)
         except ClientError as error:
             self._count({"weightsync/failed_steps": 1})
             self._failed(f"at step {step}", error)
         else:
             self._pushed_step = step
             self._count(pushed.metrics())
+
+    def _push_step(self, step: int, model: Any) -> PushedStep:
+        client = self._on_all(self._client.open)
+        if self._ranks is None:
+            return push_step(client, model, step, self._run_id, self._step_options)
+        return push_part(client, model, step, self._run_id, self._step_options, self._ranks)
 
     def _count(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -5,14 +5,11 @@ verl imports this module where it is its `custom_backend_module`; the backend is
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
+import functools
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
-
-import torch
 
 # Its types are Any here: verl needs Ray to be imported.
 from verl.checkpoint_engine.base import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -21,22 +18,23 @@ from verl.checkpoint_engine.base import (  # type: ignore[import-not-found,impor
 )
 
 from weightsync.errors import Reason
-from weightsync_client.client import Client
-from weightsync_client.errors import ClientError, DeadlineError, UnavailableError, refuse
-from weightsync_client.integrations.step_push import PushedStep, StepOptions
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.integrations.actor_push import (
+    ActorPush,
+    Pair,
+    as_runtime_error,
+    check_ranks,
+    on_callers_stream,
+    take_part,
+)
+from weightsync_client.integrations.rollout_wait import wait_for
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
-from weightsync_client.rpc.validate import seconds, text
-from weightsync_client.types import ModelStatus, PushResult
+from weightsync_client.rpc.validate import seconds
 
 __all__ = ["WeightSyncCheckpointEngine"]
 
-Pair = tuple[str, torch.Tensor]
-
 #: In the metadata of a version. A step does not name one weight sync: a resumed run repeats it.
 _SYNC_ID = "sync_id"
-
-#: Every rank of the rollout asks so often, seconds.
-_POLL_S = 0.2
 
 #: What the rollout's loader is given.
 _NO_PAIRS: tuple[Pair, ...] = ()
@@ -86,11 +84,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
     ) -> None:
         del bucket_size
         self._is_master = is_master
-        self._address, self._model = text("address", address), model
-        # They are mappings of OmegaConf.
-        self._options = StepOptions(PushOptions(**(push or {})), ApplyOptions(**(apply or {})))
+        self._actor = ActorPush(address, model, push, apply)
         self._timeout_s = seconds("timeout_s", timeout_s)
-        self._opened: Client | None = None
         self._sync_id = ""
         self._rollout_ranks = 0
         #: Live, and of another weight sync.
@@ -106,9 +101,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
         """
         if not self._is_master:
             return {}
-        with _as_runtime_error():
-            ranks = self._status().engine.ranks
-        return {_SYNC_ID: uuid.uuid4().hex, "ranks": len([r for r in ranks if r.version])}
+        with as_runtime_error():
+            ranks = self._actor.engine_ranks()
+        return {_SYNC_ID: uuid.uuid4().hex, "ranks": ranks}
 
     @classmethod
     def build_topology(
@@ -122,8 +117,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
         """
         master = next(entry for entry in metadata if _SYNC_ID in entry)
         # No ranks: it serves no version yet, or is away. The apply tells them all.
-        with _as_runtime_error():
-            _check_ranks(master["ranks"] or rollout_world_size, rollout_world_size)
+        with as_runtime_error():
+            check_ranks(master["ranks"] or rollout_world_size, rollout_world_size)
         everyone = {_SYNC_ID: master[_SYNC_ID], "rollout_ranks": rollout_world_size}
         return (
             {name: [value] * actor_wg_world_size for name, value in everyone.items()},
@@ -158,16 +153,14 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
             RuntimeError: Of push or apply, with its reason and its sentence. An error of `weights`
                 itself is raised as it is.
         """
-        pairs = _on_callers_stream(weights)
+        pairs = on_callers_stream(weights)
         if not self._is_master:
-            await asyncio.to_thread(_read_to_end, pairs)
+            await take_part(pairs)
             return {}
-        with _as_runtime_error():
-            started = time.monotonic()
-            pushed = await asyncio.to_thread(self._push, pairs, global_steps)
-            push_s = time.monotonic() - started
-            # Apart from the push: a weight sync that was cancelled makes nothing live.
-            return await asyncio.to_thread(self._apply, pushed, push_s)
+        with as_runtime_error(), _with_remedy():
+            labels = functools.partial(self._labels, global_steps)
+            live = await self._actor.make_live(pairs, labels, self._rollout_ranks)
+        return live.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Pair, None]:
         """Yield nothing, and end when the version of this weight sync is live.
@@ -178,82 +171,33 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
         Raises:
             RuntimeError: It is not live within `timeout_s`, or the server refuses to tell.
         """
-        with _as_runtime_error():
-            await self._wait_until_live(global_steps)
+        with as_runtime_error():
+            self._check_begun()
+            await wait_for(
+                self._live,
+                self._timeout_s,
+                f"the version of step {global_steps} was not live within {self._timeout_s:g} s; "
+                "see the error of the actor, or raise timeout_s",
+            )
         for pair in _NO_PAIRS:
             yield pair
 
     # Inside.
 
-    def _client(self) -> Client:
-        # In the process where it is used: verl makes this object before it knows its role.
-        if self._opened is None:
-            self._opened = Client(self._address, model=self._model)
-        return self._opened
-
-    def _status(self) -> ModelStatus:
-        client = self._client()
-        models = {model.model: model for model in client.status().models}
-        if client.model not in models:
-            raise refuse(
-                Reason.MODEL_UNKNOWN,
-                f"the server has no model {client.model!r}, but {', '.join(models)}; correct model",
-            )
-        return models[client.model]
-
-    def _push(self, pairs: Iterator[Pair], step: int | None) -> PushResult:
-        try:
-            self._check_begun()
-            options: dict[str, Any] = {**self._options.push, "collective": True}
-            ours = {_SYNC_ID: self._sync_id} | ({} if step is None else {"step": str(step)})
-            options["metadata"] = {**options.get("metadata", {}), **ours}
-            return self._client().push(pairs, **options)
-        except BaseException:
-            # Also where the push did not come to reading. Its error is the one to raise.
-            with contextlib.suppress(Exception):
-                _read_to_end(pairs)
-            raise
-
-    def _apply(self, pushed: PushResult, push_s: float) -> dict[str, float]:
-        started = time.monotonic()
-        try:
-            report = self._client().apply(pushed.version, **(self._options.apply or {}))
-        except ClientError as error:
-            error.add_note(f"the weights are version {pushed.version}, which was not applied")
-            if error.reason is Reason.ENGINE_ASLEEP:
-                error.add_note("set rollout.free_cache_engine to False")
-            raise
-        _check_ranks(len(report.ranks), self._rollout_ranks)
-        return PushedStep(pushed, report, push_s, time.monotonic() - started).metrics()
-
-    async def _wait_until_live(self, step: int | None) -> None:
+    def _labels(self, step: int | None) -> dict[str, str]:
         self._check_begun()
-        until = time.monotonic() + self._timeout_s
-        last: ClientError | None = None
-        while True:
-            try:
-                if await asyncio.to_thread(self._is_live):
-                    return
-                last = None
-            except (UnavailableError, DeadlineError) as error:
-                last = error  # A server that restarts goes on with the apply.
-            if time.monotonic() >= until:
-                raise last or refuse(
-                    Reason.DEADLINE_EXCEEDED,
-                    f"the version of step {step} was not live within {self._timeout_s:g} s; see "
-                    "the error of the actor, or raise timeout_s",
-                )
-            await asyncio.sleep(_POLL_S)
+        return {_SYNC_ID: self._sync_id} | ({} if step is None else {"step": str(step)})
 
-    def _is_live(self) -> bool:
-        live = self._status().live_version
+    def _live(self) -> int | None:
+        """Return the live version, if it is that of this weight sync."""
+        live = self._actor.status().live_version
         if live in (0, self._old_version):
-            return False
+            return None
         # Once per version: the answer has all of its tensors.
-        if self._client().get_version(live).metadata.get(_SYNC_ID) == self._sync_id:
-            return True
+        if self._actor.client().get_version(live).metadata.get(_SYNC_ID) == self._sync_id:
+            return live
         self._old_version = live
-        return False
+        return None
 
     def _check_begun(self) -> None:
         if not self._sync_id:
@@ -263,52 +207,11 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
             )
 
 
-def _check_ranks(engine: int, rollout: int) -> None:
-    if engine != rollout:
-        raise refuse(
-            Reason.REQUEST_INVALID,
-            f"the rollout has {rollout} ranks, but the engine of the server has {engine}, and the "
-            "others would go on with old weights; let one replica have all ranks of the rollout",
-        )
-
-
-def _on_callers_stream(weights: Iterable[Pair]) -> Iterator[Pair]:
-    """Return the weights, to be read by any thread as the calling thread would.
-
-    A thread starts on device 0 and with gradients: the collectives of a rank would be on the wrong
-    device, and what they return would be part of a graph.
-    """
-    stream = torch.cuda.current_stream() if _uses_cuda() else None
-    return _read_on(iter(weights), stream)
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _read_on(pairs: Iterator[Pair], stream: torch.cuda.Stream | None) -> Iterator[Pair]:
-    while True:
-        with torch.no_grad(), torch.cuda.stream(stream):
-            try:
-                pair = next(pairs)
-            except StopIteration:
-                return
-        if stream is not None:
-            stream.synchronize()  # The push copies on another one.
-        yield pair
-
-
-def _read_to_end(pairs: Iterator[Pair]) -> None:
-    for _ in pairs:
-        pass
-
-
 @contextlib.contextmanager
-def _as_runtime_error() -> Iterator[None]:
-    """Raise errors of the client as ones that Ray can bring to the driver, which pickles them."""
+def _with_remedy() -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        notes = getattr(error, "__notes__", ())
-        sentence = "; ".join([error.message, *notes])
-        raise RuntimeError(f"{error.reason}: {sentence}") from error
+        if error.reason is Reason.ENGINE_ASLEEP:
+            error.add_note("set rollout.free_cache_engine to False")
+        raise

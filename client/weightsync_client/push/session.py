@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Collection, Sequence
 
@@ -183,6 +184,10 @@ class PushSession:
                 shards = [shard for shard in shards if shard.index not in sent.shards]
                 if not shards:
                     break
+            elif sent.left:
+                shards = itertools.chain(sent.left, shards)
+            elif sent.reason is None:
+                break
         self._check_cancelled()
 
     def _compare(self, committed: pb.CommitPushResponse) -> None:

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason
 from weightsync_client.errors import refuse
+from weightsync_client.source.flat_parameters import (
+    flat_ranges_of,
+    has_flat_parameters,
+    whole_state,
+)
+from weightsync_client.source.flat_ranges import FlatRanges
 
 if TYPE_CHECKING:
     import torch
+
+    from weightsync_client.source.sharded_tensors import ShardedTensor
 
 __all__ = ["check_plain", "is_module", "module_tensors", "plain_name", "unwrapped"]
 
@@ -19,6 +27,11 @@ __all__ = ["check_plain", "is_module", "module_tensors", "plain_name", "unwrappe
 _INFIXES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 #: Of state that is no tensor of the model, as Transformer Engine keeps it.
 _EXTRA_STATE = "_extra_state"
+#: Wrappers of libraries that may not be there, all of which have the model as `module`.
+_AROUND = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+)
 
 
 def is_module(value: object) -> bool:
@@ -29,26 +42,42 @@ def is_module(value: object) -> bool:
 
 def module_tensors(
     module: torch.nn.Module, *, state: Iterable[tuple[str, torch.Tensor]] | None = None
-) -> Mapping[str, torch.Tensor]:
+) -> Mapping[str, Any]:
     """Return the tensors of a module as a checkpoint of it has them.
 
     Wrappers leave no trace in the names: DistributedDataParallel and DataParallel, torch.compile,
-    activation checkpointing. Of a model of transformers it is what its `save_pretrained` writes:
-    tied weights once, experts that it fused one by one, under the names that they had. Those
-    experts are copied for it, on their device; no other tensor is.
+    activation checkpointing, FSDP, DeepSpeed's engine. Of a model of transformers it is what its
+    `save_pretrained` writes: tied weights once, experts that it fused one by one, under the names
+    that they had. Those experts are copied for it, on their device; no other tensor is.
+
+    Of FSDP1 and ZeRO-3, which lay tensors out in a row, it is what this process holds, where that
+    lies, as `ShardedTensor`; the others are not needed for it.
 
     Args:
         module: The model, or a wrapper around it.
         state: Its tensors by name, where those of its state dict are not what it computes with.
 
     Raises:
-        InvalidError: Its parameters are not its weights: FSDP1 holds flat ones, DeepSpeed ZeRO-3
-            parts of them.
+        InvalidError: Two have one name, or what is held of one cannot be pushed.
     """
     model = unwrapped(module)
-    check_plain(model)
+    if state is None and has_flat_parameters(module):
+        return _local_parts(module, model)
+    return _saved(model, _named(model.state_dict().items() if state is None else state))
+
+
+def _local_parts(module: Any, model: Any) -> Mapping[str, torch.Tensor | ShardedTensor]:
+    ranges = flat_ranges_of(module)
+    flat = FlatRanges(part for named in ranges.values() for part in named.values())
+    with flat.views():
+        saved = _saved(model, _named(whole_state(module, model, ranges)))
+    return {name: flat.local_part(name, tensor) for name, tensor in saved.items()}
+
+
+def _named(state: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return tensors under their names without wrappers."""
     named: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items() if state is None else state:
+    for name, tensor in state:
         plain = plain_name(name)
         if plain.rpartition(".")[2] == _EXTRA_STATE:
             continue
@@ -59,7 +88,7 @@ def module_tensors(
                 "state_dict() under names of your own",
             )
         named[plain] = tensor
-    return _saved(model, named)
+    return named
 
 
 def plain_name(name: str) -> str:
@@ -68,35 +97,33 @@ def plain_name(name: str) -> str:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the model that DistributedDataParallel, DataParallel and torch.compile wrap."""
+    """Return the model that whatever takes care of its processes, or compiles it, wraps."""
     import torch
 
-    around = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    around: tuple[type[Any], ...] = torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel
+    around += tuple(_loaded(_AROUND))
     while isinstance(module, around) or "_orig_mod" in module._modules:  # noqa: SLF001 - torch.compile's
         module = module.module if isinstance(module, around) else module._orig_mod  # noqa: SLF001
     return module
 
 
-def check_plain(model: Any) -> None:
-    """Refuse a model whose parameters are not its weights.
+def _loaded(classes: Iterable[tuple[str, str]]) -> Iterable[type[Any]]:
+    """Return the classes of modules that are loaded: who uses them has imported them."""
+    return [getattr(sys.modules[path], name) for path, name in classes if path in sys.modules]
+
+
+def check_plain(module: Any) -> None:
+    """Refuse a model whose adapters would have to be merged into flat parameters.
 
     Raises:
         InvalidError: So it is; the sentence says what to push instead.
     """
-    problem = ""
-    # Not imported: who uses it has.
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is not None and any(
-        isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()
-    ):
-        problem = "is wrapped by FSDP1, which holds flat parameters; push its full state_dict()"
-    elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        problem = (
-            "is partitioned by DeepSpeed ZeRO-3; push its state_dict() inside of "
-            "deepspeed.zero.GatheredParameters"
+    if has_flat_parameters(module):
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            "the module has adapters on weights that FSDP1 or ZeRO-3 has parted; merge them into a "
+            "full copy (merge_and_unload) and push that",
         )
-    if problem:
-        raise refuse(Reason.REQUEST_INVALID, f"the module {problem}")
 
 
 def _saved(model: Any, named: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -120,6 +147,9 @@ def _saved(model: Any, named: dict[str, torch.Tensor]) -> Mapping[str, torch.Ten
 def _same(model: Any, named: Mapping[str, torch.Tensor], target: str, source: str) -> bool:
     """Whether two names are of one tensor, on all ranks alike."""
     one, other = named[target], named[source]
+    if one.is_meta or other.is_meta:
+        # They have no bytes, and stand for parameters of which each has one.
+        return one is other
     if hasattr(one, "to_local") or hasattr(other, "to_local"):
         # A DTensor lies nowhere, and what a rank has of it may be empty.
         own = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}

@@ -58,8 +58,8 @@ def merged_tensors(
         InvalidError: Its adapters cannot be merged, or not into what a checkpoint of it can hold.
         ExhaustedError: There is no memory for it.
     """
+    check_plain(module)
     model = unwrapped(module)
-    check_plain(model)
     _check_kinds(model)
     merged = MergedAdapters(model)
     try:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import reprlib
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
 from weightsync.errors import Reason
 from weightsync.model.digest import signature_of
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Layout
-from weightsync_client.errors import ClientError, refuse, typed_errors
+from weightsync_client.errors import refuse, typed_errors
 from weightsync_client.rpc.validate import whole_number
 from weightsync_client.source.box_files import assembled
 from weightsync_client.source.box_shards import box_shards
-from weightsync_client.source.copy_memory import CopyMemory
+from weightsync_client.source.declared import Declaration, Declared
+from weightsync_client.source.flow import Flow, drained_on_error, named, note_name, wrap_pair
 from weightsync_client.source.layout_cache import LayoutCache
 from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.sharded_tensors import box_source, is_sharded
-from weightsync_client.source.shards import Shard, cut, file_shard, file_tensors, tensor_shard
-from weightsync_client.source.tensors import Scratch, SourceTensor, queued_work, wrap
+from weightsync_client.source.shards import Shard, file_shard, file_tensors
+from weightsync_client.source.tensors import SourceTensor, queued_work
 from weightsync_client.source.weight_sources import check_whole, is_weight_source
 
 if TYPE_CHECKING:
@@ -37,9 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltaSource", "Flow", "PushSource", "Source", "make_source"]
 
-logger = logging.getLogger(__name__)
-
 _INDEX = "model.safetensors.index.json"
+#: Iterables of these kinds have all of their tensors.
+_ALL_THERE = (list, tuple, ItemsView)
 
 
 class _Module(Protocol):
@@ -51,7 +49,9 @@ class _Module(Protocol):
 
 
 #: A module, a state dict, a path, or name and tensor pairs.
-PushSource = _Module | Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]]
+PushSource = (
+    _Module | Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]] | Declared
+)
 
 
 class DeltaSource(Protocol):
@@ -68,67 +68,6 @@ class DeltaSource(Protocol):
     @property
     def content_digest(self) -> str:
         """Content digest of the version that it makes; known once all its shards were made."""
-
-
-class Flow(Iterator[SourceTensor]):
-    """The tensors of an iterable: each is copied as it comes, and the iterable's is not held.
-
-    An iterator may put every tensor into the same memory: it is written to when the next is asked
-    for, long before the bytes of this one are sent.
-
-    Args:
-        pairs: Names and tensors.
-        shard_bytes: Where the tensors are cut into shards.
-
-    Attributes:
-        failed: It gave no tensor where one was due, but an error.
-    """
-
-    def __init__(self, pairs: Iterator[object], shard_bytes: int) -> None:
-        self._pairs = pairs
-        self._seen: set[str] = set()
-        self._memory, self._scratch = CopyMemory(), Scratch(views=True)
-        self.shard_bytes = shard_bytes
-        self.failed = False
-
-    def __next__(self) -> SourceTensor:
-        try:
-            tensor = _wrap_pair(next(self._pairs))
-            _note_name(tensor.name, self._seen)
-            return tensor.copied(self._memory.take(tensor.size), self._scratch)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.failed = True
-            raise
-
-    def shards(
-        self,
-        before: Iterable[SourceTensor] = (),
-        on_group: Callable[[Sequence[SourceTensor]], None] = lambda _: None,
-    ) -> Iterator[Shard]:
-        """Yield shards of all that has not come yet.
-
-        Args:
-            before: Tensors that go first.
-            on_group: Called with the tensors of every shard before it is given.
-        """
-        for index, group in enumerate(cut(chain(before, self), self.shard_bytes)):
-            on_group(group)
-            yield tensor_shard(group, index, f"model-{index + 1:05}.safetensors")
-
-    def drain(self) -> None:
-        """Read what has not come yet, for the other ranks that take part in it."""
-        try:
-            for _ in self._pairs:
-                pass
-        except Exception:
-            # The push has failed before: that is what its caller is told.
-            logger.warning("the iterable failed when it was read to its end", exc_info=True)
-
-    def close(self) -> None:
-        """Let go of the iterable; a generator that was left early runs its clean-up now."""
-        self._pairs = iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +101,12 @@ class Source:
     def again(self) -> bool:
         """True for shards that can be read again; an iterator is used up by one reading."""
         return not isinstance(self.shards, Iterator)
+
+    @property
+    def outline(self) -> Iterable[Shard]:
+        """What all shards are; those of a flow have no bytes here."""
+        declared = self.flow.declared if self.flow is not None and self.delta is None else None
+        return self.shards if declared is None else declared.shards
 
     @property
     def size(self) -> int:
@@ -222,34 +167,19 @@ def make_source(
     Raises:
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
-    collective = collective or is_weight_source(source)
-    try:
-        shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
-    except ClientError:
-        if collective and isinstance(source, Iterable):
-            Flow(iter(source), 1).drain()
-        raise
-    writing = _Writing(writer, together)
+    layouts, writing = layouts or LayoutCache(), _Writing(writer, together)
+    if isinstance(source, Declared) or _comes_in_turn(source):
+        return _of_flow(source, shard_bytes, layouts, writing, collective=collective)
+    shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
         _check_alone(writing)
-        return _of_files(Path(source), shard_bytes, layouts or LayoutCache())
+        return _of_files(Path(source), shard_bytes, layouts)
     if is_module(source):
-        module = cast("torch.nn.Module", source)
-        return _of_module(module, shard_bytes, layouts or LayoutCache(), writing)
+        return _of_module(cast("torch.nn.Module", source), shard_bytes, layouts, writing)
     if isinstance(source, Mapping):
         source = source.items()
-    if isinstance(source, (list, tuple, ItemsView)):
-        # These hold all of their tensors; what else can be iterated may make them one by one.
-        return _of_pairs(source, shard_bytes, layouts or LayoutCache(), writing)
-    if isinstance(source, Iterable):
-        if is_weight_source(source):
-            check_whole(source)
-        if together and collective:
-            Flow(iter(source), shard_bytes).drain()
-        _check_alone(writing)
-        flow = Flow(iter(source), shard_bytes)
-        made = Source(flow.shards(), None, flow=flow)
-        return replace(made, release=flow.drain) if collective else made
+    if isinstance(source, _ALL_THERE):
+        return _of_pairs(source, shard_bytes, layouts, writing)
     hint = "a PyTorch module, a state dict, a path or name and tensor pairs"
     if hasattr(source, "state_dict"):
         hint = "its state_dict()"
@@ -257,6 +187,36 @@ def make_source(
         Reason.REQUEST_INVALID,
         f"an object of type {type(source).__name__} cannot be pushed; push {hint}",
     )
+
+
+def _comes_in_turn(source: object) -> TypeGuard[Iterable[Any]]:
+    """Whether it is an iterable that may make its tensors one by one."""
+    others = (str, os.PathLike, Mapping, *_ALL_THERE)
+    return isinstance(source, Iterable) and not (isinstance(source, others) or is_module(source))
+
+
+def _of_flow(
+    source: Declared | Iterable[Any],
+    shard_bytes: int,
+    layouts: LayoutCache,
+    writing: _Writing,
+    *,
+    collective: bool,
+) -> Source:
+    given = source.pairs if isinstance(source, Declared) else source
+    if is_weight_source(given):
+        check_whole(given)
+        collective = True
+    pairs = iter(given.items() if isinstance(given, Mapping) else given)
+    with drained_on_error(pairs, collective=collective):
+        shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
+        _check_alone(writing)
+        declared = None
+        if isinstance(source, Declared):
+            declared = Declaration(source.layout, shard_bytes, layouts)
+        flow = Flow(pairs, shard_bytes, declared)
+    made = Source(flow.shards(), declared.layout if declared else None, flow=flow)
+    return replace(made, release=flow.drain) if collective else made
 
 
 def _check_alone(writing: _Writing) -> None:
@@ -293,10 +253,10 @@ def _of_pairs(
     pairs = list(pairs)
     if writing.writer is not None and (writing.together or any(map(_is_part, pairs))):
         return _of_boxes(pairs, shard_bytes, layouts, writing.writer())
-    tensors = [_wrap_pair(pair) for pair in pairs]
+    tensors = [wrap_pair(pair) for pair in pairs]
     seen: set[str] = set()
     for tensor in tensors:
-        _note_name(tensor.name, seen)
+        note_name(tensor.name, seen)
     return _of_tensors(tensors, shard_bytes, layouts)
 
 
@@ -307,10 +267,10 @@ def _is_part(pair: object) -> bool:
 def _of_boxes(
     pairs: Iterable[object], shard_bytes: int, layouts: LayoutCache, writer: SourceWriter
 ) -> Source:
-    sources = [box_source(*_pair(pair), writer.number) for pair in pairs]
+    sources = [box_source(*named(pair), writer.number) for pair in pairs]
     seen: set[str] = set()
     for source in sources:
-        _note_name(source.whole.name, seen)
+        note_name(source.whole.name, seen)
     parts = [tensor for source in sources for _, tensor in source.boxes]
     if writer.count == 1:
         _check_whole_here(sources)
@@ -337,12 +297,6 @@ def _of_tensors(tensors: Sequence[SourceTensor], shard_bytes: int, layouts: Layo
     return Source(shards, layout, tuple(tensors), ready=queued_work(tensors))
 
 
-def _note_name(name: str, seen: set[str]) -> None:
-    if name in seen:
-        raise refuse(Reason.LAYOUT_INVALID, f"the source gave tensor {name!r} twice")
-    seen.add(name)
-
-
 def _of_files(path: Path, shard_bytes: int, layouts: LayoutCache) -> Source:
     files = _files(path)
     shards = [file_shard(file, number) for number, file in enumerate(files)]
@@ -353,25 +307,6 @@ def _of_files(path: Path, shard_bytes: int, layouts: LayoutCache) -> Source:
         layout = check_version([s.entry for s in shards], [s.tensors for s in shards])
     pairs = zip(files, shards, strict=True)
     return Source(shards, layout, tuple(t for pair in pairs for t in file_tensors(*pair)))
-
-
-def _wrap_pair(pair: object) -> SourceTensor:
-    return wrap(*_pair(pair))
-
-
-def _pair(pair: object) -> tuple[str, object]:
-    match pair:
-        case (str() as name, value):
-            return name, value
-        case (name, _):
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                f"the name of a tensor is {reprlib.repr(name)}; use a string",
-            )
-    raise refuse(
-        Reason.REQUEST_INVALID,
-        f"a source must give pairs of a name and a tensor, this one gave a {type(pair).__name__}",
-    )
 
 
 def _files(path: Path) -> list[Path]:

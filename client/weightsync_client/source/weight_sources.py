@@ -2,6 +2,9 @@
 
 vLLM is not imported: who has such a source has imported it. See `WeightSource` in
 https://docs.vllm.ai/en/latest/api/vllm/distributed/weight_transfer/base/
+
+What a source would declare is not asked for here, where one rank pushes: for some, as Megatron's,
+that is a collective as well. Who has called `metadata()` on all ranks pushes `Declared`.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class Sent:
         by_server: The server copied all of them from GPUs itself.
         progress: What the server has of the shards that are left over, by index, where that was
             asked for; None: what it had when the push was opened.
+        left: Shards that were read of an iterable and that the server did not take.
     """
 
     shards: Mapping[int, ShardDigests] = field(default_factory=dict)
@@ -83,6 +84,7 @@ class Sent:
     reason: Streamed | None = None
     by_server: bool = False
     progress: Mapping[int, pb.ShardProgress] | None = None
+    left: tuple[Shard, ...] = ()
 
     def plus(self, later: Sent) -> Sent:
         """Return what both did: this, and then another transport with the rest."""

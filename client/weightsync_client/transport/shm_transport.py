@@ -82,12 +82,21 @@ class ShmTransport:
         if opened.offer is None:
             return Sent(reason=Streamed.NOT_OFFERED)
         begun = {index for index, shard in opened.progress.items() if shard.received_bytes}
+        flow = self._source.flow
+        if flow is not None and begun:
+            # Its tensors come in their order, whatever the server has of them.
+            return Sent(reason=Streamed.RESUMED)
         try:
             if not opened.layout_known or self._source.writer is not None:
                 self._declare(opened)
             done = self._writer.done.keys() | begun
-            self._writer.run(opened.offer, [s for s in shards if s.index not in done])
+            if flow is not None:
+                self._writer.run_in_turn(opened.offer, iter(shards))
+            else:
+                self._writer.run(opened.offer, [s for s in shards if s.index not in done])
         except (OSError, WeightSyncError) as error:
+            if flow is not None and flow.failed:
+                raise
             if not self._writer.cancelled:
                 return self._left_over(opened.push_id, error)
         return self._writer.sent(Streamed.RESUMED if begun else None)
@@ -96,7 +105,7 @@ class ShmTransport:
         lane = StreamConnection(self._link, "")
         done: dict[int, ShardDigests] = {}
         try:
-            parts = (_declared(s, opened, done) for s in self._source.shards)
+            parts = (_declared(s, opened, done) for s in self._source.outline)
             join = messages.join_message(opened.push_id, opened.writer)
             error = lane.carry(message for message in itertools.chain([join], *parts))
         finally:
@@ -113,7 +122,7 @@ class ShmTransport:
                 raise error if refused else refuse(Reason.PUSH_ABORTED, reply.error)
         progress = {progress.shard: progress for progress in reply.shards}
         sent = self._writer.sent(Streamed.REFUSED if refused else Streamed.UNREACHABLE)
-        return replace(sent, progress=progress)
+        return replace(sent, progress=progress, left=self._writer.left)
 
 
 def _declared(

@@ -23,6 +23,7 @@ from weightsync_client.transport.cuda_ipc import CudaIpcTransport
 from weightsync_client.transport.digester import ShardDigester
 from weightsync_client.transport.lease_requests import LeaseRequests
 from weightsync_client.transport.protocol import Sent, ShardDigests
+from weightsync_client.transport.turns import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,8 @@ class ShmWriter:
         self.done: dict[int, ShardDigests] = {}
         #: Those of them that it copied from a GPU itself.
         self.copied: set[int] = set()
+        #: Shards that were read of an iterable and that the server did not take.
+        self.left: tuple[Shard, ...] = ()
         #: `cancel` was called.
         self.cancelled = False
         #: Why some of them went through this process, in place of being copied by the server.
@@ -118,6 +121,36 @@ class ShmWriter:
         finally:
             self._client.close()
             collection.release()
+        if self._error is not None:
+            raise self._error
+
+    def run_in_turn(self, offer: pb.SameHostOffer, shards: Iterator[Shard]) -> None:
+        """Write shards that come one after the other; the caller's iterable is read in this thread.
+
+        Raises:
+            OSError: The server cannot be reached so, or not any more; `left` has what was read.
+            WeightSyncError: It refused.
+            BaseException: Of the iterable.
+        """
+        self._client = SameHostClient(offer.socket, offer.secret)
+        turns = Turns(shards, self._tell_alive, _ALIVE_S)
+        outline = self._source.outline
+        fail = partial(self._fail_in_turn, turns)
+        requests = LeaseRequests(self._client, iter(outline), 2, fail)
+        thread = threading.Thread(
+            target=self._work_in_turn, args=(requests, turns), name="weightsync-hand-off"
+        )
+        thread.start()
+        try:
+            turns.read(self._stop)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            thread.join()
+            requests.close()
+            self._client.close()
+            self.left = tuple(shard for shard in turns.pending if shard.index not in self.done)
         if self._error is not None:
             raise self._error
 
@@ -183,10 +216,13 @@ class ShmWriter:
             thread.join(_ALIVE_S)
             if not thread.is_alive():
                 return
-            if self._client is not None and not self._stop.is_set():
-                # Where it has ended, the threads meet that themselves.
-                with contextlib.suppress(OSError, WeightSyncError):
-                    self._client.alive()
+            self._tell_alive()
+
+    def _tell_alive(self) -> None:
+        if self._client is not None and not self._stop.is_set():
+            # Where it has ended, the threads meet that themselves.
+            with contextlib.suppress(OSError, WeightSyncError):
+                self._client.alive()
 
     def cancel(self) -> None:
         """End it from another thread."""
@@ -204,8 +240,33 @@ class ShmWriter:
         except BaseException as error:  # noqa: BLE001 - raised again by run
             self._fail(error)
 
+    def _work_in_turn(self, requests: LeaseRequests, turns: Turns) -> None:
+        scratch = Scratch(views=True)
+        try:
+            while not self._stop.is_set() and (shard := turns.next()) is not None:
+                lease = requests.next()
+                if lease is not None:
+                    taken = partial(turns.done, shard)
+                    self._hand(requests, shard, lease[1], scratch, taken)
+                del shard
+            if not self._stop.is_set():
+                requests.finish()
+        except BaseException as error:  # noqa: BLE001 - raised again by run_in_turn
+            self._fail(error)
+        finally:
+            turns.give_up()
+
+    def _fail_in_turn(self, turns: Turns, error: BaseException) -> None:
+        self._fail(error)
+        turns.give_up()
+
     def _hand(
-        self, requests: LeaseRequests, shard: Shard, lease: WriteLease, scratch: Scratch
+        self,
+        requests: LeaseRequests,
+        shard: Shard,
+        lease: WriteLease,
+        scratch: Scratch,
+        taken: Callable[[], None] = lambda: None,
     ) -> None:
         if isinstance(shard, BoxShard):
             self._hand_boxes(requests, shard, lease, scratch)
@@ -221,7 +282,7 @@ class ShmWriter:
                 self._client.give_back(lease)
         if not self._stop.is_set():
             digests = digester.digests
-            requests.written(shard, digests, partial(self._note, shard, digests))
+            requests.written(shard, digests, partial(self._note, shard, digests, taken))
 
     def _hand_boxes(
         self, requests: LeaseRequests, shard: BoxShard, lease: WriteLease, scratch: Scratch
@@ -238,9 +299,12 @@ class ShmWriter:
             every = shard.all_digests(digests)
             requests.written(shard, every, partial(self._note, shard, digests))
 
-    def _note(self, shard: Shard, digests: list[bytes]) -> None:
+    def _note(
+        self, shard: Shard, digests: list[bytes], taken: Callable[[], None] = lambda: None
+    ) -> None:
         with self._lock:
             self.done[shard.index] = ShardDigests(shard.tensors, digests)
+        taken()
 
     def _fill(
         self, shard: Shard, digester: ShardDigester, write: _Write | None, scratch: Scratch

@@ -42,7 +42,7 @@ from weightsync_client import (
     Way,
 )
 from weightsync_client.push import policy
-from weightsync_client.source import source
+from weightsync_client.source import flow, source
 from weightsync_client.source.shards import Shard
 from weightsync_client.source.tensors import Scratch, SourceTensor, wrap
 from weightsync_client.transport import copying, shm_writer
@@ -284,7 +284,7 @@ def test_shards_of_several_gpus_are_written_and_say_so(
         return replace(tensor, device=torch.device("cuda", len(name) % 2), in_place=True)
 
     tensors = {"x" * (1 + number): value for number, value in enumerate(weights(9).values())}
-    monkeypatch.setattr(source, "wrap", on_gpus)
+    monkeypatch.setattr(flow, "wrap", on_gpus)
     monkeypatch.setattr(source, "queued_work", lambda _: lambda: None)
     monkeypatch.setattr(shm_writer, "_own_streams", lambda _: nullcontext())
     result = client.push(tensors, delta="never")
@@ -371,7 +371,7 @@ def test_tensors_on_a_gpu_that_the_server_cannot_reach_are_written(
     monkeypatch.setattr(CudaIpcTransport, "_placed", somewhere)
     monkeypatch.setattr(SameHostClient, "collect", collect)
     result = client.push(weights(81), delta="never", shard_bytes=2_000_000)
-    assert (result.way, result.way_reason) == (Way.SAME_HOST, "")
+    assert (result.way, result.way_reason) == (Way.SAME_HOST, Streamed.NOT_COPIED)
     assert client.get_version(result.version).trainer_verified
     assert same(client, result.version, weights(81))
     (declined,) = asked

@@ -49,6 +49,7 @@ PUBLIC = [
     "ClientError",
     "DataError",
     "DeadlineError",
+    "Declared",
     "DeniedError",
     "Durability",
     "EngineState",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -359,10 +360,12 @@ def test_a_model_in_parts_is_refused_in_the_words_of_the_client(
 ) -> None:
     def partition(_control: Any, model: Any) -> None:
         for parameter in model.parameters():
-            parameter.ds_id = 1  # As DeepSpeed ZeRO-3 marks them.
+            # As DeepSpeed ZeRO-3 marks them, here with the bytes on a disk.
+            away = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
+            parameter.ds_id, parameter.ds_tensor = 1, away
 
     trainer = _trainer(tmp_path, _At(1, partition), make())
-    with pytest.raises(InvalidError, match=r"DeepSpeed ZeRO-3; push its state_dict\(\) inside"):
+    with pytest.raises(InvalidError, match=r"is offloaded to a disk by ZeRO-3"):
         trainer.train()
     assert _pushed(servicer) == []
 

@@ -28,6 +28,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.support.collective_weights import CollectiveWeights, Pairs, random_pairs
 from tests.unit.client.servicer import Running, Servicer, start
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.unit.client.servicer import StatusError
-
-Pairs = list[tuple[str, torch.Tensor]]
 
 #: Where `make setup` puts it.
 _VERL = Path(sys.prefix) / "opt/verl/verl"
@@ -253,30 +252,6 @@ def servicer(running: Running) -> _Server:
 # The ranks.
 
 
-def _tensors(seed: int = 0) -> Pairs:
-    made = torch.Generator().manual_seed(seed)
-    return [(f"layer.{i}", torch.randn(8, 16, generator=made).bfloat16()) for i in range(5)]
-
-
-class _Collective:
-    """Weights of every rank, of which none comes before all ranks ask for it."""
-
-    def __init__(self, pairs: Pairs, fails_at: int | None = None) -> None:
-        self._pairs, self._fails_at = pairs, fails_at
-        self._barrier = threading.Barrier(ACTORS)
-        self.read = [0] * ACTORS
-
-    def __call__(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(self._pairs):
-            assert not torch.is_grad_enabled()
-            self._barrier.wait(20)
-            if index == self._fails_at:
-                msg = "the gather failed"
-                raise ValueError(msg)
-            self.read[rank] += 1
-            yield pair
-
-
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(ACTORS + ROLLOUTS) as pool:
@@ -297,7 +272,8 @@ def make(base: ModuleType, running: Running, pool: ThreadPoolExecutor) -> Callab
             ],
             pool,
         )
-        actors.weights = _Collective(_tensors() if pairs is None else pairs, fails_at)
+        weights = random_pairs() if pairs is None else pairs
+        actors.weights = CollectiveWeights(weights, ACTORS, fails_at)
         receivers = [new("weightsync", bucket_size=1 << 20, **options) for _ in range(ROLLOUTS)]
         return _Manager(base, actors, _Rollout(receivers, pool))
 
@@ -359,7 +335,7 @@ def test_the_rollout_serves_the_weights_to_the_bit_and_verls_loader_gets_none(
     metrics = manager.sync(7)
     assert metrics["weightsync/version"] == servicer.live == 1
     assert metrics["weightsync/paused_seconds"] == 0.0125
-    assert _serves(servicer, _tensors())
+    assert _serves(servicer, random_pairs())
     assert _metadata(servicer)[0]["step"] == "7"
     assert manager.actor_wg.weights.read == [5] * ACTORS  # type: ignore[attr-defined]
     assert manager.rollout.steps == [7] * ROLLOUTS
@@ -373,10 +349,10 @@ def test_every_weight_sync_is_a_version_also_of_a_step_that_is_repeated(
 ) -> None:
     manager = make()
     for seed in range(3):
-        manager.actor_wg.weights = _Collective(_tensors(seed))
+        manager.actor_wg.weights = CollectiveWeights(random_pairs(seed), ACTORS)
         manager.sync(1)
         assert servicer.live == seed + 1
-        assert _serves(servicer, _tensors(seed))
+        assert _serves(servicer, random_pairs(seed))
     assert len({entry["sync_id"] for entry in _metadata(servicer)}) == 3
 
 
@@ -476,9 +452,9 @@ def test_the_next_weight_sync_goes_on_after_one_that_failed(
     servicer.before = lambda _method, _request: None
     for engine in manager.rollout.engines:
         engine._timeout_s = 20
-    manager.actor_wg.weights = _Collective(_tensors(1))
+    manager.actor_wg.weights = CollectiveWeights(random_pairs(1), ACTORS)
     manager.sync(1)
-    assert _serves(servicer, _tensors(1))
+    assert _serves(servicer, random_pairs(1))
 
 
 @pytest.mark.parametrize(
@@ -563,7 +539,7 @@ async def test_a_cancelled_weight_sync_makes_nothing_live(
     begun, go_on = threading.Event(), threading.Event()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for pair in _tensors():
+        for pair in random_pairs():
             begun.set()
             assert go_on.wait(20)
             yield pair

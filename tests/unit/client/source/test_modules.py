@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from weightsync_client import InvalidError
 from weightsync_client.source.modules import module_tensors
@@ -84,14 +83,6 @@ def test_a_part_of_a_model_may_be_called_module() -> None:
             self.module = torch.nn.Linear(4, 4)
 
     assert set(module_tensors(Inner())) == {"module.weight", "module.bias"}
-
-
-@pytest.mark.usefixtures("group")
-def test_flat_parameters_are_refused() -> None:
-    cpu, alone = torch.device("cpu"), ShardingStrategy.NO_SHARD
-    model = FullyShardedDataParallel(_Model(), device_id=cpu, sharding_strategy=alone)
-    with pytest.raises(InvalidError, match=r"FSDP1, which holds flat parameters; push its full"):
-        make_source(model, 1 << 20)
 
 
 def test_state_that_is_no_tensor_of_the_model_is_left_out() -> None:

@@ -16,7 +16,7 @@ from tests.unit.client.push.test_policy import Tensors, digest_of, model, step
 from weightsync_client import AsyncClient, Client, Fallback, InvalidError, PushKind, Streamed
 from weightsync_client.snapshot import grouping
 from weightsync_client.source import copy_memory
-from weightsync_client.source import source as sources_module
+from weightsync_client.source import flow as flow_module
 from weightsync_client.source.copy_memory import CopyMemory
 from weightsync_client.source.source import make_source
 from weightsync_client.source.tensors import SourceTensor, wrap
@@ -236,7 +236,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     def on_gpu(name: str, value: object) -> SourceTensor:
         return replace(wrap(name, value), device=torch.device("xpu:1"))
 
-    monkeypatch.setattr(sources_module, "wrap", on_gpu)
+    monkeypatch.setattr(flow_module, "wrap", on_gpu)
     return gpu
 
 

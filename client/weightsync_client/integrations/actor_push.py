@@ -1,0 +1,196 @@
+"""The actor of a framework on Ray: rank 0 pushes what all ranks gather, and makes it live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weightsync.errors import Reason
+from weightsync_client.client import Client
+from weightsync_client.errors import ClientError, refuse
+from weightsync_client.integrations.step_push import PushedStep, StepOptions
+from weightsync_client.options import ApplyOptions, PushOptions
+from weightsync_client.rpc.validate import text
+from weightsync_client.types import ModelStatus, PushResult
+
+__all__ = ["ActorPush", "Pair", "as_runtime_error", "check_ranks", "on_callers_stream", "take_part"]
+
+Pair = tuple[str, torch.Tensor]
+
+
+class ActorPush:
+    """Pushes weights that come one after the other, and has the engine serve them.
+
+    The client is opened in the process that uses it, and stays, with its copy for the next delta.
+
+    Args:
+        address: Of the server. Token and TLS are as the environment says.
+        model: Name of the model; None: the server's only one.
+        push: Options of every push; any mapping, as frameworks have their own for settings.
+        apply: Options of every apply; the same. Not for `push_only`.
+
+    Raises:
+        ClientError: REQUEST_INVALID; an argument cannot be.
+        TypeError: There is no such option.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: str | None,
+        push: PushOptions | None,
+        apply: ApplyOptions | None,
+    ) -> None:
+        self._address, self._model = text("address", address), model
+        self._options = StepOptions(PushOptions(**(push or {})), ApplyOptions(**(apply or {})))
+        self._opened: Client | None = None
+
+    def client(self) -> Client:
+        """Return the client, open."""
+        if self._opened is None:
+            self._opened = Client(self._address, model=self._model)
+        return self._opened
+
+    def status(self) -> ModelStatus:
+        """Return the state of the model.
+
+        Raises:
+            ClientError: No server answers, or it has no such model.
+        """
+        client = self.client()
+        models = {model.model: model for model in client.status().models}
+        if client.model not in models:
+            raise refuse(
+                Reason.MODEL_UNKNOWN,
+                f"the server has no model {client.model!r}, but {', '.join(models)}; correct model",
+            )
+        return models[client.model]
+
+    def engine_ranks(self) -> int:
+        """Return how many ranks of the engine serve a version; 0: none yet, or it is away.
+
+        Raises:
+            ClientError: As of `status`.
+        """
+        return len([rank for rank in self.status().engine.ranks if rank.version])
+
+    async def push_only(
+        self, pairs: Iterator[Pair], labels: Callable[[], Mapping[str, str]]
+    ) -> PushedStep:
+        """Push weights, and read them to their end, whatever fails.
+
+        Args:
+            pairs: All of the model.
+            labels: Makes the metadata of the version; its error is one of the push.
+
+        Raises:
+            ClientError: Of the push.
+        """
+        started = time.monotonic()
+        pushed = await asyncio.to_thread(self._push, pairs, labels)
+        return PushedStep(pushed, None, time.monotonic() - started, 0.0)
+
+    async def make_live(
+        self, pairs: Iterator[Pair], labels: Callable[[], Mapping[str, str]], rollout_ranks: int
+    ) -> PushedStep:
+        """Push weights as `push_only` does, and have the engine serve them.
+
+        Args:
+            pairs: All of the model.
+            labels: Makes the metadata of the version.
+            rollout_ranks: Ranks that have to serve it.
+
+        Raises:
+            ClientError: Of push or apply; a note says so if the version exists.
+        """
+        pushed = await self.push_only(pairs, labels)
+        # Apart from the push: a weight sync that was cancelled makes nothing live.
+        return await asyncio.to_thread(self._apply, pushed, rollout_ranks)
+
+    def _push(self, pairs: Iterator[Pair], labels: Callable[[], Mapping[str, str]]) -> PushResult:
+        try:
+            options: dict[str, Any] = {**self._options.push, "collective": True}
+            options["metadata"] = {**options.get("metadata", {}), **labels()}
+            return self.client().push(pairs, **options)
+        except BaseException:
+            # Its error is the one to raise.
+            with contextlib.suppress(Exception):
+                _read_to_end(pairs)
+            raise
+
+    def _apply(self, pushed: PushedStep, rollout_ranks: int) -> PushedStep:
+        started, version = time.monotonic(), pushed.push.version
+        try:
+            report = self.client().apply(version, **(self._options.apply or {}))
+        except ClientError as error:
+            error.add_note(f"the weights are version {version}, which was not applied")
+            raise
+        check_ranks(len(report.ranks), rollout_ranks)
+        return replace(pushed, apply=report, apply_s=time.monotonic() - started)
+
+
+def check_ranks(engine: int, rollout: int) -> None:
+    """Refuse a rollout that has ranks which the engine of the server does not have.
+
+    Raises:
+        InvalidError: They would go on with old weights.
+    """
+    if engine != rollout:
+        raise refuse(
+            Reason.REQUEST_INVALID,
+            f"the rollout has {rollout} ranks, but the engine of the server has {engine}, and the "
+            "others would go on with old weights; let one replica have all ranks of the rollout",
+        )
+
+
+async def take_part(pairs: Iterator[Pair]) -> None:
+    """Read the weights to their end, as a rank that pushes nothing."""
+    await asyncio.to_thread(_read_to_end, pairs)
+
+
+def on_callers_stream(weights: Iterable[Pair]) -> Iterator[Pair]:
+    """Return the weights, to be read by any thread as the calling thread would.
+
+    A thread starts on device 0 and with gradients: the collectives of a rank would be on the wrong
+    device, and what they return would be part of a graph.
+    """
+    stream = torch.cuda.current_stream() if _uses_cuda() else None
+    return _read_on(iter(weights), stream)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _read_on(pairs: Iterator[Pair], stream: torch.cuda.Stream | None) -> Iterator[Pair]:
+    while True:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            try:
+                pair = next(pairs)
+            except StopIteration:
+                return
+        if stream is not None:
+            stream.synchronize()  # The push copies on another one.
+        yield pair
+
+
+def _read_to_end(pairs: Iterator[Pair]) -> None:
+    for _ in pairs:
+        pass
+
+
+@contextlib.contextmanager
+def as_runtime_error() -> Iterator[None]:
+    """Raise errors of the client as ones that Ray can bring to the driver, which pickles them."""
+    try:
+        yield
+    except ClientError as error:
+        notes = getattr(error, "__notes__", ())
+        sentence = "; ".join([error.message, *notes])
+        raise RuntimeError(f"{error.reason}: {sentence}") from error
