@@ -59,7 +59,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks import report
 from benchmarks.servers import rss_anon, weightsync_server
-from weightsync_client import Client, PushResult, Way
+from weightsync_client import Client, PushKind, PushResult, Way
 
 __all__ = ["main"]
 
@@ -241,10 +241,11 @@ class _Trainer:
         self._change_some()
         dist.barrier()
         started = time.perf_counter()
-        result = self._client.push(self._model, step=_DELTA_STEP + 1, delta="require")
+        result = self._client.push(self._model, step=_DELTA_STEP + 1)
         dist.barrier()
         seconds = time.perf_counter() - started
         unsharded = self._gathered_by(alone, "require")
+        assert result.kind is PushKind.DELTA or not result.sent_bytes, result
         sent = torch.tensor(result.sent_bytes)
         dist.all_reduce(sent)
         if unsharded is None:

@@ -101,7 +101,8 @@ class PushOptions(TypedDict, total=False):
         on_progress: Called from sending threads with bytes sent and bytes in all (0: not known).
         delta: "auto" (default): send what changed since this client's last version where that is
             less, which needs memory for one copy of the model; "never": send all and keep no copy;
-            "require": an error in place of a push in full.
+            "require": an error in place of a push in full; not with `writers`, each of which sends
+            what it can.
         compress: Whether deltas are packed with zstd: "auto" (default): where the link is slow,
             "always" or "never".
         partial: True: the tensors that the source lacks stay what they are in the base. What is

@@ -315,6 +315,21 @@ def test_one_folder_at_a_time_and_the_same_one_joins(site: _Site) -> None:
     assert _equal(site.live()[1], _tensors(3))
 
 
+def test_a_folder_that_was_written_again_does_not_join(site: _Site) -> None:
+    folder = site.step(2)
+    push_id = _occupy(site)
+    with ThreadPoolExecutor() as pool:
+        begun = pool.submit(site.post, folder)
+        _wait_for_pushes(site, 2)
+        for file in folder.glob("*.safetensors"):
+            os.utime(file)
+        again = site.post(folder)
+        assert again.status_code == 409
+        assert "has changed since" in again.json()["error"]
+        site.server.stub.AbortPush(pb.AbortPushRequest(push_id=push_id), timeout=10)
+        begun.result()
+
+
 def test_who_leaves_changes_nothing(site: _Site) -> None:
     push_id = _occupy(site)
     with pytest.raises(httpx.ReadTimeout):

@@ -924,8 +924,8 @@ class BoxPart(_message.Message):
     """True on the last part of this shard; a message is at most 1 MiB."""
     patch_bytes: _builtins.int
     """In the last part, of a writer whose begin named a base: its chunks are a delta shard of so many
-    bytes, fewer than those of its boxes, as docs/delta-format.md says, which makes the boxes of the
-    base's. The name of a box there is the tensor's, "@", and the offsets joined by ",". The digests
+    bytes, hardly more than those of its boxes, as docs/delta-format.md says, which makes the boxes
+    of the base's. The name of a box there is the tensor's, "@", and the offsets joined by ",". The digests
     are of the boxes as they become. 0: the bytes of the boxes come as they are.
     """
     @_builtins.property

@@ -41,6 +41,8 @@ class PushHistory:
         self.server_copies = False
         #: It was tried whether the server does that.
         self.tried = False
+        #: It had no memory for the changes of several processes, beside that for a version.
+        self.server_lacks_room = False
 
     def observe(self, sent: Sent, seconds: float, result: PushResult) -> None:
         """Take a push in full into account.

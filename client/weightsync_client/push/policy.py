@@ -86,6 +86,12 @@ def _check_writer(options: PushOptions) -> None:
             "what several processes hold in part is pushed with all of its tensors; leave partial "
             "out",
         )
+    if options.get("delta") == "require":
+        raise refuse(
+            Reason.NOT_SUPPORTED,
+            "one of several processes that cannot send a delta would have the others wait for it; "
+            "use delta='auto'",
+        )
 
 
 class PushPolicy:
@@ -188,7 +194,7 @@ class PushPolicy:
             self._settle_for(unfit)
             reason = unfit.reason
             _clear_frames(unfit)
-        if reason is Fallback.COPIED:
+        if reason is Fallback.COPIED or self._history.server_lacks_room:
             # The next one will be, too: a copy for a delta would only take memory.
             self._history.snapshot.current = None
             return self._full(reason)
@@ -287,7 +293,12 @@ class PushPolicy:
         return self._as_delta(result, shards, base.size)
 
     def _refuse_slower(self) -> None:
-        """Have everything sent where the server copies it faster than it could be compared."""
+        """Have everything sent where the server copies it faster than it could be compared.
+
+        Or where it has no memory for what several processes send of changes beside the version.
+        """
+        if self._source.writer is not None and self._history.server_lacks_room:
+            raise Unfit(Fallback.NO_ROOM, "the server has no memory for changes beside a version")
         if self._history.server_copies and self._may_be_copied():
             raise Unfit(Fallback.COPIED, "the server copies all of it from the GPU")
 
@@ -335,6 +346,8 @@ class PushPolicy:
         if self._source.writer is not None and reason is not Fallback.BASE_MISMATCH:
             # The push has failed for the others as well: with the next one all begin again.
             self._history.snapshot.current = None
+            lacking = error.reason is Reason.MEMORY_EXHAUSTED
+            self._history.server_lacks_room = self._history.server_lacks_room or lacking
             return None
         if reason is None or self._stop.is_set() or (flow is not None and flow.failed):
             return None

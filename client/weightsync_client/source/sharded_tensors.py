@@ -105,7 +105,7 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
             Reason.LAYOUT_INVALID,
             f"tensor {name!r} has dtype {value.dtype!r}; use one of {' '.join(DTYPE_BITS)}",
         )
-    boxes = []
+    boxes: list[tuple[Box, SourceTensor]] = []
     for offsets, local in value.boxes:
         tensor = wrap(name, local)
         dims = {len(offsets), len(tensor.shape), len(value.shape)}
@@ -115,7 +115,8 @@ def _described(name: str, value: ShardedTensor) -> BoxSource:
                 f"tensor {name!r} is {value.dtype} {list(value.shape)}, the box at {list(offsets)} "
                 f"{tensor.dtype} {list(tensor.shape)}; give boxes of its dtype and dimensions",
             )
-        if tensor.size or 0 in value.shape:
+        # Of an empty tensor there is one box.
+        if tensor.size or (0 in value.shape and not boxes):
             boxes.append(_local(name, Box(tuple(offsets), tensor.shape), tensor))
     return BoxSource(_whole(name, value.dtype, value.shape), tuple(boxes), value.replica)
 

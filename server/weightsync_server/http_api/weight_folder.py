@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
     from weightsync.shm.segment_socket import OfferedFile
 
-__all__ = ["WeightFolder", "changed", "open_folder"]
+__all__ = ["Files", "WeightFolder", "changed", "open_folder"]
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES, _MAX_PATH = 64 << 20, 4096
@@ -31,6 +31,10 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _WRONG = frozenset(
     {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
 )
+
+
+#: Name, size in bytes and time of the last change in nanoseconds, of each file.
+Files = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,13 @@ class WeightFolder:
     layout: Layout
     stamps: Sequence[tuple[int, int]]
     close: Callable[[], None]
+
+    @property
+    def facts(self) -> Files:
+        """Name of each file, how long it was and when it was written, as it was opened."""
+        return tuple(
+            (name, *stamp) for (name, *_), stamp in zip(self.files, self.stamps, strict=True)
+        )
 
     def check_unchanged(self) -> None:
         """Refuse files that somebody wrote since they were opened.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightsync_server.http_api.inner_calls import InnerCalls
+    from weightsync_server.http_api.weight_folder import Files
     from weightsync_server.ops.http_endpoint import HttpRequest
 
 __all__ = ["WeightUpdates"]
@@ -39,6 +40,8 @@ class WeightUpdates:
         self._model = model
         self._roots = roots
         self._path = ""
+        #: What was read of it, once that has begun.
+        self._files: Files | None = None
         self._task: asyncio.Task[dict[str, Any]] | None = None
 
     async def run(
@@ -46,8 +49,8 @@ class WeightUpdates:
     ) -> dict[str, Any]:
         """Return what was done when the engine serves the folder.
 
-        The same folder again, while it is under way, joins: so a sender that lost its connection
-        may simply repeat itself.
+        The same folder again, while it is under way and as it was read, joins: so a sender that
+        lost its connection may simply repeat itself.
 
         Args:
             path: The folder, absolute.
@@ -55,11 +58,11 @@ class WeightUpdates:
             sender: For whom it is done.
 
         Raises:
-            WeightSyncError: APPLY_BUSY: another folder is under way. Or as `open_folder`,
-                `push_folder` and ApplyVersion.
+            WeightSyncError: APPLY_BUSY: another folder is under way, or what this one was. Or as
+                `open_folder`, `push_folder` and ApplyVersion.
         """
         if self._task is None or self._task.done():
-            self._path = path
+            self._path, self._files = path, None
             self._task = asyncio.create_task(self._update(path, pause, sender), name="http-update")
         elif path != self._path:
             raise WeightSyncError(
@@ -67,6 +70,8 @@ class WeightUpdates:
                 "the update from another folder is under way; post this one when that has ended",
                 retry_after_s=1.0,
             )
+        elif self._files is not None:
+            await self._refuse_changed(path, self._files)
         task = self._task
         await asyncio.wait([task])
         if task.cancelled():
@@ -82,10 +87,22 @@ class WeightUpdates:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    async def _refuse_changed(self, path: str, files: Files) -> None:
+        folder = await in_thread(open_folder, self._roots, path)
+        folder.close()
+        if folder.facts != files:
+            raise WeightSyncError(
+                Reason.APPLY_BUSY,
+                "the folder has changed since the update that is under way has read it; post it "
+                "when that has ended",
+                retry_after_s=1.0,
+            )
+
     async def _update(
         self, path: str, pause: pb.PauseOptions | None, sender: HttpRequest
     ) -> dict[str, Any]:
         folder = await in_thread(open_folder, self._roots, path)
+        self._files = folder.facts
         try:
             pushed = await push_folder(self._calls, sender, self._model, folder)
         finally:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas.bases import find_base, mismatch
 from weightsync_server.push.box_upload import BoxPatch
+from weightsync_server.push.state import check_open
 from weightsync_server.push.validation import refused
 from weightsync_server.residency.slot import slot_of
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["BoxBases"]
 
 
-class _Base(NamedTuple):
-    content_digest: str
-    slot: Slot
-
-
 class BoxBases:
     """The versions that writers of one push name as bases; each stays in memory until `close`.
 
@@ -36,7 +32,9 @@ class BoxBases:
     def __init__(self, state: PushState, model: Model) -> None:
         self._state = state
         self._model = model
-        self._of_writers: dict[int, _Base] = {}
+        #: Content digest of each writer's; and where they lie.
+        self._named: dict[int, str] = {}
+        self._leased: dict[str, Slot] = {}
         self._patches: set[Slot] = set()
         self._closed = False
 
@@ -46,49 +44,45 @@ class BoxBases:
         Raises:
             WeightSyncError: BASE_MISMATCH; nothing is different then, and the writer can send all.
         """
-        digest, writer = request.base_content_digest, request.writer
-        table, known = self._model.table, self._of_writers.get(writer)
-        if self._closed or (known is not None and known.content_digest == digest):
+        digest = request.base_content_digest
+        if self._closed:
             return
-        base = find_base(table, digest, request.metadata.get("run_id", ""))
-        slot = slot_of(base) if base.slot is not None else None
-        if slot is None or base.residency != pb.RESIDENCY_STAGED:
-            raise mismatch(table, f"version {base.version} does not lie in memory any more")
-        slot.leases += 1
-        try:
-            await self._check_layout(base)
-            if self._closed:
-                raise self._state.error or mismatch(table, "the push has ended")
-        except BaseException:
-            self._model.slots.end_lease(slot)
-            raise
-        self._let_go(writer)
-        self._of_writers[writer] = _Base(digest, slot)
+        if digest not in self._leased:
+            await self._lease(digest, request.metadata.get("run_id", ""))
+        self._named[request.writer] = digest
 
     async def patch(self, writer: int, shard: int, size: int) -> BoxPatch:
         """Return memory for the changes of a writer's boxes of a shard, and what they change.
 
         Raises:
-            WeightSyncError: REQUEST_INVALID, MEMORY_EXHAUSTED.
+            WeightSyncError: REQUEST_INVALID, MEMORY_EXHAUSTED; or why the push has failed.
         """
-        base = self._of_writers.get(writer)
-        if base is None:
+        check_open(self._state)
+        digest = self._named.get(writer)
+        if digest is None:
             raise refused(
                 f"writer {writer} sends changes of shard {shard} and named no base; begin with "
                 "PUSH_KIND_DELTA and base_content_digest, or send the boxes as they are"
             )
+        base = self._leased[digest].segments[shard]
         slots = self._model.slots
         slot = slots.scratch()
         self._patches.add(slot)
-        segment = await slots.segment(slot, shard, size)
-        facts = base.content_digest, base.slot.segments[shard], segment, size
-        return BoxPatch(*facts, lambda: self._discard(slot))
+        try:
+            segment = await slots.segment(slot, shard, size)
+            check_open(self._state)
+        except BaseException:
+            self._discard(slot)
+            raise
+        return BoxPatch(digest, base, segment, size, lambda: self._discard(slot))
 
     def close(self) -> None:
         """Let go of all of them, once nothing reads them; further calls do nothing."""
         self._closed = True
-        for writer in list(self._of_writers):
-            self._let_go(writer)
+        leased, self._leased = self._leased, {}
+        self._named.clear()
+        for slot in leased.values():
+            self._model.slots.end_lease(slot)
         for slot in list(self._patches):
             self._discard(slot)
 
@@ -97,10 +91,24 @@ class BoxBases:
         self._model.slots.discard(slot)
         self._model.slots.wake()
 
-    def _let_go(self, writer: int) -> None:
-        base = self._of_writers.pop(writer, None)
-        if base is not None:
-            self._model.slots.end_lease(base.slot)
+    async def _lease(self, digest: str, run_id: str) -> None:
+        table, slots = self._model.table, self._model.slots
+        base = find_base(table, digest, run_id)
+        slot = slot_of(base) if base.slot is not None else None
+        if slot is None or base.residency != pb.RESIDENCY_STAGED:
+            raise mismatch(table, f"version {base.version} does not lie in memory any more")
+        slot.leases += 1
+        try:
+            await self._check_layout(base)
+            check_open(self._state)
+        except BaseException:
+            slots.end_lease(slot)
+            raise
+        if self._closed or digest in self._leased:
+            # Another writer has named it meanwhile.
+            slots.end_lease(slot)
+        else:
+            self._leased[digest] = slot
 
     async def _check_layout(self, base: VersionRecord) -> None:
         manifest = await self._model.commits.manifest(base)

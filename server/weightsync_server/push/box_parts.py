@@ -33,6 +33,10 @@ __all__ = ["PushBoxes"]
 _LARGE_BYTES, _LEAST_BLOCK_BYTES = 1 << 20, 1 << 10
 
 
+#: What a delta shard may have beside the bytes of its boxes, and for each, most of it its name.
+_PATCH_BYTES, _BOX_BYTES = 4 << 10, 2 << 10
+
+
 @dataclass(slots=True)
 class _Declared:
     sent: list[pb.Box] = field(default_factory=list)
@@ -102,6 +106,7 @@ class PushBoxes:
         del self._declared[part.shard, stream]
         try:
             upload = await asyncio.to_thread(_upload, shard, declared, writer)
+            check_open(self._state)
             if part.patch_bytes and writer not in shard.writers.boxes:
                 await self._expect_patch(upload, part.patch_bytes)
         except BaseException:
@@ -137,21 +142,23 @@ class PushBoxes:
         self._declared, self._count = {}, 0
 
     async def _expect_patch(self, upload: BoxUpload, size: int) -> None:
-        if size >= upload.size:
+        # In one shard all may have changed, and what tells of it comes on top.
+        if size > upload.size + _PATCH_BYTES + _BOX_BYTES * len(upload.sent):
             raise refused(
                 f"writer {upload.writer} has {size} bytes of changes for boxes of {upload.size} in "
                 f"shard {upload.shard}; send those"
             )
         upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
-        upload.size = size
+        upload.size, upload.patched = size, True
 
     def _refuse_other(self, known: BoxUpload, upload: BoxUpload, patch_bytes: int) -> None:
         facts = upload.sent, upload.replicas, patch_bytes or upload.size
         if (known.sent, known.replicas, known.size) != facts:
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
-                f"writer {upload.writer} declared other boxes of shard {upload.shard} before; give "
-                "each process a number of its own, and each push a key of its own",
+                f"writer {upload.writer} declared other boxes of shard {upload.shard} before, or "
+                "other changes in them; give each process a number of its own, and each push a key "
+                "of its own",
                 metadata={"writer": str(upload.writer)},
             )
 

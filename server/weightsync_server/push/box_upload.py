@@ -62,7 +62,9 @@ class BoxUpload:
         spans: Where the bytes of `sent` lie in the shard.
         size: Bytes that the writer sends: those of `sent`, or of what changed in them.
         given: Digests that the writer sent, of `sent` and then of `replicas`.
-        patch: What changed, where the writer sends that and it is not in the shard yet.
+        patched: The writer sends what changed.
+        patch: What changed, where it is not in the shard yet.
+        copying: The server is reading the bytes of `sent` from a GPU.
         copied: The server has read the bytes of `sent` by itself: the writer gives no digests.
         answered: It gets them instead.
         owner: The stream that sends them now.
@@ -76,7 +78,9 @@ class BoxUpload:
     spans: tuple[BoxSpan, ...]
     size: int
     given: list[bytes | None]
+    patched: bool = False
     patch: BoxPatch | None = None
+    copying: bool = False
     copied: bool = False
     answered: bool = False
     owner: object | None = None
@@ -99,15 +103,25 @@ class BoxUpload:
         Raises:
             WeightSyncError: SHARD_BUSY with the offset when another one sends them.
         """
+        if self.copying:
+            raise self._busy(
+                f"the boxes of writer {self.writer} in shard {self.shard} are being copied from a "
+                "GPU; wait until they were, or until that connection has ended"
+            )
         if self.owner is not None and self.owner is not stream:
-            raise WeightSyncError(
-                Reason.SHARD_BUSY,
+            raise self._busy(
                 f"writer {self.writer} is sending its boxes of shard {self.shard} on another "
-                f"stream, {self.received} bytes are here; give each process a number of its own",
-                metadata={"shard": str(self.shard), "received_bytes": str(self.received)},
-                retry_after_s=0.2,
+                f"stream, {self.received} bytes are here; give each process a number of its own"
             )
         self.owner = stream
+
+    def _busy(self, why: str) -> WeightSyncError:
+        return WeightSyncError(
+            Reason.SHARD_BUSY,
+            why,
+            metadata={"shard": str(self.shard), "received_bytes": str(self.received)},
+            retry_after_s=0.2,
+        )
 
     def received_to(self, end: int) -> None:
         """Take note that all bytes before `end` are in the segment."""

@@ -15,14 +15,13 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
-from weightsync_server.ops.tasks import all_done
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.push.verification import (
     check_arrived_header,
     check_taken_back,
-    lay_patch,
+    lay_patches,
     verify,
     verify_boxes,
 )
@@ -169,8 +168,12 @@ class ShardPipeline:
     def verify(self, shard: ShardState) -> None:
         """Begin to digest a complete shard and to make it durable."""
         # A task of the push: whoever brought the last of it may leave at any time.
-        work = self._prove_boxes(shard) if shard.writers.boxes else self._prove(shard)
-        shard.tasks.verification = self.start(work, f"verifying shard {shard.index}", _PASSING)
+        what = f"verifying shard {shard.index}"
+        if shard.writers.boxes:
+            # Its writers wait for each other, and nobody asks again.
+            shard.tasks.verification = self.start(self._prove_boxes(shard), what)
+        else:
+            shard.tasks.verification = self.start(self._prove(shard), what, _PASSING)
 
     async def sealed(self) -> Manifest:
         """Return the manifest of a complete push once every shard is verified and durable.
@@ -252,8 +255,7 @@ class ShardPipeline:
     async def _prove_boxes(self, shard: ShardState) -> None:
         segment = await self.allocated(shard)
         await check_taken_back(shard.index, segment)
-        uploads = shard.writers.boxes.values()
-        await all_done([lay_patch(self._fetch, shard, upload, segment) for upload in uploads])
+        await lay_patches(self._fetch, shard, segment)
         segment.fill(0, shard.writers.header)
         await self._prove(shard)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.state import PushState
     from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["missing", "progress", "received", "status"]
+__all__ = ["has_all", "missing", "progress", "received", "status"]
 
 _NAMED = 10
 
@@ -59,6 +59,13 @@ def received(state: PushState, writer: int) -> int:
     """Return how many bytes one of several writers has brought."""
     each = (shard.writers.boxes.get(writer) for shard in state.shards.values())
     return sum(boxes.received for boxes in each if boxes is not None)
+
+
+def has_all(state: PushState, writer: int) -> bool:
+    """Whether one of several writers has brought everything."""
+    each = [shard.writers.boxes.get(writer) for shard in state.shards.values()]
+    whole = len(each) == state.shard_count
+    return whole and all(boxes is not None and boxes.complete for boxes in each)
 
 
 def status(state: PushState) -> pb.PushStatus:

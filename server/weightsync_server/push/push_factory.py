@@ -16,7 +16,7 @@ from weightsync_server.push.layout_parts import PushLayout
 from weightsync_server.push.lifecycle import PushLifecycle
 from weightsync_server.push.parts import Push
 from weightsync_server.push.pipeline import ShardPipeline
-from weightsync_server.push.progress import received
+from weightsync_server.push.progress import has_all, received
 from weightsync_server.push.reservation import PushReservation
 from weightsync_server.push.state import PushState
 from weightsync_server.push.suspension import suspend
@@ -123,6 +123,7 @@ class PushFactory:
                 state.request.writers,
                 limits.writer_timeout_s,
                 partial(received, state),
+                partial(has_all, state),
                 lambda error: lifecycle.fail(error, "aborted"),
             )
         push = Push(

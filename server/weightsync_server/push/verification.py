@@ -10,11 +10,13 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.boxes import box_name
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
+from weightsync_server.ops.tasks import all_done
 from weightsync_server.push.coverage import check_boxes
 from weightsync_server.workers.fetch.fetch_api import PatchOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["check_arrived_header", "check_taken_back", "lay_patch", "verify", "verify_boxes"]
+__all__ = ["check_arrived_header", "check_taken_back", "lay_patches", "verify", "verify_boxes"]
 
 #: Larger headers are parsed in a thread.
 _INLINE_HEADER_BYTES = 32 << 10
@@ -81,22 +83,42 @@ async def check_arrived_header(
         check_header(header, tensors)
 
 
-async def lay_patch(
-    fetch: FetchApi, shard: ShardState, upload: BoxUpload, segment: Segment
-) -> None:
-    """Make a writer's boxes of those of its base, where it sent what changed in them.
+async def lay_patches(fetch: FetchApi, shard: ShardState, segment: Segment) -> None:
+    """Make the boxes of writers of those of their bases, where they sent what changed in them.
 
     Raises:
-        WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, naming the writer. FETCHER_FAILED,
+        WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, naming a writer. FETCHER_FAILED,
             SHUTTING_DOWN.
     """
+    uploads = sorted(shard.writers.boxes.values(), key=lambda upload: upload.writer)
+    seen: set[TensorBox] = set()
+    laid = []
+    for upload in uploads:
+        # A box that several send is laid once: two that change it at a time make neither.
+        laid.append(_lay_patch(fetch, shard, upload, segment, frozenset(seen)))
+        seen |= set(upload.sent)
+    await all_done(laid)
+
+
+async def _lay_patch(
+    fetch: FetchApi,
+    shard: ShardState,
+    upload: BoxUpload,
+    segment: Segment,
+    skipped: AbstractSet[TensorBox],
+) -> None:
     patch, tensors = upload.patch, shard.tensors or ()
     if patch is None:
         return
+    kinds: dict[str, tuple[str, Sequence[int]]] = {}
     boxes = []
-    for (at, box), span in zip(upload.sent, upload.spans, strict=True):
-        boxes.append((box_name(tensors[at].name, box), tensors[at].dtype, box.sizes, span))
-    order = PatchOrder(patch.size, patch.base_content_digest, boxes)
+    for one, span in zip(upload.sent, upload.spans, strict=True):
+        tensor = tensors[one.tensor]
+        name = box_name(tensor.name, one.box)
+        kinds[name] = tensor.dtype, one.box.sizes
+        if one not in skipped:
+            boxes.append((name, span))
+    order = PatchOrder(patch.size, patch.base_content_digest, kinds, boxes)
     try:
         await fetch.patch_boxes(segment, patch.base, patch.segment, order)
     except WeightSyncError as error:
@@ -158,7 +180,9 @@ async def verify_boxes(
     for upload in uploads:
         if upload.answered:
             upload.given[: len(upload.sent)] = [digests.get(one, _EMPTY) for one in upload.sent]
-    shard.given = list(found)
+    if not any(upload.copied for upload in uploads):
+        # What the server has read by itself no trainer has digested.
+        shard.given = list(found)
 
 
 def _wanted(uploads: Iterable[BoxUpload]) -> set[TensorBox]:

@@ -26,6 +26,7 @@ class Writers:
         count: How many there are.
         timeout_s: How long one may bring nothing, in seconds; late by at most an eighth.
         progress: Bytes that a writer has brought so far.
+        complete: Whether it has brought everything.
         fail: Called with the reason, at most once.
 
     Attributes:
@@ -40,6 +41,7 @@ class Writers:
         count: int,
         timeout_s: float,
         progress: Callable[[int], int],
+        complete: Callable[[int], bool],
         fail: Callable[[Refusal], None],
     ) -> None:
         self.absent = set(range(count))
@@ -48,6 +50,7 @@ class Writers:
         self.count = count
         self._timeout_s = timeout_s
         self._progress = progress
+        self._complete = complete
         self._fail = fail
         self._calls: Counter[int] = Counter()
         self._seen: dict[int, tuple[int, int]] = {}
@@ -86,9 +89,13 @@ class Writers:
     def _look(self) -> None:
         now = self._loop.time()
         waited_for = set(range(self.count)) - self.committed
+        # Who has brought everything may wait for the others before it asks for the commit.
+        waiting = {writer for writer in waited_for if self._complete(writer)}
+        if waiting == waited_for:
+            waiting = set()
         for writer in waited_for:
             brought = self._calls[writer], self._progress(writer)
-            if brought != self._seen.get(writer):
+            if brought != self._seen.get(writer) or writer in waiting:
                 self._seen[writer] = brought
                 self._since[writer] = now
         # Others may wait for the one that has been late for longest.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from tests.integration.client.conftest import RETRY, Relay
 from tests.support.weightsync_server import WeightSyncServer
+from weightsync import failpoints
 from weightsync_client import Client, ClientError, Reason, ShardedTensor
 from weightsync_client.types import PushKind
 
@@ -125,7 +127,7 @@ def test_each_sends_what_changed_in_its_boxes(
     after = changed(before, 7)
     second = writers.push(after, f"delta/{along}/1", along)
     last = changed(after, 8)
-    third = writers.push(last, f"delta/{along}/2", along, delta="require")
+    third = writers.push(last, f"delta/{along}/2", along)
     assert kinds(first) == [PushKind.FULL] * WRITERS
     assert kinds(second) == kinds(third) == [PushKind.DELTA] * WRITERS
     assert {result.base_version for result in third} == {second[0].version}
@@ -179,14 +181,14 @@ def test_one_that_holds_replicas_alone_has_nothing_to_compare(
     vector = np.arange(1000, dtype=np.float32)
     made = Writers([roomy_server.address] * 2)
 
-    def one(writer: int, key: str, delta: Any) -> Any:
+    def one(writer: int, key: str) -> Any:
         named: dict[str, Any] = {"idempotency_key": key, "writers": 2, "writer": writer}
-        return made.clients[writer].push({"vector": vector}, delta=delta, **named)
+        return made.clients[writer].push({"vector": vector}, **named)
 
     with made.stack, ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, range(2), ["alike/0"] * 2, ["auto"] * 2))
+        list(pool.map(one, range(2), ["alike/0"] * 2))
         vector[3] = 9
-        results = list(pool.map(one, range(2), ["alike/1"] * 2, ["require"] * 2))
+        results = list(pool.map(one, range(2), ["alike/1"] * 2))
     assert kinds(results) == [PushKind.DELTA, PushKind.FULL]
     assert results[1].sent_bytes == 0
 
@@ -241,3 +243,94 @@ def test_a_failed_push_is_followed_by_a_whole_one(
     results = writers.push(after, "failed/2")
     assert kinds(results) == [PushKind.FULL] * WRITERS
     compare(roomy_server, after, results)
+
+
+@pytest.mark.parametrize("point", ["fetcher.task", "fetcher.reply"])
+def test_a_fetcher_that_dies_at_it_is_replaced(tmp_path: Path, point: str) -> None:
+    folder, plan = Path(tempfile.mkdtemp(prefix="wsd")), tmp_path / "plan"
+    plan.touch()
+    server = WeightSyncServer(
+        folder / "run",
+        folder / "state",
+        flags=("--slots", "3"),
+        variables={failpoints.VARIABLE: f"@{plan}"},
+    )
+    server.start()
+    made = Writers([server.address] * WRITERS)
+    try:
+        with made.stack:
+            before = matrix(16)
+            made.push(before, "dies/0", along=1)
+            # The first that is asked of one now is to lay a base and what changed.
+            plan.write_text(f"{point}=panic")
+            after = changed(before, 17)
+            with ThreadPoolExecutor(1) as pool:
+                pushing = pool.submit(made.push, after, "dies/1", along=1)
+                hits = plan.with_name("plan.hits")
+                while not hits.exists() and not pushing.done():
+                    time.sleep(0.01)
+                plan.unlink()
+                results = pushing.result()
+        assert kinds(results) == [PushKind.DELTA] * WRITERS
+        assert f"{point} panic" in hits.read_text()
+        compare(server, after, results)
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1 << 14])
+def test_a_shard_in_which_all_changes_is_no_more_than_a_large_delta(
+    roomy_server: WeightSyncServer, writers: Writers, shard_bytes: int
+) -> None:
+    whole, norm = matrix(18), np.ones(64, np.float32)
+
+    def one(writer: int, key: str) -> Any:
+        source = part(whole, writer, 0)
+        places = [((16 * writer,), norm[16 * writer : 16 * writer + 16].copy())]
+        source["norm"] = ShardedTensor((64,), "F32", places)
+        named: dict[str, Any] = {"idempotency_key": key, "writers": WRITERS, "writer": writer}
+        return writers.clients[writer].push(source, shard_bytes=shard_bytes, **named)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for step in range(3):
+            key = f"small/{shard_bytes}/{step}"
+            results = list(pool.map(one, range(WRITERS), [key] * WRITERS))
+            whole = changed(whole, 30 + step)
+            norm = norm + np.float32(np.pi)
+    assert kinds(results) == [PushKind.DELTA] * WRITERS
+
+
+def test_a_server_without_memory_for_changes_gets_all_from_then_on(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="wsd"))
+    rows, columns, count = 2048, 2048, 2
+    variables = {"WEIGHTSYNC_SLOTS": "2", "WEIGHTSYNC_MEMORY_BYTES": str(2 * 18_874_368)}
+    server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
+    server.start()
+    whole = np.random.default_rng(1).random((rows, columns), np.float32)
+    made = Writers([server.address] * count)
+
+    def one(writer: int, key: str) -> Any:
+        half = slice(writer * rows // count, (writer + 1) * rows // count)
+        boxes = [((half.start, 0), whole[half].copy())]
+        source = {"big": ShardedTensor(whole.shape, "F32", boxes)}
+        named: dict[str, Any] = {"idempotency_key": key, "writers": count, "writer": writer}
+        try:
+            return made.clients[writer].push(source, **named)
+        except ClientError as error:
+            return error
+
+    outcomes = []
+    try:
+        with made.stack, ThreadPoolExecutor(count) as pool:
+            for step in range(4):
+                outcomes.append(list(pool.map(one, range(count), [f"step/{step}"] * count)))
+                whole.reshape(-1)[step::31] += 1
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+    first, second, *later = outcomes
+    assert kinds(first) == [PushKind.FULL] * count
+    assert {error.reason for error in second} == {Reason.MEMORY_EXHAUSTED}
+    for results in later:
+        assert {result.fallback_reason for result in results} == {"no_room"}

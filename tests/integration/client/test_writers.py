@@ -282,7 +282,10 @@ def test_cancelling_one_tells_the_others(short_server: WeightSyncServer) -> None
         ({"writers": 2, "writer": 2, "idempotency_key": "k"}, "number them from 0"),
         ({"writers": 1}, "held in part"),
         ({"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True}, "leave partial"),
-        ({"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"}, "delta='auto'"),
+        (
+            {"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"},
+            "use delta='auto'",
+        ),
     ],
 )
 def test_what_cannot_be_says_what_to_do(

@@ -50,8 +50,10 @@ class BoxCopySession:
         """
         spans = [span for span in boxes.spans if span.size]
         blocks = sum(span.block_count for span in spans)
-        if boxes.patch is not None or blocks > MOST_PLACES:
-            return f"{blocks} blocks of runs, or what changed in them; at most {MOST_PLACES}"
+        if boxes.patched:
+            return "what changed in boxes is sent as chunks"
+        if blocks > MOST_PLACES:
+            return f"the boxes lie in {blocks} places of a shard; at most {MOST_PLACES}"
         found = placement(shard.index, len(spans), where)
         source = _source(self._copies.trainer, found, spans)
         digests = _replicas(boxes, where)
@@ -62,6 +64,7 @@ class BoxCopySession:
         boxes.answered = where.get("digests") is True
         # Nobody else may get the memory while something is written there.
         push.lifecycle.writers.add(self._copies)
+        boxes.copying = True
         self._copies.start(shard.index, self._copied(push, shard, boxes, segment, source))
         declined = await self._copies.declined(push, shard.index, found.device)
         if declined:
@@ -105,7 +108,10 @@ class BoxCopySession:
         segment: Segment,
         source: GpuSource,
     ) -> None:
-        await self._copier.collect(segment, source)
+        try:
+            await self._copier.collect(segment, source)
+        finally:
+            boxes.copying = False
         check_open(push.state)
         # The trainer has read none of it.
         boxes.copied = True

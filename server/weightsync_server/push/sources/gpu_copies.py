@@ -61,12 +61,15 @@ class GpuCopies:
         self.trainer = secrets.token_hex(8)
         #: Devices from which something was copied.
         self._reached: set[str] = set()
-        #: What was begun, by shard.
+        #: What was begun last, by shard.
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
 
     def start(self, shard: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin to copy, whether the trainer asks for its outcome or not."""
         task = self._tasks[shard] = start_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         return task
 
     async def declined(self, push: Push, shard: int, device: str) -> str:
@@ -106,7 +109,7 @@ class GpuCopies:
 
     async def cease(self) -> None:
         """Call off what is under way, and return once nothing is written any more."""
-        tasks = self._tasks.values()
+        tasks = list(self._running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -284,6 +284,8 @@ class SameHostSession:
         if push.state.writers is not None:
             _, boxes = push.boxes.find(shard, self._writer)
             _check_nothing_here(shard, boxes.received)
+            if boxes.patched:
+                raise refused(f"what changed in boxes of shard {shard} is sent as chunks")
             if not boxes.size:
                 # Without it the shard may be proved at any time, and nobody may write any more.
                 raise refused(
@@ -316,7 +318,7 @@ class SameHostSession:
     def _boxes_written(self, push: Push, shard: int, digests: bytes) -> None:
         """Take a writer's boxes; who brings the last of the shard proves that all let go of it."""
         whole, boxes = push.boxes.find(shard, self._writer)
-        if boxes.owner is not self:
+        if boxes.owner is not self or boxes.copying or boxes.copied or boxes.patched:
             raise refused(f"shard {shard} was not lent on this connection; ask for it first")
         boxes.give(0, digests)
         boxes.received_to(boxes.size)

@@ -39,7 +39,7 @@ def patch(
         Cancelled: The server no longer wants it.
     """
     order = read_order(fd)
-    kinds = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in order["boxes"]}
+    kinds = {name: (dtype, tuple(shape)) for name, (dtype, shape) in order["kinds"].items()}
     delta = parse_shard(source[: order["size"]], kinds)
     if delta.base_content_digest != order["base_content_digest"]:
         raise WeightSyncError(
@@ -47,7 +47,7 @@ def patch(
             f"they are of content {delta.base_content_digest}, the push was begun with "
             f"{order['base_content_digest']}; push the version again",
         )
-    for name, _, _, (begin, run, counts, strides) in order["boxes"]:
+    for name, (begin, run, counts, strides) in order["boxes"]:
         span = BoxSpan(begin, run, tuple(counts), tuple(strides))
         _lay(span, view, base, delta.changes.get(name), stop)
 
@@ -70,8 +70,11 @@ def _lay(
             apply_change(change, _array(view[span.begin : span.begin + span.size]))
         return
     # Its runs lie apart: a change takes the box in a row.
-    look(stop)
-    row = np.concatenate([_array(piece) for piece in span.pieces(base)])
+    row, at = np.empty(span.size, np.uint8), 0
+    for piece in span.pieces(base):
+        look(stop)
+        row[at : at + len(piece)] = _array(piece)
+        at += len(piece)
     apply_change(change, row)
     span.put(view, 0, row.data)
 

@@ -15,7 +15,7 @@ from weightsync.model.digest import DIGEST_BYTES
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Mapping, Sequence
 
     from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry
@@ -73,12 +73,14 @@ class PatchOrder(NamedTuple):
     Attributes:
         size: Bytes of the delta shard.
         base_content_digest: What it must name as its base.
-        boxes: Name, dtype and shape of each, and where it lies in the shard.
+        kinds: Dtype and shape of every box that it may tell of, by name.
+        boxes: Those that are wanted, and where they lie in the shard.
     """
 
     size: int
     base_content_digest: str
-    boxes: Sequence[tuple[str, str, Sequence[int], BoxSpan]]
+    kinds: Mapping[str, tuple[str, Sequence[int]]]
+    boxes: Sequence[tuple[str, BoxSpan]]
 
 
 #: Bytes of a shard that are worth a task of their own; so many times the header's are, too.

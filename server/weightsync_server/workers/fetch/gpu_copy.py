@@ -27,6 +27,8 @@ __all__ = ["Opened", "Order", "Registered", "collect", "read_order"]
 
 #: Bytes between two looks at whether the server still wants the result.
 _STEP = 64 << 20
+#: CUDA's CU_DEVICE_ATTRIBUTE_MAX_PITCH is 2 GiB - 1 on every device so far.
+_MOST_STRIDE = (1 << 31) - 1
 
 
 class Order(NamedTuple):
@@ -191,13 +193,15 @@ def _check(end: int, size: int, target_end: int, room: int) -> None:
 def _copy_rows(
     stream: Stream, view: memoryview, piece: StridedPiece, source: int, stop: threading.Event
 ) -> None:
-    step = max(1, _STEP // piece.run)
+    # Rows that lie further apart than a copy of several may have them go one by one.
+    step = max(1, _STEP // piece.run) if piece.stride <= _MOST_STRIDE else 1
     for row in range(0, piece.rows, step):
         look(stop)
         rows = min(step, piece.rows - row)
         target = view[piece.at + row * piece.stride :]
-        stream.copy_rows(target, piece.stride, source + row * piece.run, piece.run, rows)
-        if piece.rows > step:
+        stride = piece.stride if rows > 1 else piece.run
+        stream.copy_rows(target, stride, source + row * piece.run, piece.run, rows)
+        if rows * piece.run >= _STEP:
             stream.wait()
 
 

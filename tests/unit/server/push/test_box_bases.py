@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.unit.server.push.boxes import Held, Part, Writer, push_all, sharded, version
+from tests.unit.server.deltas.pushing import until
+from tests.unit.server.push.boxes import Held, Part, Writer, part, push_all, sharded, version
 from tests.unit.server.world import World, chunk, content, make_shard, world
 from weightsync.delta import encode_shard
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.boxes import box_name
+from weightsync.model.boxes import Box, box_name
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.workers.fetch.fetch_pool import FetcherPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -135,7 +137,8 @@ async def test_its_base_stays_in_memory_until_the_push_has_ended(box_world: Worl
     await begin(box_world, first, reply.content_digest)
     await begin(box_world, other, reply.content_digest)
     assert slot is not None
-    assert slot.leases == 2
+    # One for both.
+    assert slot.leases == 1
     await box_world.pushes.abort(pb.AbortPushRequest(push_id=first.push_id))
     assert slot.leases == 0
     used = box_world.model.slots.reserved_bytes
@@ -201,7 +204,7 @@ async def test_changes_of_another_base_are_refused_with_the_writer(box_world: Wo
         assert "the changes of writer" in error.message
 
 
-async def test_changes_without_a_base_and_as_large_as_the_boxes_are_refused(
+async def test_changes_without_a_base_and_larger_than_the_boxes_are_refused(
     box_world: World,
 ) -> None:
     before, reply = await base_of(box_world)
@@ -214,7 +217,7 @@ async def test_changes_without_a_base_and_as_large_as_the_boxes_are_refused(
     first.key = "run/2"
     held = first.held[0]
     assert isinstance(held, Changed)
-    held.blob = bytes(sum(len(part.data) for part in held.sent))
+    held.blob = bytes(16_384 + sum(len(part.data) for part in held.sent))
     await begin(box_world, first, reply.content_digest)
     with pytest.raises(WeightSyncError, match="send those"):
         await first.stream(box_world)
@@ -236,3 +239,59 @@ async def test_a_writer_that_declares_again_goes_on_where_it_was(box_world: Worl
         first.commit(box_world), push(box_world, other, reply.content_digest)
     )
     assert box_world.read(replies[0].version) == [now[0].data]
+
+
+async def test_memory_that_comes_after_the_push_has_ended_is_given_back(
+    box_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, reply = await base_of(box_world)
+    first, _ = changes(before, after(before), reply.content_digest)
+    await begin(box_world, first, reply.content_digest)
+    slots, gate = box_world.model.slots, asyncio.Event()
+    segment = slots.segment
+
+    async def late(slot: Any, shard: int, size: int) -> Any:
+        if slot.index < 0:
+            await gate.wait()
+        return await segment(slot, shard, size)
+
+    monkeypatch.setattr(slots, "segment", late)
+    held = first.held[0]
+    streaming = asyncio.create_task(first.stream(box_world, [*held.shard.layout(), held.boxes()]))
+    await until(lambda: len(slots._scratch) == 1)
+    await box_world.pushes.abort(pb.AbortPushRequest(push_id=first.push_id))
+    gate.set()
+    with pytest.raises(WeightSyncError, match="gave the push up"):
+        await streaming
+    # Once no fetcher maps it any more.
+    await until(lambda: box_world.budget.reserved == slots.reserved_bytes)
+
+
+async def test_two_that_send_changes_of_one_box_make_it_once(tmp_path: Path) -> None:
+    fetchers = FetcherPool(2)
+    await fetchers.start()
+    try:
+        async with world(tmp_path, slots=4, fetchers=fetchers) as here:
+            shape = (1024, 1024)
+            old = np.arange(1 << 20, dtype=np.uint16)
+            new = old.copy()
+            new[::7] += 1
+            versions = [[make_shard(0, [("m", "BF16", shape, a.tobytes())])] for a in (old, new)]
+            whole = Box((0, 0), shape)
+
+            def both(shards: Sequence[Shard], key: str) -> list[Writer]:
+                held = [[Held(shards[0], [part(shards[0], 0, whole)])] for _ in range(2)]
+                return [Writer(number, 2, one, key) for number, one in enumerate(held)]
+
+            reply = (await push_all(here, both(versions[0], "run/0")))[0]
+            writers = both(versions[1], "run/1")
+            for writer in writers:
+                plain, base = writer.held[0], part(versions[0][0], 0, whole)
+                delta = Changed(plain.shard, plain.sent, [], 1 << 20, reply.content_digest)
+                delta.before = Held(plain.shard, [base])
+                delta.encode()
+                writer.held = [delta]
+            replies = await asyncio.gather(*(push(here, w, reply.content_digest) for w in writers))
+            assert here.read(replies[0].version) == [versions[1][0].data]
+    finally:
+        await fetchers.stop()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.server.push.boxes import Held, Writer, sharded, version
 from tests.unit.server.push.copier import Copier
-from tests.unit.server.world import world
+from tests.unit.server.world import Threads, world
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.shm.same_host_server import PeerCredentials
@@ -158,3 +158,69 @@ async def test_the_memory_is_nobody_elses_while_it_is_copied(site: Site) -> None
     site.copier.gate.set()
     await aborting
     assert site.copier.busy == 0
+
+
+async def copied_once(site: Site, shards: int = 2) -> tuple[SameHostSession, Writer, Writer]:
+    """Return a desk from whose device something was copied, and writers that have declared."""
+    first, other = sharded(version(6, shards=shards), 2)
+    desk = await site.connect(first)
+    await site.connect(other)
+    assert await site.collect(desk, first.held[0]) == ""
+    return desk, first, other
+
+
+async def test_what_is_being_copied_is_neither_copied_again_nor_written(site: Site) -> None:
+    desk, first, other = await copied_once(site)
+    site.copier.gate.clear()
+    assert await site.collect(desk, first.held[1]) == ""
+    with pytest.raises(WeightSyncError, match="are being copied") as caught:
+        await site.collect(desk, first.held[1])
+    assert caught.value.reason is Reason.SHARD_BUSY
+    with pytest.raises(WeightSyncError, match="are being copied"):
+        await asyncio.to_thread(desk.lend, 1)
+    parts = first.held[1].sent + first.held[1].replicas
+    digests = b"".join(tensor_digest(part.data) for part in parts)
+    with pytest.raises(WeightSyncError, match="was not lent"):
+        await asyncio.to_thread(desk.written, 1, digests)
+    site.copier.gate.set()
+    await other.stream(site.world)
+    replies = await asyncio.gather(first.commit(site.world), other.commit(site.world))
+    shards = [held.shard.data for held in first.held]
+    assert site.world.read(replies[0].version) == shards
+
+
+async def test_what_nobody_has_digested_counts_as_that(site: Site) -> None:
+    _, first, other = await copied_once(site, 1)
+    await other.stream(site.world)
+    replies = await asyncio.gather(first.commit(site.world), other.commit(site.world))
+    commit = site.world.model.table.get(replies[0].version).commit
+    assert commit is not None
+    assert not commit.trainer_verified
+
+
+async def test_fetchers_that_are_lost_fail_the_push_for_who_waits_for_digests(site: Site) -> None:
+    assert isinstance(site.world.fetchers, Threads)
+    site.world.fetchers.errors.append(WeightSyncError(Reason.FETCHER_FAILED, "three were lost"))
+    writers = sharded(version(7, shards=1), 2)
+    desks = [await site.connect(writer) for writer in writers]
+    for desk, writer in zip(desks, writers, strict=True):
+        await site.collect(desk, writer.held[0], digests=True)
+    for desk in desks:
+        with pytest.raises(WeightSyncError, match="three were lost"):
+            await asyncio.to_thread(desk.collected, 0)
+
+
+async def test_who_waits_for_digests_is_not_blamed_for_who_is_slow(tmp_path: Path) -> None:
+    async with world(tmp_path, limits={"writer_timeout_s": 0.4}) as here:
+        site = Site(here, tmp_path)
+        near, far = sharded(version(8, shards=1), 2)
+        far.held[0].chunk_bytes = 40
+        desk = await site.connect(near)
+        await site.collect(desk, near.held[0], digests=True)
+        waiting = asyncio.create_task(asyncio.to_thread(desk.collected, 0))
+        await far.begin(here)
+        for message in far.held[0].all():
+            await far.stream(here, [*far.held[0].shard.layout(), far.held[0].boxes(), message])
+            await asyncio.sleep(0.1)
+        assert await waiting
+        desk.close()
