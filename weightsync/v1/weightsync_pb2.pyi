@@ -745,8 +745,8 @@ class BeginPushResponse(_message.Message):
     @_builtins.property
     def same_host_offer(self) -> Global___SameHostOffer:
         """Set when the source is same_host and the server would take the bytes so: not where that is off,
-        to a caller whose connection came from another host, for a delta, or for a push that another
-        caller began.
+        to a caller whose connection came from another host, for a delta, or for a push of one writer
+        that another caller began.
         """
 
     def __init__(

@@ -123,7 +123,8 @@ class SameHostOffers:
             writer: Which of several writers that is.
         """
         push = self._pushes.find(response.push_id)
-        mine = push.state.caller == caller.get()
+        # Of several writers each begins for itself, as whoever it is.
+        mine = push.state.caller == caller.get() or push.state.writers is not None
         if (
             not is_here(peer)
             or not mine

@@ -1,0 +1,103 @@
+"""Ranks on the server's host and on another one, which network namespaces are, push together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.client.conftest import RETRY
+from tests.integration.client.far_rank import SEED, push_steps
+from tests.integration.client.test_box_deltas import WRITERS, changed, everything, matrix
+from tests.support.secured import Secured
+from weightsync_client import Client
+
+NEAR, FAR = "10.213.7.1", "10.213.7.2"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(name="hosts", scope="module")
+def _hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, a cable between them."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and ip(8)")
+    names = tuple(f"weightsync-{os.getpid()}-{end}" for end in ("near", "far"))
+    links = [f"ws{os.getpid()}{end}" for end in "nf"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            try:
+                ip("netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"no network namespace can be made: {error.stderr.decode()}")
+            stack.callback(ip, "netns", "del", name)
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for name, link, address in zip(names, links, (NEAR, FAR), strict=True):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
+
+
+@pytest.fixture(name="server", scope="module")
+def _server(hosts: tuple[str, str]) -> Iterator[Secured]:
+    """A server on the near host, whose unix sockets only that one has."""
+    folder = Path(tempfile.mkdtemp(prefix="wsh"))
+    secured = Secured(folder, tls=True, flags=("--same-host", "--slots", "3"))
+    secured.server.wrapper = ("ip", "netns", "exec", hosts[0])
+    secured.start()
+    yield secured
+    secured.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def far_rank(secured: Secured, host: str, writer: int) -> Any:
+    """Push as a rank on another host; its server's name is known there."""
+    names = secured.folder / "hosts"
+    names.write_text(f"{NEAR} server.test\n")
+    rank = [sys.executable, "-m", "tests.integration.client.far_rank"]
+    told = [f"server.test:{secured.port}", str(secured.ca.ca), secured.tokens["push"], str(writer)]
+    named = f'mount --bind {names} /etc/hosts && exec "$@"'
+    done = subprocess.run(
+        ["ip", "netns", "exec", host, "sh", "-c", named, "sh", *rank, *told],
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+        timeout=120,
+    )
+    return json.loads(done.stdout)
+
+
+def test_two_write_into_its_memory_and_two_stream(server: Secured, hosts: tuple[str, str]) -> None:
+    def near_rank(writer: int) -> Any:
+        with Client(server.socket("push"), retry=RETRY) as client:
+            return push_steps(client, writer)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        near = [pool.submit(near_rank, writer) for writer in range(2)]
+        far = [pool.submit(far_rank, server, hosts[1], writer) for writer in (2, 3)]
+        ranks = [rank.result() for rank in near + far]
+    for step, (kind, weights) in enumerate(
+        [("full", matrix(SEED)), ("delta", changed(matrix(SEED), SEED + 1))]
+    ):
+        told = [rank[step] for rank in ranks]
+        assert {one["kind"] for one in told} == {kind}
+        # What changed is always sent.
+        ways = ["same_host"] * 2 if kind == "full" else ["stream"] * 2
+        assert [one["way"] for one in told] == [*ways, "stream", "stream"]
+        with Client(server.socket("push"), retry=RETRY) as client:
+            alone = client.push(everything(weights), delta="never")
+        assert {one["digest"] for one in told} == {alone.content_digest}
