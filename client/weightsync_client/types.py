@@ -358,7 +358,11 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class PushStatus:
-    """An open push; `layout_check` says whether the engine takes its tensors."""
+    """An open push; `layout_check` says whether the engine takes its tensors.
+
+    Of `writers` processes that bring it together some have not begun (`absent_writers`), others
+    have and did not ask for the commit yet; at most 100 of each are told. 0: one brings it alone.
+    """
 
     push_id: str
     version: int
@@ -366,6 +370,9 @@ class PushStatus:
     declared_bytes: int
     streams: int
     layout_check: LayoutCheck = LayoutCheck.UNSPECIFIED
+    writers: int = 0
+    absent_writers: tuple[int, ...] = ()
+    unfinished_writers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

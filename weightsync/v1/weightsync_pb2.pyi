@@ -2557,6 +2557,9 @@ class PushStatus(_message.Message):
     DECLARED_BYTES_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     LAYOUT_CHECK_FIELD_NUMBER: _builtins.int
+    WRITERS_FIELD_NUMBER: _builtins.int
+    ABSENT_WRITERS_FIELD_NUMBER: _builtins.int
+    UNFINISHED_WRITERS_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Names it."""
     version: _builtins.int
@@ -2569,6 +2572,16 @@ class PushStatus(_message.Message):
     """Streams open now."""
     layout_check: Global___LayoutCheck.ValueType
     """Whether the engine takes its tensors, as far as their layout has come."""
+    writers: _builtins.int
+    """How many processes bring it together; 0: one alone."""
+    @_builtins.property
+    def absent_writers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of them, at most 100, that have not begun."""
+
+    @_builtins.property
+    def unfinished_writers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Those of them, at most 100, that have begun and not asked for the commit."""
+
     def __init__(
         self,
         *,
@@ -2578,10 +2591,13 @@ class PushStatus(_message.Message):
         declared_bytes: _builtins.int = ...,
         streams: _builtins.int = ...,
         layout_check: Global___LayoutCheck.ValueType = ...,
+        writers: _builtins.int = ...,
+        absent_writers: _abc.Iterable[_builtins.int] | None = ...,
+        unfinished_writers: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_bytes", b"declared_bytes", "layout_check", b"layout_check", "push_id", b"push_id", "received_bytes", b"received_bytes", "streams", b"streams", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_writers", b"absent_writers", "declared_bytes", b"declared_bytes", "layout_check", b"layout_check", "push_id", b"push_id", "received_bytes", b"received_bytes", "streams", b"streams", "unfinished_writers", b"unfinished_writers", "version", b"version", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,18 @@ def show_push(result: types.PushResult) -> None:
     typer.echo(f"content {result.content_digest}")
 
 
+def _writers(push: types.PushStatus) -> str:
+    """Return for whom a push of several writers waits."""
+    text = f", {push.writers} writers" if push.writers else ""
+    for what, writers in (
+        ("not begun", push.absent_writers),
+        ("unfinished", push.unfinished_writers),
+    ):
+        if writers:
+            text += f", {what}: {', '.join(map(str, writers))}"
+    return text
+
+
 def _ranks(ranks: tuple[types.RankResult, ...]) -> None:
     for rank in ranks:
         state = f"version {rank.version}" if rank.version else "no whole version"
@@ -214,6 +226,7 @@ def show_status(status: types.Status) -> None:
                 f"  push {push.push_id}: version {push.version}, {size(push.received_bytes)} of "
                 f"{size(push.declared_bytes)}, {push.streams} streams"
                 + (", unchecked" if push.layout_check is types.LayoutCheck.UNCHECKED else "")
+                + _writers(push)
             )
 
 

@@ -224,6 +224,9 @@ def _push(m: pb.PushStatus) -> types.PushStatus:
         m.declared_bytes,
         m.streams,
         _enum(types.LayoutCheck, m.layout_check),
+        m.writers,
+        tuple(m.absent_writers),
+        tuple(m.unfinished_writers),
     )
 
 

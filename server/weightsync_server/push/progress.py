@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightsync.v1 import weightsync_pb2 as pb
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["has_all", "missing", "progress", "received", "status"]
 
 _NAMED = 10
+#: Numbers of writers that GetStatus tells.
+_MOST_WRITERS = 100
 
 
 def missing(state: PushState, shard_count: int = 0) -> list[str]:
@@ -77,7 +79,20 @@ def status(state: PushState) -> pb.PushStatus:
         declared_bytes=max(state.declared_bytes, state.request.total_bytes),
         streams=state.streams,
         layout_check=state.record.layout_check,
+        **_writers(state),
     )
+
+
+def _writers(state: PushState) -> dict[str, Any]:
+    writers = state.writers
+    if writers is None:
+        return {}
+    unfinished = set(range(writers.count)) - writers.absent - writers.committed
+    return {
+        "writers": writers.count,
+        "absent_writers": sorted(writers.absent)[:_MOST_WRITERS],
+        "unfinished_writers": sorted(unfinished)[:_MOST_WRITERS],
+    }
 
 
 def _received(state: PushState) -> int:

@@ -81,3 +81,10 @@ def test_what_makes_an_engine_less_safe_is_shown(capsys: pytest.CaptureFixture[s
     model = pb.ModelStatus(model="m", engine=engine)
     render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
     assert "  WARNING anybody may call it\n" in capsys.readouterr().out
+
+
+def test_a_push_shows_for_which_writers_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    push = pb.PushStatus(push_id="p", writers=4, absent_writers=[1, 3], unfinished_writers=[0])
+    model = pb.ModelStatus(model="m", pushes=[push])
+    render.show_status(convert.to_status(pb.GetStatusResponse(models=[model])))
+    assert "0 streams, 4 writers, not begun: 1, 3, unfinished: 0\n" in capsys.readouterr().out

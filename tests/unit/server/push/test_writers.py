@@ -429,3 +429,18 @@ async def test_boxes_that_would_take_for_ever_are_refused(
     bad = pb.PushWeightsRequest(boxes=pb.BoxPart(shard=0, sent=[wire], last=True))
     with pytest.raises(WeightSyncError, match=word):
         await writer.stream(box_world, [*shard.layout(), bad])
+
+
+async def test_status_tells_for_whom_a_push_waits(box_world: World) -> None:
+    first, second, _ = sharded(version(shards=1), 3)
+    await first.begin(box_world)
+    await first.stream(box_world)
+    committing = asyncio.create_task(first.commit(box_world))
+    await second.begin(box_world)
+    (push,) = box_world.pushes.status()
+    assert (push.writers, list(push.absent_writers)) == (3, [2])
+    assert 1 in push.unfinished_writers
+    await until(lambda: list(box_world.pushes.status()[0].unfinished_writers) == [1])
+    await box_world.pushes.abort(pb.AbortPushRequest(push_id=first.push_id))
+    with pytest.raises(WeightSyncError):
+        await committing
