@@ -76,11 +76,13 @@ class GrpcTransport:
         self._opened = opened
         endpoints, count = self._link.endpoints(opened.endpoints), self._streams
         if isinstance(shards, list):
-            # All lie there already, so more lanes hold no more of them.
-            count = min(max(count, len(endpoints)), len(shards))
+            # All lie there already, so more lanes hold no more of them. Of several processes each
+            # has its own.
+            wanted = count if self._source.writer is not None else max(count, len(endpoints))
+            count = min(wanted, len(shards))
         self._width = max(count, self._streams)
         # Pushes that have fewer lanes than there are endpoints do not all take the same ones.
-        first = zlib.crc32(opened.push_id.encode())
+        first = zlib.crc32(opened.push_id.encode()) + opened.writer
         self._lanes = [
             StreamConnection(
                 self._link, endpoints[(first + i) % len(endpoints)] if endpoints else ""

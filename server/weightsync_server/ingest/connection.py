@@ -12,6 +12,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.auth.auth_interceptor import reader
 from weightsync_server.push import Claim, RemoteStream, Written, read_message
 from weightsync_server.workers.runtime import frames
+from weightsync_server.workers.runtime.notes import noted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,8 +118,14 @@ class Connection(RemoteStream):
             "size": grant.size,
             "mark": grant.mark,
             "most": grant.most,
+            "boxes": bool(grant.spans),
         }
-        self._send(document, fds=[segment.fd])
+        with contextlib.ExitStack() as stack:
+            fds = [segment.fd]
+            if grant.spans:
+                # There may be more of them than a socket takes.
+                fds.append(stack.enter_context(noted({"spans": grant.spans})))
+            self._send(document, fds=fds)
 
     def go_on(self, mark: int) -> None:
         """Answer what was due."""

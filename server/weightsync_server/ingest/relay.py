@@ -13,10 +13,12 @@ from google.protobuf.message import DecodeError
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.box_spans import BoxSpan
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.ops.os_errors import system_fault
-from weightsync_server.push import ChunkView, plain_chunk
+from weightsync_server.push import BoxWindow, ChunkView, plain_chunk
 from weightsync_server.workers.runtime import frames
+from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,7 +71,7 @@ class Done(NamedTuple):
 class _Claim:
     """A shard that may be written from `position` on, and must be told of at the mark."""
 
-    def __init__(self, shard: int, grant: dict[str, Any], view: memoryview) -> None:
+    def __init__(self, shard: int, grant: dict[str, Any], view: memoryview | BoxWindow) -> None:
         self.shard = shard
         self.view = view
         self.position: int = grant["received"]
@@ -207,13 +209,27 @@ class Relay:
         grant = await self._ask({"op": "claim", "shard": shard})
         self._release()
         name, capacity = grant["segment"]
-        if not self._fds:
+        boxes = grant.get("boxes", False)
+        if len(self._fds) < 1 + boxes:
             # The kernel drops descriptors over the limit, and says so to nobody.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         fd = self._fds.pop(0)
         view = self._used.enter_context(self._maps.use(name, fd, capacity, writable=True))
-        self._claim = _Claim(shard, grant, view)
+        window = BoxWindow(view, self._spans()) if boxes else view
+        self._claim = _Claim(shard, grant, window)
         return self._claim
+
+    def _spans(self) -> list[BoxSpan]:
+        """Return where the bytes go that were granted."""
+        fd = self._fds.pop(0)
+        try:
+            spans = read_note(fd)["spans"]
+        finally:
+            os.close(fd)
+        return [
+            BoxSpan(begin, run, tuple(counts), tuple(strides))
+            for begin, run, counts, strides in spans
+        ]
 
     def _release(self) -> None:
         self._claim = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weightsync_server.push.box_upload import BoxWindow
 from weightsync_server.push.limits import PushLimits
 from weightsync_server.push.messages import ChunkView, Message, plain_chunk, read_message
 from weightsync_server.push.service import PushService
@@ -9,6 +10,7 @@ from weightsync_server.push.sources.remote_stream import Claim, Grant, RemoteStr
 from weightsync_server.push.sources.same_host import SameHostOffers, is_here, start_lending
 
 __all__ = [
+    "BoxWindow",
     "ChunkView",
     "Claim",
     "Grant",

@@ -11,7 +11,7 @@ from weightsync.model.digest import DIGEST_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from weightsync.model.box_spans import BoxSpan
     from weightsync.model.boxes import Box
@@ -184,12 +184,10 @@ def window(view: memoryview, upload: BoxUpload) -> memoryview | BoxWindow:
     """Return where the bytes go that a writer sends of a shard.
 
     Args:
-        view: The shard.
+        view: The shard, or the memory of what changed in its boxes.
         upload: What the writer sends.
     """
-    if upload.patch is not None:
-        return upload.patch.segment.view
-    return BoxWindow(view, upload)
+    return view if upload.patched else BoxWindow(view, upload.spans)
 
 
 class BoxWindow:
@@ -197,12 +195,12 @@ class BoxWindow:
 
     Args:
         view: The shard.
-        upload: The boxes.
+        spans: Where the boxes lie in it.
     """
 
-    def __init__(self, view: memoryview, upload: BoxUpload) -> None:
+    def __init__(self, view: memoryview, spans: Sequence[BoxSpan]) -> None:
         self._view = view
-        self._spans = upload.spans
+        self._spans = spans
         self._index = self._start = 0
 
     def __setitem__(self, where: slice, data: memoryview | bytes) -> None:

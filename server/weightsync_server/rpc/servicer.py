@@ -62,9 +62,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServicer):
         response = await self._pushes.begin(request, context.time_remaining())
         if self._lender is not None and request.HasField("same_host"):
             self._lender.offer(response, context.peer(), request.writer)
-        if request.writers <= 1:
-            # What several writers bring is put together by this process.
-            response.data_endpoints.extend(self._endpoints(context.peer()))
+        response.data_endpoints.extend(self._endpoints(context.peer()))
         return response
 
     async def PushWeights(self, request_iterator: AsyncIterator[Message], context: Any) -> Any:

@@ -179,12 +179,17 @@ class UploadStream:
         if push.state.writers is None:
             upload, segment = await self._claim(push, shard)
             return upload, segment.view, upload.entry.size
+        boxes, segment = await self._claim_boxes(push, shard)
+        return boxes, window(segment.view, boxes), boxes.size
+
+    async def _claim_boxes(self, push: Push, shard: int) -> tuple[BoxUpload, Segment]:
+        """Return what a writer brings of a shard, and the memory that its bytes go to."""
         check_open(push.state)
         whole, boxes = push.boxes.find(shard, self._writer)
         boxes.own(self)
         push.pipeline.begin_receive()
         segment = await push.pipeline.ready(whole)
-        return boxes, window(segment.view, boxes), boxes.size
+        return boxes, boxes.patch.segment if boxes.patch is not None else segment
 
     async def _claim(self, push: Push, shard: int) -> tuple[ShardState, Segment]:
         check_open(push.state)

@@ -18,9 +18,11 @@ from weightsync_server.push.sources.grpc_stream import UploadStream
 from weightsync_server.push.state import check_open
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
+    from weightsync.model.box_spans import BoxSpan
     from weightsync.shm.segments import Segment
+    from weightsync_server.push.box_upload import BoxUpload
     from weightsync_server.push.messages import Message
     from weightsync_server.push.parts import Pushes
     from weightsync_server.push.shard_state import ShardState
@@ -40,9 +42,10 @@ class Grant(NamedTuple):
     Attributes:
         segment: The memory.
         received: Offset of the first byte that is not here.
-        size: Of the shard.
+        size: Of the shard, or of what one of several writers sends of it.
         mark: Number of received bytes at which to wait until it is told to go on.
         most: Bytes of the largest chunk.
+        spans: Where the bytes go, one after the other; none: to their offsets.
     """
 
     segment: Segment
@@ -50,6 +53,7 @@ class Grant(NamedTuple):
     size: int
     mark: int
     most: int
+    spans: Sequence[BoxSpan] = ()
 
 
 class Written(NamedTuple):
@@ -58,6 +62,14 @@ class Written(NamedTuple):
     shard: int
     end: int
     due: bool
+
+
+class _Granted(NamedTuple):
+    """What an ingest process may write now, and how many bytes there are of it."""
+
+    shard: int
+    upload: ShardState | BoxUpload
+    size: int
 
 
 class RemoteStream(ABC):
@@ -93,7 +105,7 @@ class DistantStream(UploadStream):
         # What is no message goes no further than _receive.
         super().__init__(pushes, cast("AsyncIterator[Message]", aiter(distant)), deadline_s)
         self._distant = distant
-        self._granted: tuple[ShardState, Segment] | None = None
+        self._granted: _Granted | None = None
 
     async def _receive(self) -> Message | None:
         while True:
@@ -107,37 +119,38 @@ class DistantStream(UploadStream):
 
     async def _grant(self, shard: int) -> None:
         push = self._opened()
-        if push.state.writers is not None:
-            raise WeightSyncError(
-                Reason.NOT_SUPPORTED,
-                "the bytes of several writers are taken at the server's own address; send them "
-                "there",
-            )
-        upload, segment = await self._claim(push, shard)
+        upload: ShardState | BoxUpload
+        spans: Sequence[BoxSpan] = ()
+        if push.state.writers is None:
+            upload, segment = await self._claim(push, shard)
+            size = upload.entry.size
+        else:
+            upload, segment = await self._claim_boxes(push, shard)
+            size, spans = upload.size, () if upload.patched else upload.spans
         await failpoints.reach("ingest.claim")
         check_open(push.state)
         # From here on the push is not taken apart before this process has let go.
         push.lifecycle.writers.add(self._distant)
-        self._granted = upload, segment
+        self._granted = _Granted(shard, upload, size)
         most = self._pushes.limits.max_chunk_bytes
-        self._distant.grant(
-            Grant(segment, upload.received, upload.entry.size, upload.watermark, most)
-        )
+        facts = segment, upload.received, size, upload.watermark, most, spans
+        self._distant.grant(Grant(*facts))
 
     async def _wrote(self, wrote: Written) -> None:
         push = self._opened()
         check_open(push.state)
-        upload, segment = self._granted or (None, None)
-        if upload is None or segment is None or upload.index != wrote.shard:
+        granted = self._granted
+        if granted is None or granted.shard != wrote.shard:
             raise _nonsense(wrote)
+        upload = granted.upload
         # What is complete is proved, or committed: nobody writes there any more.
-        if upload.complete or not upload.received <= wrote.end <= upload.entry.size:
+        if upload.complete or not upload.received <= wrote.end <= granted.size:
             raise _nonsense(wrote)
         failpoints.hit("ingest.wrote")
         self._received += wrote.end - upload.received
         upload.received_to(wrote.end)
         if wrote.due:
-            await push.pipeline.advance(upload, segment)
+            await self._advance(push, upload)
             self._count()
             self._distant.go_on(upload.watermark)
 

@@ -9,8 +9,8 @@ import numpy as np
 from weightsync.delta import apply_change, parse_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.box_spans import BoxSpan
-from weightsync_server.workers.fetch.box_tasks import read_order
 from weightsync_server.workers.fetch.shard_tasks import look
+from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading
@@ -38,7 +38,7 @@ def patch(
         WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID.
         Cancelled: The server no longer wants it.
     """
-    order = read_order(fd)
+    order = read_note(fd)
     kinds = {name: (dtype, tuple(shape)) for name, (dtype, shape) in order["kinds"].items()}
     delta = parse_shard(source[: order["size"]], kinds)
     if delta.base_content_digest != order["base_content_digest"]:

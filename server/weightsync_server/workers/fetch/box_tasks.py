@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsync.model.box_spans import BoxSpan
 from weightsync.model.digest import TensorDigester
 from weightsync_server.workers.fetch.shard_tasks import look
+from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     import threading
 
-__all__ = ["digest", "read_order"]
-
-
-def read_order(fd: int) -> dict[str, Any]:
-    """Return what the server has noted in a file for a task."""
-    found: dict[str, Any] = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-    return found
+__all__ = ["digest"]
 
 
 def digest(view: memoryview, fd: int, stop: threading.Event) -> bytes:
@@ -33,7 +26,7 @@ def digest(view: memoryview, fd: int, stop: threading.Event) -> bytes:
     Raises:
         Cancelled: The server no longer wants it.
     """
-    order = read_order(fd)
+    order = read_note(fd)
     digests = []
     for begin, run, counts, strides in order["spans"]:
         digester = TensorDigester()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import astuple
@@ -13,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
+from weightsync_server.workers.runtime.notes import noted
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from weightsync.model.box_spans import BoxSpan
     from weightsync.model.manifest import ShardEntry
@@ -150,7 +149,7 @@ class FetchApi(ABC):
             asked = []
             for number in range(count):
                 part = spans[number * len(spans) // count : (number + 1) * len(spans) // count]
-                fd = stack.enter_context(_noted({"spans": part}))
+                fd = stack.enter_context(noted({"spans": part}))
                 asked.append(self._compute("boxes", segment, shard.size, source_fd=fd))
             blob = b"".join(await _together(asked))
         return [blob[at : at + DIGEST_BYTES] for at in range(0, len(blob), DIGEST_BYTES)]
@@ -170,7 +169,7 @@ class FetchApi(ABC):
             WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, FETCHER_FAILED,
                 SHUTTING_DOWN.
         """
-        with _noted(order._asdict()) as fd:
+        with noted(order._asdict()) as fd:
             facts: dict[str, Any] = {"fills": True, "others": [base, patch], "source_fd": fd}
             await self._compute("patch_boxes", segment, segment.capacity, **facts)
 
@@ -250,7 +249,7 @@ class FetchApi(ABC):
             WeightSyncError: NOT_SUPPORTED: that memory cannot be opened here; nothing was written.
                 REQUEST_INVALID, FETCHER_FAILED, SHUTTING_DOWN.
         """
-        with _noted(source._asdict()) as fd:
+        with noted(source._asdict()) as fd:
             # Never again: what a device failed at once, it fails at again.
             how: dict[str, Any] = {"fills": True, "again": False, "source_fd": fd}
             await self._compute("collect", segment, segment.capacity, **how)
@@ -325,18 +324,6 @@ async def _together(asked: Sequence[Coroutine[Any, Any, bytes]]) -> list[bytes]:
     for error in filter(None, errors):
         raise error
     return [task.result() for task in tasks]
-
-
-@contextlib.contextmanager
-def _noted(facts: dict[str, Any]) -> Iterator[int]:
-    """Lend a file of what is too much for a message, which must fit into a socket's buffer."""
-    fd = os.memfd_create("weightsync-task", os.MFD_CLOEXEC)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(json.dumps(facts).encode())
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _place(source: Segment | str, *before: Segment) -> dict[str, Any]:

@@ -7,8 +7,6 @@ that a trainer writes to itself that cannot be, because a mapping is a writer.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +14,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.gpu.ipc import DeviceError, device_of
 from weightsync_server.workers.fetch.fetch_api import StridedPiece
 from weightsync_server.workers.fetch.shard_tasks import BrokenError, look
+from weightsync_server.workers.runtime.notes import read_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,7 +50,7 @@ class Order(NamedTuple):
 
 def read_order(fd: int) -> Order:
     """Return what `FetchApi.collect` has noted in a file."""
-    document = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    document = read_note(fd)
     handles = [bytes.fromhex(handle) for handle in document["handles"]]
     strided = [StridedPiece(*piece) for piece in document["strided"]]
     uuid = bytes.fromhex(document["device"])
