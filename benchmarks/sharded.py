@@ -237,6 +237,8 @@ class _Trainer:
             alone: Of the rank that pushes all of it.
         """
         self._gathered_by(alone, "auto")
+        # A version that is begun before another one must not be committed after it.
+        dist.barrier()
         self._client.push(self._model, step=_DELTA_STEP)
         self._change_some()
         dist.barrier()
