@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import pickle
 import shutil
 import tempfile
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.collective_weights import CollectiveWeights, random_pairs
+from tests.support.ray_get import ray_get
 from tests.support.weightsync_server import WeightSyncServer
 from weightsync_client import Client, ClientError
 
@@ -59,16 +59,6 @@ def _made(scope: dict[str, Any] | None = None, bucket_size: int = 1 << 20) -> An
     return kind(bucket_size=bucket_size, **{"release_after_refit": False, **(scope or {})})
 
 
-def _get(futures: list[Future[Any]]) -> list[Any]:
-    """Do as `ray.get` does: raise the first error there is, at once, and through a pickle."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        error = future.exception()
-        if error is not None:
-            raise pickle.loads(pickle.dumps(error))
-    return [future.result() for future in futures]
-
-
 class _Synchronizer:
     """Calls the engines of all workers in the order of NeMo-RL's."""
 
@@ -102,7 +92,7 @@ class _Synchronizer:
             self._pool.submit(engine.init_rollout_process_group, rollout_rank=rank, **topology)
             for rank, engine in enumerate(self.rollouts)
         ]
-        _get(futures)
+        ray_get(futures)
         self._ready = True
 
     def sync_weights(self, weights: CollectiveWeights) -> None:
@@ -117,7 +107,7 @@ class _Synchronizer:
                 self._pool.submit(self.receive, engine, loaded)
                 for engine, loaded in zip(self.rollouts, self.loaded, strict=True)
             ]
-            assert all(_get([*self.sent, *received])[POLICIES:])
+            assert all(ray_get([*self.sent, *received])[POLICIES:])
         finally:
             if self._releases:
                 self.shutdown()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -17,10 +20,9 @@ from weightsync.v1 import weightsync_pb2 as pb
 from weightsync.v1 import weightsync_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["INGEST", "WeightSyncServer"]
+__all__ = ["INGEST", "WeightSyncServer", "short_server"]
 
 #: Environment variable: how many ingest processes every server has that does not say.
 INGEST = "WEIGHTSYNC_TEST_INGEST"
@@ -157,3 +159,22 @@ class WeightSyncServer:
         for channel in self._channels:
             channel.close()
         self._channels.clear()
+
+
+@contextlib.contextmanager
+def short_server(**options: Any) -> Iterator[WeightSyncServer]:
+    """Run a server in a folder of its own, whose path is as short as unix sockets need it.
+
+    Args:
+        options: Attributes of `WeightSyncServer`.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ws"))
+    try:
+        server = WeightSyncServer(folder / "run", folder / "state", **options)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

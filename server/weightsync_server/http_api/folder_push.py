@@ -14,12 +14,11 @@ from weightsync_server.http_api.inner_calls import ABORT_PUSH, BEGIN_PUSH
 from weightsync_server.http_api.weight_folder import changed
 from weightsync_server.ops.tasks import in_thread
 from weightsync_server.push import ChunkView
-from weightsync_server.rpc.requests import tensor_spec
+from weightsync_server.rpc.requests import layout_parts
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
-    from weightsync.model.manifest import TensorEntry
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.http_api.inner_calls import InnerCalls
     from weightsync_server.http_api.weight_folder import WeightFolder
@@ -30,8 +29,6 @@ __all__ = ["push_folder"]
 
 #: Bytes that are read at once, off the event loop, and those of one chunk of them.
 _BLOCK_BYTES, _CHUNK_BYTES = 16 << 20, 2 << 20
-#: Tensors of one message: with the longest names they stay below its largest size.
-_PART = 500
 
 
 async def push_folder(
@@ -69,9 +66,10 @@ async def push_folder(
 
 async def _messages(push_id: str, folder: WeightFolder) -> AsyncIterator[Message]:
     yield pb.PushWeightsRequest(join=pb.JoinPush(push_id=push_id))
-    for part in _layout_parts(folder):
-        yield pb.PushWeightsRequest(layout=part)
-        await asyncio.sleep(0)
+    for shard in range(len(folder.files)):
+        for part in layout_parts(folder.layout, shard):
+            yield pb.PushWeightsRequest(layout=part)
+            await asyncio.sleep(0)
     for index, file in enumerate(folder.files):
         async for begin, block in _blocks(file):
             for at in range(0, len(block), _CHUNK_BYTES):
@@ -80,24 +78,6 @@ async def _messages(push_id: str, folder: WeightFolder) -> AsyncIterator[Message
                 await asyncio.sleep(0)
     folder.check_unchanged()
     yield pb.PushWeightsRequest(commit=pb.CommitPushRequest(shard_count=len(folder.files)))
-
-
-def _layout_parts(folder: WeightFolder) -> Iterator[pb.LayoutPart]:
-    groups: list[list[TensorEntry]] = [[] for _ in folder.files]
-    for tensor in folder.layout.tensors:
-        groups[tensor.shard].append(tensor)
-    for index, shard in enumerate(folder.layout.shards):
-        tensors = groups[index]
-        # Of a file without a tensor, too.
-        for at in range(0, len(tensors) or 1, _PART):
-            yield pb.LayoutPart(
-                shard=index,
-                shard_name=shard.name,
-                size_bytes=shard.size,
-                header_bytes=shard.header_size,
-                tensors=[tensor_spec(tensor) for tensor in tensors[at : at + _PART]],
-                last=at + _PART >= len(tensors),
-            )
 
 
 async def _blocks(file: OfferedFile) -> AsyncIterator[tuple[int, memoryview]]:

@@ -111,18 +111,18 @@ class Connection(RemoteStream):
     def grant(self, grant: Grant) -> None:
         """Answer a claim."""
         segment = grant.segment
-        document = {
+        document: dict[str, Any] = {
             "op": "grant",
             "segment": [segment.id, segment.capacity],
             "received": grant.received,
             "size": grant.size,
             "mark": grant.mark,
             "most": grant.most,
-            "boxes": bool(grant.spans),
         }
         with contextlib.ExitStack() as stack:
             fds = [segment.fd]
             if grant.spans:
+                document["boxes"] = True
                 # There may be more of them than a socket takes.
                 fds.append(stack.enter_context(noted({"spans": grant.spans})))
             self._send(document, fds=fds)

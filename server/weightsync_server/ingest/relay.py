@@ -209,7 +209,7 @@ class Relay:
         grant = await self._ask({"op": "claim", "shard": shard})
         self._release()
         name, capacity = grant["segment"]
-        boxes = grant.get("boxes", False)
+        boxes: bool = grant.get("boxes", False)
         if len(self._fds) < 1 + boxes:
             # The kernel drops descriptors over the limit, and says so to nobody.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -149,7 +149,7 @@ class PushBoxes:
                 f"shard {upload.shard}; send those"
             )
         upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
-        upload.size, upload.patched = size, True
+        upload.size, upload.sends_changes = size, True
 
     def _refuse_other(self, known: BoxUpload, upload: BoxUpload, patch_bytes: int) -> None:
         facts = upload.sent, upload.replicas, patch_bytes or upload.size

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.task_set import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,11 +63,11 @@ class BoxUpload:
         spans: Where the bytes of `sent` lie in the shard.
         size: Bytes that the writer sends: those of `sent`, or of what changed in them.
         given: Digests that the writer sent, of `sent` and then of `replicas`.
-        patched: The writer sends what changed.
+        sends_changes: The writer sends what changed.
         patch: What changed, where it is not in the shard yet.
-        copying: The server is reading the bytes of `sent` from a GPU.
-        copied: The server has read the bytes of `sent` by itself: the writer gives no digests.
-        answered: It gets them instead.
+        gpu_copy: Copies the bytes of `sent` from the writer's GPU.
+        by_server: The server has copied them by itself: the writer gives no digests of them.
+        wants_digests: It gets them instead.
         owner: The stream that sends them now.
         received: Bytes received so far.
     """
@@ -78,11 +79,11 @@ class BoxUpload:
     spans: tuple[BoxSpan, ...]
     size: int
     given: list[bytes | None]
-    patched: bool = False
+    sends_changes: bool = False
     patch: BoxPatch | None = None
-    copying: bool = False
-    copied: bool = False
-    answered: bool = False
+    gpu_copy: asyncio.Task[None] | None = None
+    by_server: bool = False
+    wants_digests: bool = False
     owner: object | None = None
     received: int = 0
 
@@ -94,7 +95,7 @@ class BoxUpload:
     @property
     def complete(self) -> bool:
         """All bytes and all digests are here."""
-        lacking = self.given[len(self.sent) :] if self.copied else self.given
+        lacking = self.given[len(self.sent) :] if self.by_server else self.given
         return self.received == self.size and None not in lacking
 
     def own(self, stream: object) -> None:
@@ -103,7 +104,7 @@ class BoxUpload:
         Raises:
             WeightSyncError: SHARD_BUSY with the offset when another one sends them.
         """
-        if self.copying:
+        if is_running(self.gpu_copy):
             raise self._busy(
                 f"the boxes of writer {self.writer} in shard {self.shard} are being copied from a "
                 "GPU; wait until they were, or until that connection has ended"
@@ -187,7 +188,7 @@ def window(view: memoryview, upload: BoxUpload) -> memoryview | BoxWindow:
         view: The shard, or the memory of what changed in its boxes.
         upload: What the writer sends.
     """
-    return view if upload.patched else BoxWindow(view, upload.spans)
+    return view if upload.sends_changes else BoxWindow(view, upload.spans)
 
 
 class BoxWindow:

@@ -15,13 +15,13 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
+from weightsync_server.push.box_changes import lay_changes
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
 from weightsync_server.push.verification import (
     check_arrived_header,
     check_taken_back,
-    lay_patches,
     verify,
     verify_boxes,
 )
@@ -255,7 +255,7 @@ class ShardPipeline:
     async def _prove_boxes(self, shard: ShardState) -> None:
         segment = await self.allocated(shard)
         await check_taken_back(shard.index, segment)
-        await lay_patches(self._fetch, shard, segment)
+        await lay_changes(self._fetch, shard, segment)
         segment.fill(0, shard.writers.header)
         await self._prove(shard)
 

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.model.boxes import box_name
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
-from weightsync_server.ops.tasks import all_done
 from weightsync_server.push.coverage import check_boxes
-from weightsync_server.workers.fetch.fetch_api import PatchOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from collections.abc import Set as AbstractSet
+    from collections.abc import Iterable
 
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
@@ -24,15 +20,13 @@ if TYPE_CHECKING:
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.workers.fetch.fetch_api import FetchApi
 
-__all__ = ["check_arrived_header", "check_taken_back", "lay_patches", "verify", "verify_boxes"]
+__all__ = ["check_arrived_header", "check_taken_back", "verify", "verify_boxes"]
 
 #: Larger headers are parsed in a thread.
 _INLINE_HEADER_BYTES = 32 << 10
 #: How often it is looked whether a writer is left, and seconds between two looks.
 _LOOKS, _LOOK_S = 20, 0.05
 _EMPTY = tensor_digest(b"")
-#: What changes that are wrong in themselves show themselves as.
-_WRONG = frozenset({Reason.SHARD_INVALID, Reason.DIGEST_MISMATCH, Reason.LAYOUT_INVALID})
 
 
 async def check_taken_back(shard: int, segment: Segment) -> None:
@@ -83,56 +77,6 @@ async def check_arrived_header(
         check_header(header, tensors)
 
 
-async def lay_patches(fetch: FetchApi, shard: ShardState, segment: Segment) -> None:
-    """Make the boxes of writers of those of their bases, where they sent what changed in them.
-
-    Raises:
-        WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, naming a writer. FETCHER_FAILED,
-            SHUTTING_DOWN.
-    """
-    uploads = sorted(shard.writers.boxes.values(), key=lambda upload: upload.writer)
-    seen: set[TensorBox] = set()
-    laid = []
-    for upload in uploads:
-        # A box that several send is laid once: two that change it at a time make neither.
-        laid.append(_lay_patch(fetch, shard, upload, segment, frozenset(seen)))
-        seen |= set(upload.sent)
-    await all_done(laid)
-
-
-async def _lay_patch(
-    fetch: FetchApi,
-    shard: ShardState,
-    upload: BoxUpload,
-    segment: Segment,
-    skipped: AbstractSet[TensorBox],
-) -> None:
-    patch, tensors = upload.patch, shard.tensors or ()
-    if patch is None:
-        return
-    kinds: dict[str, tuple[str, Sequence[int]]] = {}
-    boxes = []
-    for one, span in zip(upload.sent, upload.spans, strict=True):
-        tensor = tensors[one.tensor]
-        name = box_name(tensor.name, one.box)
-        kinds[name] = tensor.dtype, one.box.sizes
-        if one not in skipped:
-            boxes.append((name, span))
-    order = PatchOrder(patch.size, patch.base_content_digest, kinds, boxes)
-    try:
-        await fetch.patch_boxes(segment, patch.base, patch.segment, order)
-    except WeightSyncError as error:
-        if error.reason not in _WRONG:
-            raise
-        raise WeightSyncError(
-            error.reason,
-            f"the changes of writer {upload.writer} in shard {shard.index}: {error.message}",
-            metadata={"writer": str(upload.writer)},
-        ) from error
-    patch.discard()
-    upload.patch = None
-
-
 async def verify(fetch: FetchApi, shard: ShardState, segment: Segment) -> list[bytes]:
     """Return the digests of a shard's tensors, as they are in memory.
 
@@ -178,9 +122,9 @@ async def verify_boxes(
         digests |= dict(zip(parts, of_parts, strict=True))
     await asyncio.to_thread(check_boxes, tensors, uploads, digests)
     for upload in uploads:
-        if upload.answered:
+        if upload.wants_digests:
             upload.given[: len(upload.sent)] = [digests.get(one, _EMPTY) for one in upload.sent]
-    if not any(upload.copied for upload in uploads):
+    if not any(upload.by_server for upload in uploads):
         # What the server has read by itself no trainer has digested.
         shard.given = list(found)
 
@@ -191,5 +135,5 @@ def _wanted(uploads: Iterable[BoxUpload]) -> set[TensorBox]:
     for upload in uploads:
         declared = zip(upload.sent + upload.replicas, upload.given, strict=True)
         wanted |= {one for one, given in declared if given is not None}
-        wanted |= set(upload.sent) if upload.answered else set()
+        wanted |= set(upload.sent) if upload.wants_digests else set()
     return wanted

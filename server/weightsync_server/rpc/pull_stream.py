@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import DIGEST_BYTES
 from weightsync.v1 import weightsync_pb2 as pb
-from weightsync_server.rpc.requests import chosen, tensor_spec
+from weightsync_server.rpc.requests import chosen, layout_parts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,8 +20,6 @@ __all__ = ["pull"]
 
 _CHUNK = 1 << 20
 _MAX_CHUNK = 2 << 20
-#: Tensors per layout part and digests per message: well below 1 MiB even with the longest names.
-_PART = 800
 _LOAD_S = 600.0
 
 
@@ -57,7 +55,7 @@ async def pull(
         shards = _wanted(request, manifest)
         yield pb.PullWeightsResponse(version=record.to_info())
         for shard in shards:
-            for part in _layout_parts(manifest, shard):
+            for part in layout_parts(manifest.layout, shard):
                 yield pb.PullWeightsResponse(layout=part)
             for message in _chunks(lease, manifest, shard, request.offset, size):
                 yield message
@@ -80,20 +78,6 @@ def _wanted(request: pb.PullWeightsRequest, manifest: Manifest) -> Sequence[int]
             Reason.REQUEST_INVALID, f"shard {request.shard} does not exist; there are {count}"
         )
     return (request.shard,)
-
-
-def _layout_parts(manifest: Manifest, shard: int) -> Iterator[pb.LayoutPart]:
-    entry = manifest.layout.shards[shard]
-    tensors = manifest.layout.by_shard[shard]
-    for first in range(0, max(len(tensors), 1), _PART):
-        yield pb.LayoutPart(
-            shard=shard,
-            shard_name=entry.name,
-            size_bytes=entry.size,
-            header_bytes=entry.header_size,
-            tensors=[tensor_spec(tensor) for tensor in tensors[first : first + _PART]],
-            last=first + _PART >= len(tensors),
-        )
 
 
 def _chunks(

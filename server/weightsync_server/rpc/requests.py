@@ -8,14 +8,17 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from weightsync.model.manifest import Manifest, TensorEntry
+    from weightsync.model.manifest import Layout, Manifest, TensorEntry
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.catalog.serving import ServingState
     from weightsync_server.catalog.table import VersionTable
 
-__all__ = ["chosen", "tensor_page", "tensor_spec"]
+__all__ = ["chosen", "layout_parts", "tensor_page", "tensor_spec"]
+
+#: Tensors of one message: well below 1 MiB even with the longest names.
+_PART = 500
 
 
 def chosen(table: VersionTable, serving: ServingState, version: int) -> VersionRecord:
@@ -41,6 +44,20 @@ def tensor_spec(tensor: TensorEntry) -> pb.TensorSpec:
         begin=tensor.begin,
         end=tensor.end,
     )
+
+
+def layout_parts(layout: Layout, shard: int) -> Iterator[pb.LayoutPart]:
+    """Yield what a stream tells of a shard before its bytes, also of one without a tensor."""
+    entry, tensors = layout.shards[shard], layout.by_shard[shard]
+    for first in range(0, max(len(tensors), 1), _PART):
+        yield pb.LayoutPart(
+            shard=shard,
+            shard_name=entry.name,
+            size_bytes=entry.size,
+            header_bytes=entry.header_size,
+            tensors=[tensor_spec(tensor) for tensor in tensors[first : first + _PART]],
+            last=first + _PART >= len(tensors),
+        )
 
 
 def tensor_page(manifest: Manifest, first: int, size: int) -> Sequence[pb.TensorInfo]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.integration.client.conftest import RETRY, Relay
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync import failpoints
 from weightsync_client import Client, ClientError, Reason, ShardedTensor
 from weightsync_client.types import PushKind
@@ -30,15 +28,8 @@ Matrix = NDArray[np.float32]
 @pytest.fixture(name="roomy_server", scope="module")
 def _roomy_server() -> Iterator[WeightSyncServer]:
     """A server with memory for a version, its base and one that was pushed between."""
-    folder = Path(tempfile.mkdtemp(prefix="wsd"))
-    variables = {"WEIGHTSYNC_SLOTS": "3"}
-    server = WeightSyncServer(
-        folder / "run", folder / "state", flags=("--same-host",), variables=variables
-    )
-    server.start()
-    yield server
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_server(flags=("--same-host", "--slots", "3")) as server:
+        yield server
 
 
 def matrix(seed: int) -> Matrix:
@@ -247,17 +238,11 @@ def test_a_failed_push_is_followed_by_a_whole_one(
 
 @pytest.mark.parametrize("point", ["fetcher.task", "fetcher.reply"])
 def test_a_fetcher_that_dies_at_it_is_replaced(tmp_path: Path, point: str) -> None:
-    folder, plan = Path(tempfile.mkdtemp(prefix="wsd")), tmp_path / "plan"
+    plan = tmp_path / "plan"
     plan.touch()
-    server = WeightSyncServer(
-        folder / "run",
-        folder / "state",
-        flags=("--slots", "3"),
-        variables={failpoints.VARIABLE: f"@{plan}"},
-    )
-    server.start()
-    made = Writers([server.address] * WRITERS)
-    try:
+    variables = {failpoints.VARIABLE: f"@{plan}"}
+    with short_server(flags=("--slots", "3"), variables=variables) as server:
+        made = Writers([server.address] * WRITERS)
         with made.stack:
             before = matrix(16)
             made.push(before, "dies/0", along=1)
@@ -274,9 +259,6 @@ def test_a_fetcher_that_dies_at_it_is_replaced(tmp_path: Path, point: str) -> No
         assert kinds(results) == [PushKind.DELTA] * WRITERS
         assert f"{point} panic" in hits.read_text()
         compare(server, after, results)
-    finally:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1 << 14])
@@ -301,34 +283,28 @@ def test_a_shard_in_which_all_changes_is_no_more_than_a_large_delta(
     assert kinds(results) == [PushKind.DELTA] * WRITERS
 
 
-def test_a_server_without_memory_for_changes_gets_all_from_then_on(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="wsd"))
+def test_a_server_without_memory_for_changes_gets_all_from_then_on() -> None:
     rows, columns, count = 2048, 2048, 2
     variables = {"WEIGHTSYNC_SLOTS": "2", "WEIGHTSYNC_MEMORY_BYTES": str(2 * 18_874_368)}
-    server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
-    server.start()
     whole = np.random.default_rng(1).random((rows, columns), np.float32)
-    made = Writers([server.address] * count)
-
-    def one(writer: int, key: str) -> Any:
-        half = slice(writer * rows // count, (writer + 1) * rows // count)
-        boxes = [((half.start, 0), whole[half].copy())]
-        source = {"big": ShardedTensor(whole.shape, "F32", boxes)}
-        named: dict[str, Any] = {"idempotency_key": key, "writers": count, "writer": writer}
-        try:
-            return made.clients[writer].push(source, **named)
-        except ClientError as error:
-            return error
-
     outcomes = []
-    try:
+    with short_server(variables=variables) as server:
+        made = Writers([server.address] * count)
+
+        def one(writer: int, key: str) -> Any:
+            half = slice(writer * rows // count, (writer + 1) * rows // count)
+            boxes = [((half.start, 0), whole[half].copy())]
+            source = {"big": ShardedTensor(whole.shape, "F32", boxes)}
+            named: dict[str, Any] = {"idempotency_key": key, "writers": count, "writer": writer}
+            try:
+                return made.clients[writer].push(source, **named)
+            except ClientError as error:
+                return error
+
         with made.stack, ThreadPoolExecutor(count) as pool:
             for step in range(4):
                 outcomes.append(list(pool.map(one, range(count), [f"step/{step}"] * count)))
                 whole.reshape(-1)[step::31] += 1
-    finally:
-        server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
     first, second, *later = outcomes
     assert kinds(first) == [PushKind.FULL] * count
     assert {error.reason for error in second} == {Reason.MEMORY_EXHAUSTED}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from tests.integration.client.conftest import RETRY
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync.shm.same_host_client import SameHostClient
 from weightsync_client import Client, ClientError, Declared, PushKind, Reason, Streamed, Way
 from weightsync_client.source import flow, shards
@@ -28,12 +25,8 @@ Pairs = Iterator[tuple[str, Array]]
 
 @pytest.fixture(scope="module", name="host_server")
 def _host_server() -> Iterator[WeightSyncServer]:
-    folder = Path(tempfile.mkdtemp(prefix="wsd"))
-    server = WeightSyncServer(folder / "run", folder / "state", flags=("--same-host",))
-    server.start()
-    yield server
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_server(flags=("--same-host",)) as server:
+        yield server
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.integration.client.conftest import RETRY, Relay
 from tests.integration.client.sharded_ranks import FORMS, RANKS, run, whole_model
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
     AbortedError,
     Client,
@@ -38,15 +38,9 @@ WAIT_S = 2.0
 
 @pytest.fixture(name="short_server", scope="module")
 def _short_server() -> Iterator[WeightSyncServer]:
-    folder = Path(tempfile.mkdtemp(prefix="wsw"))
     variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": str(WAIT_S)}
-    server = WeightSyncServer(
-        folder / "run", folder / "state", flags=("--same-host",), variables=variables
-    )
-    server.start()
-    yield server
-    server.stop()
-    shutil.rmtree(folder, ignore_errors=True)
+    with short_server(flags=("--same-host",), variables=variables) as server:
+        yield server
 
 
 def matrix(seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -50,7 +50,7 @@ class BoxCopySession:
         """
         spans = [span for span in boxes.spans if span.size]
         blocks = sum(span.block_count for span in spans)
-        if boxes.patched:
+        if boxes.sends_changes:
             return "what changed in boxes is sent as chunks"
         if blocks > MOST_PLACES:
             return f"the boxes lie in {blocks} places of a shard; at most {MOST_PLACES}"
@@ -61,14 +61,14 @@ class BoxCopySession:
         segment = await push.pipeline.ready(shard)
         push.pipeline.begin_receive()
         boxes.give(len(boxes.sent), digests)
-        boxes.answered = where.get("digests") is True
+        boxes.wants_digests = where.get("digests") is True
         # Nobody else may get the memory while something is written there.
         push.lifecycle.writers.add(self._copies)
-        boxes.copying = True
-        self._copies.start(shard.index, self._copied(push, shard, boxes, segment, source))
+        work = self._copied(push, shard, boxes, segment, source)
+        boxes.gpu_copy = self._copies.start(shard.index, work)
         declined = await self._copies.declined(push, shard.index, found.device)
         if declined:
-            boxes.owner = None
+            boxes.owner, boxes.wants_digests = None, False
         return declined
 
     async def digests(self, push: Push, shard: ShardState, boxes: BoxUpload) -> bytes:
@@ -80,7 +80,7 @@ class BoxCopySession:
             WeightSyncError: REQUEST_INVALID where `begin` was not asked for; why it failed.
         """
         await self._copies.ended(push, shard.index)
-        if not boxes.answered:
+        if not boxes.wants_digests:
             return b""
         waited = [asyncio.create_task(shard.digested.wait())]
         if push.state.writers is not None:
@@ -108,13 +108,10 @@ class BoxCopySession:
         segment: Segment,
         source: GpuSource,
     ) -> None:
-        try:
-            await self._copier.collect(segment, source)
-        finally:
-            boxes.copying = False
+        await self._copier.collect(segment, source)
         check_open(push.state)
         # The trainer has read none of it.
-        boxes.copied = True
+        boxes.by_server = True
         boxes.received_to(boxes.size)
         self._meters.add_received(boxes.size)
         push.pipeline.advance_boxes(shard)

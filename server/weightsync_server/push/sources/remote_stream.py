@@ -126,7 +126,7 @@ class DistantStream(UploadStream):
             size = upload.entry.size
         else:
             upload, segment = await self._claim_boxes(push, shard)
-            size, spans = upload.size, () if upload.patched else upload.spans
+            size, spans = upload.size, () if upload.sends_changes else upload.spans
         await failpoints.reach("ingest.claim")
         check_open(push.state)
         # From here on the push is not taken apart before this process has let go.

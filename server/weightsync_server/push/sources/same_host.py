@@ -30,6 +30,7 @@ from weightsync_server.push.sources.box_copies import BoxCopySession
 from weightsync_server.push.sources.cuda_ipc import GpuCopySession
 from weightsync_server.push.sources.ipc_opened import Places
 from weightsync_server.push.state import check_open
+from weightsync_server.push.task_set import is_running
 from weightsync_server.push.validation import refused
 from weightsync_server.push.verification import check_taken_back
 
@@ -285,7 +286,7 @@ class SameHostSession:
         if push.state.writers is not None:
             _, boxes = push.boxes.find(shard, self._writer)
             _check_nothing_here(shard, boxes.received)
-            if boxes.patched:
+            if boxes.sends_changes:
                 raise refused(f"what changed in boxes of shard {shard} is sent as chunks")
             if not boxes.size:
                 # Without it the shard may be proved at any time, and nobody may write any more.
@@ -319,7 +320,8 @@ class SameHostSession:
     def _boxes_written(self, push: Push, shard: int, digests: bytes) -> None:
         """Take a writer's boxes; who brings the last of the shard proves that all let go of it."""
         whole, boxes = push.boxes.find(shard, self._writer)
-        if boxes.owner is not self or boxes.copying or boxes.copied or boxes.patched:
+        other_way = is_running(boxes.gpu_copy) or boxes.by_server or boxes.sends_changes
+        if boxes.owner is not self or other_way:
             raise refused(f"shard {shard} was not lent on this connection; ask for it first")
         boxes.give(0, digests)
         boxes.received_to(boxes.size)

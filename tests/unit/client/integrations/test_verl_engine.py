@@ -13,12 +13,11 @@ import asyncio
 import importlib
 import inspect
 import logging
-import pickle
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ import torch
 from safetensors.torch import load
 
 from tests.support.collective_weights import CollectiveWeights, Pairs, random_pairs
+from tests.support.ray_get import ray_get
 from tests.unit.client.servicer import Running, Servicer, start
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
@@ -109,16 +109,6 @@ class _Group:
         return self.futures
 
 
-def _get(futures: list[Future[Any]]) -> list[Any]:
-    """Do as `ray.get` does: raise the first error there is, at once, and through a pickle."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in done:
-        error = future.exception()
-        if error is not None:
-            raise pickle.loads(pickle.dumps(error))
-    return [future.result() for future in futures]
-
-
 class _Actors(_Group):
     def __init__(self, engines: list[Any], pool: ThreadPoolExecutor) -> None:
         super().__init__(engines, pool)
@@ -183,7 +173,7 @@ class _Manager:
         self.replicas = [SimpleNamespace(workers=[])]
         self.did: list[str] = []
         namespace: dict[str, Any] = {
-            "ray": SimpleNamespace(get=_get),
+            "ray": SimpleNamespace(get=ray_get),
             "RayWorkerGroup": lambda **_: rollout,
             "RayClassWithInitArgs": lambda **_: None,
             "_worker_cls": None,
@@ -395,7 +385,7 @@ def test_the_rollout_is_not_content_with_the_version_of_another_weight_sync(
     manager.build_process_group(manager.rollout)
     servicer.calls.clear()
     with pytest.raises(RuntimeError, match="of step 1 was not live within 1 s"):
-        _get(manager.rollout.update_weights(1))
+        ray_get(manager.rollout.update_weights(1))
     # Its tensors are only asked for once by each rank.
     assert servicer.calls.count("GetVersion") == ROLLOUTS
     assert servicer.calls.count("GetStatus") > 2 * ROLLOUTS
@@ -415,7 +405,7 @@ def test_the_rollout_waits_for_a_server_that_restarts(
 
     servicer.before = before
     futures = manager.rollout.update_weights(3)
-    _get([*manager.actor_wg.update_weights(3, "weightsync"), *futures])
+    ray_get([*manager.actor_wg.update_weights(3, "weightsync"), *futures])
     assert manager.rollout.steps == [3] * ROLLOUTS
 
 
@@ -501,7 +491,7 @@ def test_a_model_that_the_server_does_not_have_is_found_by_every_rank(
     for engine in manager.rollout.engines:
         engine.init_process_group("sync", ROLLOUTS)
     with pytest.raises(RuntimeError, match="MODEL_UNKNOWN: the server has no model 'other'"):
-        _get(manager.rollout.update_weights(1))
+        ray_get(manager.rollout.update_weights(1))
 
 
 def test_a_weight_sync_that_has_not_begun_is_refused_and_all_ranks_end(
@@ -510,10 +500,10 @@ def test_a_weight_sync_that_has_not_begun_is_refused_and_all_ranks_end(
     manager = make()
     futures = manager.actor_wg.update_weights(1, "weightsync")
     with pytest.raises(RuntimeError, match="no weight sync has begun"):
-        _get(futures)
+        ray_get(futures)
     assert manager.join()[1:] == [None] * (ACTORS - 1)
     with pytest.raises(RuntimeError, match="no weight sync has begun"):
-        _get(manager.rollout.update_weights(1))
+        ray_get(manager.rollout.update_weights(1))
 
 
 @pytest.mark.parametrize("live", [0, 1])
