@@ -20,9 +20,7 @@ pip uninstall -q -y torchvision torchaudio torchcodec
 
 echo "The tools, then weightsync itself"
 install --group dev
-# Tests read the code of these that calls our adapters. They are not on the path of Python: to be
-# imported they need Ray, datasets and more, and one brings packages called `tests` and `scripts`.
-for framework in trl verl; do
-  install --no-deps --upgrade --target "$VENV/opt/$framework" "$framework"
-done
+# Tests read its code that calls our adapter. It is not on the path of Python: to be imported it
+# needs Ray and more, and it brings packages called `tests` and `scripts`.
+install --no-deps --upgrade --target "$VENV/opt/verl" verl
 install --no-build-isolation --editable '.[server,vllm,otel]'

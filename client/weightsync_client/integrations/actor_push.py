@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,10 @@ from weightsync_client.errors import ClientError, refuse
 from weightsync_client.integrations.step_push import PushedStep, StepOptions
 from weightsync_client.options import ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import text
+from weightsync_client.source.flow import drained_on_error
 from weightsync_client.types import ModelStatus, PushResult
 
-__all__ = ["ActorPush", "Pair", "as_runtime_error", "check_ranks", "on_callers_stream", "take_part"]
+__all__ = ["ActorPush", "Pair", "check_ranks", "on_callers_stream", "take_part"]
 
 Pair = tuple[str, torch.Tensor]
 
@@ -114,15 +115,10 @@ class ActorPush:
         return await asyncio.to_thread(self._apply, pushed, rollout_ranks)
 
     def _push(self, pairs: Iterator[Pair], labels: Callable[[], Mapping[str, str]]) -> PushResult:
-        try:
+        with drained_on_error(pairs, collective=True):
             options: dict[str, Any] = {**self._options.push, "collective": True}
             options["metadata"] = {**options.get("metadata", {}), **labels()}
             return self.client().push(pairs, **options)
-        except BaseException:
-            # Its error is the one to raise.
-            with contextlib.suppress(Exception):
-                _read_to_end(pairs)
-            raise
 
     def _apply(self, pushed: PushedStep, rollout_ranks: int) -> PushedStep:
         started, version = time.monotonic(), pushed.push.version
@@ -151,7 +147,7 @@ def check_ranks(engine: int, rollout: int) -> None:
 
 async def take_part(pairs: Iterator[Pair]) -> None:
     """Read the weights to their end, as a rank that pushes nothing."""
-    await asyncio.to_thread(_read_to_end, pairs)
+    await asyncio.to_thread(deque, pairs, 0)
 
 
 def on_callers_stream(weights: Iterable[Pair]) -> Iterator[Pair]:
@@ -178,19 +174,3 @@ def _read_on(pairs: Iterator[Pair], stream: torch.cuda.Stream | None) -> Iterato
         if stream is not None:
             stream.synchronize()  # The push copies on another one.
         yield pair
-
-
-def _read_to_end(pairs: Iterator[Pair]) -> None:
-    for _ in pairs:
-        pass
-
-
-@contextlib.contextmanager
-def as_runtime_error() -> Iterator[None]:
-    """Raise errors of the client as ones that Ray can bring to the driver, which pickles them."""
-    try:
-        yield
-    except ClientError as error:
-        notes = getattr(error, "__notes__", ())
-        sentence = "; ".join([error.message, *notes])
-        raise RuntimeError(f"{error.reason}: {sentence}") from error

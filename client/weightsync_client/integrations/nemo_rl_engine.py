@@ -18,7 +18,6 @@ from weightsync_client.errors import refuse
 from weightsync_client.integrations.actor_push import (
     ActorPush,
     Pair,
-    as_runtime_error,
     check_ranks,
     on_callers_stream,
     take_part,
@@ -115,16 +114,15 @@ class WeightSyncRefitEngine:
         """Note the rank, and find a wrong address or a rollout in parts before the first sync.
 
         Raises:
-            RuntimeError: No server answers, it has no such model, or the rollout has ranks that the
+            ClientError: No server answers, it has no such model, or the rollout has ranks that the
                 server's engine does not have, and which would go on with old weights.
         """
         del train_world_size, metadata
         if worker_rank == 0:
-            with as_runtime_error():
-                ranks = self._actor.engine_ranks()
-                # None: it serves no version yet, or is away. The apply tells them all.
-                if self._applies and ranks:
-                    check_ranks(ranks, rollout_world_size)
+            ranks = self._actor.engine_ranks()
+            # None: it serves no version yet, or is away. The apply tells them all.
+            if self._applies and ranks:
+                check_ranks(ranks, rollout_world_size)
         self._rank, self._rollout_ranks = worker_rank, rollout_world_size
 
     def init_rollout_process_group(
@@ -154,18 +152,16 @@ class WeightSyncRefitEngine:
             weights: All of the model; to get the next one may be a collective.
 
         Raises:
-            RuntimeError: Of push or apply, with its reason and its sentence. An error of `weights`
-                itself is raised as it is.
+            ClientError: Of push or apply. An error of `weights` itself is raised as it is.
         """
         pairs = on_callers_stream(weights)
         if self._rank > 0:
             await take_part(pairs)
             return
-        with as_runtime_error():
-            if self._applies:
-                pushed = await self._actor.make_live(pairs, self._labels, self._rollout_ranks)
-            else:
-                pushed = await self._actor.push_only(pairs, self._labels)
+        if self._applies:
+            pushed = await self._actor.make_live(pairs, self._labels, self._rollout_ranks)
+        else:
+            pushed = await self._actor.push_only(pairs, self._labels)
         values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
         logger.info("sync %s: %s", self._sync, values)
 
@@ -175,21 +171,20 @@ class WeightSyncRefitEngine:
         A worker of vLLM waits for this, and its engine answers no apply before that has returned.
 
         Raises:
-            RuntimeError: The version has not come within `timeout_s`, or cannot be pulled.
+            ClientError: The version has not come within `timeout_s`, or cannot be pulled.
         """
         if self._applies:
             return
-        with as_runtime_error():
-            labels = self._labels()
-            version = await wait_for(
-                functools.partial(self._pushed, labels),
-                self._timeout_s,
-                f"the version of sync {self._sync} was not there within {self._timeout_s:g} s; "
-                "see the error of the policy, or raise timeout_s",
-            )
-            with contextlib.closing(self._actor.client().tensors(version)) as tensors:
-                while batch := await asyncio.to_thread(_batch, tensors, self._batch_bytes):
-                    yield batch
+        labels = self._labels()
+        version = await wait_for(
+            functools.partial(self._pushed, labels),
+            self._timeout_s,
+            f"the version of sync {self._sync} was not there within {self._timeout_s:g} s; "
+            "see the error of the policy, or raise timeout_s",
+        )
+        with contextlib.closing(self._actor.client().tensors(version)) as tensors:
+            while batch := await asyncio.to_thread(_batch, tensors, self._batch_bytes):
+                yield batch
 
     # Inside.
 

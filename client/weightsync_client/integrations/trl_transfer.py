@@ -17,6 +17,7 @@ from weightsync_client.integrations.adapter_client import (
 from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import text
+from weightsync_client.source.flow import drained_on_error
 
 if TYPE_CHECKING:
     import torch
@@ -109,19 +110,17 @@ class WeightSyncTransfer:
         self._sync += 1
         name = f"sync {self._sync}"
         try:
-            pushed = push_iterable(
-                self._client.open(), iterator, name, self._labels(), self._options
-            )
+            # A push that ends before it begins, as where no server answers, has read none of them.
+            with drained_on_error(iterator, collective=True):
+                pushed = push_iterable(
+                    self._client.open(), iterator, name, self._labels(), self._options
+                )
         except ClientError as error:
             self._client.handle(f"at {name}", error)
         else:
             self._last = pushed
             values = ", ".join(f"{key} {value:g}" for key, value in pushed.metrics().items())
             logger.info("%s: %s", name, values)
-        finally:
-            # A push that ends before it begins, as where no server answers, has read none of them.
-            for _ in iterator:
-                pass
 
     def resume(self) -> None:
         """Do nothing: generation has gone on when the apply was over."""

@@ -22,7 +22,6 @@ from weightsync_client.errors import ClientError, refuse
 from weightsync_client.integrations.actor_push import (
     ActorPush,
     Pair,
-    as_runtime_error,
     check_ranks,
     on_callers_stream,
     take_part,
@@ -97,13 +96,11 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
         """Name a weight sync on rank 0 of the actor, and find a wrong address before it begins.
 
         Raises:
-            RuntimeError: No server answers, or it has no such model.
+            ClientError: No server answers, or it has no such model.
         """
         if not self._is_master:
             return {}
-        with as_runtime_error():
-            ranks = self._actor.engine_ranks()
-        return {_SYNC_ID: uuid.uuid4().hex, "ranks": ranks}
+        return {_SYNC_ID: uuid.uuid4().hex, "ranks": self._actor.engine_ranks()}
 
     @classmethod
     def build_topology(
@@ -112,13 +109,12 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
         """Return what `init_process_group` gets on every rank: the name of the weight sync.
 
         Raises:
-            RuntimeError: The rollout has ranks that the server's engine does not have, and which
+            ClientError: The rollout has ranks that the server's engine does not have, and which
                 would go on with old weights.
         """
         master = next(entry for entry in metadata if _SYNC_ID in entry)
         # No ranks: it serves no version yet, or is away. The apply tells them all.
-        with as_runtime_error():
-            check_ranks(master["ranks"] or rollout_world_size, rollout_world_size)
+        check_ranks(master["ranks"] or rollout_world_size, rollout_world_size)
         everyone = {_SYNC_ID: master[_SYNC_ID], "rollout_ranks": rollout_world_size}
         return (
             {name: [value] * actor_wg_world_size for name, value in everyone.items()},
@@ -150,14 +146,13 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
             What verl logs, from rank 0.
 
         Raises:
-            RuntimeError: Of push or apply, with its reason and its sentence. An error of `weights`
-                itself is raised as it is.
+            ClientError: Of push or apply. An error of `weights` itself is raised as it is.
         """
         pairs = on_callers_stream(weights)
         if not self._is_master:
             await take_part(pairs)
             return {}
-        with as_runtime_error(), _with_remedy():
+        with _with_remedy():
             labels = functools.partial(self._labels, global_steps)
             live = await self._actor.make_live(pairs, labels, self._rollout_ranks)
         return live.metrics()
@@ -169,16 +164,15 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-
             global_steps: Of the trainer, for the error.
 
         Raises:
-            RuntimeError: It is not live within `timeout_s`, or the server refuses to tell.
+            ClientError: It is not live within `timeout_s`, or the server refuses to tell.
         """
-        with as_runtime_error():
-            self._check_begun()
-            await wait_for(
-                self._live,
-                self._timeout_s,
-                f"the version of step {global_steps} was not live within {self._timeout_s:g} s; "
-                "see the error of the actor, or raise timeout_s",
-            )
+        self._check_begun()
+        await wait_for(
+            self._live,
+            self._timeout_s,
+            f"the version of step {global_steps} was not live within {self._timeout_s:g} s; "
+            "see the error of the actor, or raise timeout_s",
+        )
         for pair in _NO_PAIRS:
             yield pair
 

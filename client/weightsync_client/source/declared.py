@@ -10,6 +10,7 @@ from weightsync.errors import Reason
 from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_client.errors import refuse
 from weightsync_client.source.tensors import SourceTensor, dtype_name
+from weightsync_client.source.weight_sources import Pairs
 
 if TYPE_CHECKING:
     from weightsync.model.manifest import Layout
@@ -24,13 +25,13 @@ class Declared:
     """Name and tensor pairs that come one after the other, as declared, or are not pushed.
 
     Attributes:
-        pairs: Any iterable of them.
+        pairs: Any iterable of them, or vLLM's `WeightSource`.
         layout: Name, dtype and shape of each, in the order in which they come: tuples, or objects
-            with these attributes, such as the `metadata()` of vLLM's `WeightSource`. A dtype is
+            with these attributes, such as the metadata of vLLM's `WeightSource`. A dtype is
             PyTorch's, or a safetensors name such as "BF16".
     """
 
-    pairs: Iterable[tuple[str, Any]]
+    pairs: Pairs
     layout: Iterable[Any]
 
 

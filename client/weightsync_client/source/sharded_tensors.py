@@ -12,6 +12,7 @@ from weightsync.errors import Reason
 from weightsync.model.boxes import Box, box_name
 from weightsync.model.dtypes import DTYPE_BITS
 from weightsync_client.errors import refuse
+from weightsync_client.source.strided_shards import is_strided, local_runs
 from weightsync_client.source.tensors import SourceTensor, dtype_name, wrap
 
 if TYPE_CHECKING:
@@ -142,7 +143,12 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
     if coordinate is None:
         # This process is not in the mesh of the tensor.
         return BoxSource(whole, (), replica=False)
-    local = value.to_local()
+    local, place = value.to_local(), tuple(coordinate)
+    replica = _sender(mesh, tuple(placements), place) != int(mesh.mesh[place])
+    if is_strided(placements):
+        runs = local_runs(value.shape, placements, mesh.shape, place)
+        parts = [(offsets, local[where]) for where, offsets in runs]
+        return _described(name, ShardedTensor(tuple(value.shape), dtype, parts, replica=replica))
     shape, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):
         raise refuse(
@@ -153,8 +159,6 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
     if not local.numel():
         return BoxSource(whole, (), replica=False)
     box = Box(tuple(offsets), tuple(shape))
-    place = tuple(coordinate)
-    replica = _sender(mesh, tuple(placements), place) != int(mesh.mesh[place])
     return BoxSource(whole, (_local(name, box, wrap(name, local)),), replica)
 
 

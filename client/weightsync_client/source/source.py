@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from weightsync.errors import Reason
 from weightsync.model.digest import signature_of
@@ -24,8 +24,15 @@ from weightsync_client.source.modules import is_module, module_tensors
 from weightsync_client.source.peft_models import has_adapters, merged_tensors
 from weightsync_client.source.sharded_tensors import box_source, is_sharded
 from weightsync_client.source.shards import Shard, file_shard, file_tensors
+from weightsync_client.source.source_writer import own_rank
 from weightsync_client.source.tensors import SourceTensor, queued_work
-from weightsync_client.source.weight_sources import check_whole, is_weight_source
+from weightsync_client.source.weight_sources import (
+    Pairs,
+    check_owned,
+    check_whole,
+    full_pairs,
+    is_weight_source,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +47,10 @@ _INDEX = "model.safetensors.index.json"
 _ALL_THERE = (list, tuple, ItemsView)
 
 
+#: Of so many writers each has `shard_bytes` of a shard; with more the shards stay as large.
+_PARTS = 4
+
+
 class _Module(Protocol):
     """A PyTorch module: who pushes none needs no PyTorch."""
 
@@ -49,9 +60,7 @@ class _Module(Protocol):
 
 
 #: A module, a state dict, a path, or name and tensor pairs.
-PushSource = (
-    _Module | Mapping[str, Any] | str | os.PathLike[str] | Iterable[tuple[str, Any]] | Declared
-)
+PushSource = _Module | Mapping[str, Any] | str | os.PathLike[str] | Pairs | Declared
 
 
 class DeltaSource(Protocol):
@@ -157,7 +166,8 @@ def make_source(
 
     Args:
         source: See `Client.push`.
-        shard_bytes: Most bytes of tensors in a shard that holds more than one.
+        shard_bytes: Most bytes of tensors in a shard that holds more than one; of several
+            processes' parts, up to four times as many.
         layouts: Knows how the tensors of the last push lay.
         collective: An iterable is read to its end in any case; see `PushOptions`.
         writer: Tells which of several processes this is, where tensors are held in part; None: they
@@ -168,7 +178,7 @@ def make_source(
         InvalidError: It is nothing that can be pushed, or its layout is wrong.
     """
     layouts, writing = layouts or LayoutCache(), _Writing(writer, together)
-    if isinstance(source, Declared) or _comes_in_turn(source):
+    if isinstance(source, Declared) or is_weight_source(source) or _comes_in_turn(source):
         return _of_flow(source, shard_bytes, layouts, writing, collective=collective)
     shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
     if isinstance(source, (str, os.PathLike)):
@@ -189,14 +199,14 @@ def make_source(
     )
 
 
-def _comes_in_turn(source: object) -> TypeGuard[Iterable[Any]]:
+def _comes_in_turn(source: object) -> bool:
     """Whether it is an iterable that may make its tensors one by one."""
     others = (str, os.PathLike, Mapping, *_ALL_THERE)
     return isinstance(source, Iterable) and not (isinstance(source, others) or is_module(source))
 
 
 def _of_flow(
-    source: Declared | Iterable[Any],
+    source: Any,
     shard_bytes: int,
     layouts: LayoutCache,
     writing: _Writing,
@@ -206,8 +216,9 @@ def _of_flow(
     given = source.pairs if isinstance(source, Declared) else source
     if is_weight_source(given):
         check_whole(given)
+        check_owned(given, own_rank())
         collective = True
-    pairs = iter(given.items() if isinstance(given, Mapping) else given)
+    pairs = full_pairs(given.items() if isinstance(given, Mapping) else given)
     with drained_on_error(pairs, collective=collective):
         shard_bytes = whole_number("shard_bytes", shard_bytes, 1)
         _check_alone(writing)
@@ -276,6 +287,8 @@ def _of_boxes(
         _check_whole_here(sources)
         whole = [replace(s.boxes[0][1], name=s.whole.name) for s in sources]
         return _of_tensors(whole, shard_bytes, layouts)
+    # Each message, order and reply is of one writer's part of one shard.
+    shard_bytes *= min(writer.count, _PARTS)
     shards, layout = layouts.shards_of([source.whole for source in sources], shard_bytes)
     made = box_shards(shards, sources)
     sent = tuple(local.bytes for shard in made for local in shard.sent)

@@ -15,7 +15,7 @@ from weightsync_client.rpc.validate import text, whole_number
 if TYPE_CHECKING:
     from weightsync_client.options import PushOptions
 
-__all__ = ["SourceWriter", "source_writer"]
+__all__ = ["SourceWriter", "own_rank", "source_writer"]
 
 _RUN_ID = "weightsync/run_id"
 
@@ -62,6 +62,12 @@ def source_writer(options: PushOptions) -> SourceWriter:
     if count == 1:
         return SourceWriter(1, 0, options.get("idempotency_key") or "")
     return SourceWriter(count, number, _key(options, process_group))
+
+
+def own_rank() -> int:
+    """Return the rank of this process in torch.distributed; 0 where that does not run."""
+    process_group = _process_group()
+    return 0 if process_group is None else int(process_group.get_rank())
 
 
 def _key(options: PushOptions, process_group: Any) -> str:

@@ -1,7 +1,8 @@
-"""One vLLM for all examples, started by the example that adds us to a vLLM API server."""
+"""Real vLLMs for examples, started by the example that adds us to a vLLM API server."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from examples.demo.model import make_model
 from examples.demo.processes import free_port
 from tests.support.leftovers import Mark
+from tests.support.processes import give_way
 from tests.support.vllm_server import cpu_environment
 from weightsync_client import Client, ClientError, EngineState
 
@@ -41,12 +43,14 @@ class Stack:
     server: str
     url: str
 
-    def python(self, example: str, *arguments: str) -> subprocess.Popen[str]:
+    def python(
+        self, example: str, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start an example."""
         return subprocess.Popen(
             [sys.executable, f"examples/{example}", *arguments, "--server", self.server],
             cwd=_ROOT,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -64,13 +68,23 @@ def _serving(address: str) -> bool:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Run examples/add_to_vllm.sh; at its end nothing is left of what it started."""
+    """Serve the demo's model."""
+    with running_stack(make_model) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_stack(make: Callable[[Path], Path], requests: int = 4) -> Iterator[Stack]:
+    """Run examples/add_to_vllm.sh; at its end nothing is left of what it started.
+
+    Args:
+        make: Makes the checkpoint.
+        requests: How many vLLM answers at a time.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ws"))
     mark = Mark()
     port = free_port()
-    running = Stack(
-        make_model(folder / "model"), f"unix:{folder}/push.sock", f"http://127.0.0.1:{port}"
-    )
+    running = Stack(make(folder / "model"), f"unix:{folder}/push.sock", f"http://127.0.0.1:{port}")
     variables = {
         **cpu_environment(),
         **mark.variables,
@@ -80,8 +94,10 @@ def stack() -> Iterator[Stack]:
         "WEIGHTSYNC_LISTEN": json.dumps([running.server]),
         "WEIGHTSYNC_METRICS": "",
     }
-    flags = ["--model", str(running.model), "--served-model-name", "model", "--dtype", "float32"]
-    flags += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--max-num-seqs", "4"]
+    model = str(running.model)
+    flags = ["--model", model, "--served-model-name", "model", model, "--dtype", "float32"]
+    flags += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager"]
+    flags += ["--max-num-seqs", str(requests)]
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -93,6 +109,7 @@ def stack() -> Iterator[Stack]:
             stderr=output,
             start_new_session=True,
         )
+    give_way(process.pid)
     try:
         deadline = time.monotonic() + _START_S
         while not _serving(running.server):

@@ -2,24 +2,21 @@
 
 The calls and their order are those of huggingface/trl 1.16.0, file
 trl/experimental/async_grpo/async_grpo_trainer.py: `_TrainBeginCallback.on_train_begin`,
-`_sync_weight_merged` and `_inner_training_loop`. That trainer itself runs where `datasets` is
-installed, which TRL imports; its interface is taken from its file where only `trl` is.
+`_sync_weight_merged` and `_inner_training_loop`. That trainer itself runs in one test here, and in
+tests/integration/examples with its own rollouts.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import logging
 import queue
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -42,6 +39,7 @@ from weightsync_client.integrations import WeightSyncTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.unit.client.servicer import Running, Servicer, StatusError
 
@@ -122,23 +120,12 @@ def make(running: Running, retry: Retry) -> Callable[..., WeightSyncTransfer]:
 # What TRL asks for.
 
 
-#: Where `make setup` puts it.
-_TRL = Path(sys.prefix) / "opt/trl"
-_TRAINER = _TRL / "trl/experimental/async_grpo/async_grpo_trainer.py"
-
-
-def _protocol() -> type[Any]:
-    """Return TRL's interface, without what else its module imports."""
-    tree = ast.parse(_TRAINER.read_text())
-    (node,) = (
-        part
-        for part in tree.body
-        if isinstance(part, ast.ClassDef) and part.name == "WeightTransferProtocol"
-    )
-    names: dict[str, Any] = {"Protocol": Protocol, "Iterator": Iterator, "torch": torch}
-    exec(compile(ast.Module([node], []), "trl", "exec"), names)  # TRL's own code.
-    made: type[Any] = names["WeightTransferProtocol"]
-    return made
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """The module of TRL's trainer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of TRL's, about what else is installed.
+        return importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
 
 
 def _methods(kind: type[Any]) -> dict[str, Any]:
@@ -149,8 +136,8 @@ def _methods(kind: type[Any]) -> dict[str, Any]:
     }
 
 
-def test_every_method_of_the_protocol_is_there_with_its_arguments() -> None:
-    asked, ours = _methods(_protocol()), _methods(WeightSyncTransfer)
+def test_every_method_of_the_protocol_is_there_with_its_arguments(trl: Any) -> None:
+    asked, ours = _methods(trl.WeightTransferProtocol), _methods(WeightSyncTransfer)
     assert asked.keys() == ours.keys()
     for name, method in asked.items():
         theirs = inspect.signature(method, eval_str=True).parameters.values()
@@ -160,8 +147,8 @@ def test_every_method_of_the_protocol_is_there_with_its_arguments() -> None:
         ]
 
 
-def test_the_trainer_calls_nothing_else() -> None:
-    called = re.findall(r"\bweight_transfer\.(\w+)", _TRAINER.read_text())
+def test_the_trainer_calls_nothing_else(trl: Any) -> None:
+    called = re.findall(r"\bweight_transfer\.(\w+)", inspect.getsource(trl))
     assert set(called) - {"WeightTransferClient"} == set(_methods(WeightSyncTransfer))
 
 
@@ -193,16 +180,12 @@ class _Rollouts:
 
 
 def test_a_training_of_trl_itself(
+    trl: Any,
     make: Callable[..., WeightSyncTransfer],
     servicer: Servicer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("datasets", reason="TRL's trainer imports datasets")
-    monkeypatch.syspath_prepend(_TRL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of TRL's, about what else is installed.
-        trl = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
     # Both need a GPU: the name of one, and attention over packed samples.
     monkeypatch.setattr(trl, "get_peak_flops_per_device", lambda *_: 1.0)
     monkeypatch.setattr(trl, "TREE_ATTENTION", "eager")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_client import Client, ClientError, InvalidError, Retry, Timeouts
+from weightsync_client import Client, ClientError, Declared, InvalidError, Retry, Timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -124,3 +127,94 @@ def test_an_iterable_that_fails_at_its_end_hides_nothing(
     with pytest.raises(InvalidError, match="'a' twice"):
         client.push(broken(), collective=True)
     assert "a rank has died" in caplog.text
+
+
+# From vLLM 0.33 on.
+
+
+class _NewWeightSource(ABC):
+    """Of vllm-project/vllm v0.33.0 (4ba787ec9), vllm/distributed/weight_transfer/base.py."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[Any]: ...
+
+    def owned_names(self, rank: int) -> list[str]:
+        return [m.name for m in self.metadata if m.owners is None or rank in m.owners]
+
+    def implements_iter_full(self) -> bool:
+        return type(self).iter_full is not _NewWeightSource.iter_full
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+
+class _PartSource(_NewWeightSource):
+    """Gives parts of tensors, by `iter_local`."""
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        return [SimpleNamespace(name="a", dtype=torch.float32, shape=(4,), owners=None)]
+
+
+class _FullSource(_NewWeightSource):
+    """Counts what was asked of it, as `_Source` does."""
+
+    def __init__(self, owners: dict[str, tuple[int, ...]] | None = None) -> None:
+        self.tensors = {f"layers.{i}.weight": torch.full((1000,), float(i)) for i in range(4)}
+        self.owners = owners or {}
+        self.given = 0
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                name=name, dtype=t.dtype, shape=tuple(t.shape), owners=self.owners.get(name)
+            )
+            for name, t in self.tensors.items()
+        ]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in self.tensors.items():
+            self.given += 1
+            yield pair
+
+
+@pytest.fixture
+def _new_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.distributed.weight_transfer.base.WeightSource", _NewWeightSource)
+
+
+@pytest.mark.usefixtures("_new_vllm")
+def test_a_source_that_is_no_iterable_is_read_in_full(client: Client) -> None:
+    for source in (_FullSource(), _FullSource({"layers.2.weight": (0, 3)})):
+        pushed = client.push(source)
+        found = {tensor.name: tensor.torch().clone() for tensor in client.tensors(pushed.version)}
+        assert found.keys() == source.tensors.keys()
+        assert all(torch.equal(found[name], source.tensors[name]) for name in found)
+    declared = client.push(Declared(_FullSource(), source.metadata), delta="never")
+    assert declared.content_digest == pushed.content_digest
+
+
+@pytest.mark.usefixtures("_new_vllm")
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (_FullSource({"layers.1.weight": (1, 2)}), r"rank 0 lacks 1 of the 4 .* 'layers\.1\.wei"),
+        (_PartSource(), "gives parts of tensors only; push one with iter_full"),
+    ],
+)
+def test_a_source_that_lacks_what_others_have_is_not_read(
+    client: Client, source: Any, sentence: str
+) -> None:
+    with pytest.raises(InvalidError, match=sentence):
+        client.push(source)
+    assert not getattr(source, "given", 0)
+
+
+@pytest.mark.usefixtures("refused", "_new_vllm")
+def test_such_a_source_is_read_to_its_end_when_the_push_fails(client: Client) -> None:
+    source = _FullSource()
+    with pytest.raises(ClientError, match="disk is full"):
+        client.push(source)
+    assert source.given == 4
