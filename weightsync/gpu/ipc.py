@@ -142,22 +142,34 @@ def _uuid(ordinal: int) -> bytes:
     return bytes(uuid.bytes)
 
 
-def place_of(address: int) -> Place:
+def place_of(address: int, known: dict[int, Place] | None = None) -> Place:
     """Return where device memory lies.
 
     The calling thread must be at work on its device, as it is after any call of PyTorch's for it.
 
     Args:
         address: On the device, in this process.
+        known: Allocations that were found before, by their addresses; none of them may have been
+            freed since. Gets this one. To ask the driver takes longer than all else.
 
     Raises:
         DeviceError: It cannot be shared, as what `expandable_segments` allocates cannot.
     """
-    base, size, handle, ordinal = ctypes.c_uint64(), _Size(), _Handle(), ctypes.c_int()
+    base, size = ctypes.c_uint64(), _Size()
     _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    whole = known.get(base.value) if known is not None else None
+    if whole is None:
+        whole = _place_of_allocation(base.value)
+        if known is not None:
+            known[base.value] = whole
+    return whole._replace(offset=address - base.value)
+
+
+def _place_of_allocation(base: int) -> Place:
+    handle, ordinal = _Handle(), ctypes.c_int()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
-    return Place(_uuid(ordinal.value), bytes(handle.bytes), address - base.value)
+    _call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, base)
+    return Place(_uuid(ordinal.value), bytes(handle.bytes), 0)
 
 
 def device_with(address: int) -> Device:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightsync.gpu.ipc import Place
     from weightsync.shm.same_host_client import SameHostClient
     from weightsync_client.source.shards import ByteSink, Shard
     from weightsync_client.source.tensors import SourceTensor
@@ -53,8 +54,10 @@ class CudaIpcTransport:
         self.mixed = 0
         #: Why the server could not copy others, a clause; empty: there were none.
         self.refusal = ""
-        #: Memory that must stay as it is.
+        #: Memory that must stay as it is,
         self._in_use: list[torch.Tensor] = []
+        #: and where its allocations lie.
+        self._allocations: dict[int, Place] = {}
 
     def begin(
         self, client: SameHostClient, shards: Iterable[Shard], stop: threading.Event
@@ -68,7 +71,8 @@ class CudaIpcTransport:
         left: list[Shard] = []
         declined, waiting = False, list(shards)
         for number, shard in enumerate(waiting):
-            if len(self._begun) == _FIRST and not self._known:
+            if len(self._begun) == _FIRST and not self._known and not isinstance(shard, BoxShard):
+                # No engine copies from a process that has parts of tensors.
                 self._announce(client, waiting[number:])
             where = None if declined or stop.is_set() else self._placed(shard)
             if where is None:
@@ -100,6 +104,7 @@ class CudaIpcTransport:
 
     def release(self) -> None:
         """Hold no memory any more: all was copied, or the connection has ended."""
+        self._allocations.clear()
         self._in_use.clear()
 
     def _announce(self, client: SameHostClient, shards: Iterable[Shard]) -> None:
@@ -135,7 +140,7 @@ class CudaIpcTransport:
         try:
             flats = [tensor.flat() for tensor in filled if tensor.flat is not None]
             settle(device)
-            places = [place_of(flat.data_ptr()) for flat in flats]
+            places = [place_of(flat.data_ptr(), self._allocations) for flat in flats]
         except DeviceError as error:
             self.refusal = f"{error}: {_UNSHARED}"
             return None

@@ -21,9 +21,8 @@ __all__ = ["GpuFetchPool"]
 
 logger = logging.getLogger(__name__)
 
-#: Shards at once: while some are copied, the next are opened. With three, which all use the bus and
-#: so end together, it stood idle for a seventh of the time.
-_AT_ONCE = 6
+#: Copies that the process knows of: it keeps open what any of them needs. Those of eight trainers.
+_KNOWN = 256
 #: A bus is a hundred times as fast; what takes longer is stuck, and its trainer waits for it.
 _MIN_BYTES_PER_S = 100e6
 
@@ -64,4 +63,4 @@ class GpuFetchPool(FetcherPool):
             raise WeightSyncError(Reason.NOT_SUPPORTED, error.message) from error
 
     def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
-        return [self._lane(process, self._digests) for _ in range(_AT_ONCE)]
+        return [self._lane(process, self._digests) for _ in range(_KNOWN)]

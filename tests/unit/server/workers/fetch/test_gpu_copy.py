@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -443,6 +444,28 @@ def test_copies_of_one_trainer_in_many_threads_leave_nothing_open(
     for thread in threads:
         thread.join()
     assert (failed, driver.opened, driver.streams) == ([], 0, 0)
+
+
+def test_trainers_have_turns_one_after_the_other(driver: Driver, segment: Segment) -> None:
+    opened, handle = gpu_copy.Opened(at_once=1), driver.allocate(b"x" * 10)
+    seen: list[str] = []
+    threads = []
+    with opened.of("first"):
+        for number, trainer in enumerate(("first", "first", "second", "second", "first"), 1):
+
+            def copied(number: int = number, trainer: str = trainer) -> None:
+                collect(segment, [handle], [(0, 0, 0, 10)], opened=opened, trainer=trainer)
+                seen.append(f"{trainer} {number}")
+
+            threads.append(threading.Thread(target=copied))
+            threads[-1].start()
+            while len(opened._waiting) < number:
+                time.sleep(0.001)
+        assert (seen, driver.opened) == ([], 0)
+    for thread in threads:
+        thread.join()
+    assert seen == ["second 3", "first 1", "second 4", "first 2", "first 5"]
+    assert driver.opened == 0
 
 
 def test_a_mapping_is_registered_once_and_let_go_of_before_it_is_unmapped(
