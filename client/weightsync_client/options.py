@@ -92,7 +92,8 @@ class PushOptions(TypedDict, total=False):
         streams: Streams that send at the same time, each on a connection of its own. Default 1,
             which is fastest on one host: the work is bound by the processor. Where the server has
             ingest processes, at least one to each, except from an iterable.
-        shard_bytes: Where tensors are cut into shards; default 256 MiB. Files are sent as they are.
+        shard_bytes: Where tensors are cut into shards; default 256 MiB. Files are sent as they are,
+            and of what several processes push each of four has so much of a shard.
         chunk_bytes: Bytes per message, at most what the server accepts; default 1 MiB.
         idempotency_key: Made for each push by default. A push that is repeated with the key of an
             unfinished one goes on where that stopped; with the key of a committed one it sends
@@ -109,8 +110,10 @@ class PushOptions(TypedDict, total=False):
             pushed of the others is what changed, where this client holds a copy of the base, else
             all of each that has another digest. The result is a version like any other, whose
             content digest is that of all tensors; `PushResult.base_version` tells the base.
+            Several processes push the same tensors, each its part; those are sent whole.
         base: For a partial push: the version that it is based on; 0 (default): the last one that
-            this client has committed, else the live one.
+            this client has committed, else the live one. Of several processes all name the same,
+            else the push fails for all; those without one take that of the others.
         collective: True: other ranks take part in each step of the iterable that is pushed, as in a
             gather of one tensor after the other. It is read to its end even where the push fails,
             so that no rank waits for this one, and the error is raised then. So are the sources

@@ -156,7 +156,7 @@ class PushResult:
         kind: Whether all was sent, or what changed since `base_version`.
         fallback_reason: Why all was sent in place of a delta; empty: nobody asked for one.
         base_version: Of a delta; 0: a push in full.
-        changed_fraction: Share of the elements that changed; None: not known in a push in full.
+        changed_fraction: Share of the elements that changed; None: not known, as in a push in full.
         dense_bytes: Bytes of the whole version in full, with which `sent_bytes` compares.
         way: How the bytes went; SAME_HOST if any shard was written into the server's memory.
         way_reason: Why they, or some of them, were sent over the link, or with SAME_HOST went

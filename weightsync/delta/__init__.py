@@ -9,6 +9,7 @@ from __future__ import annotations
 from weightsync.delta.decoder import ElementUpdate, apply_change, decode_tensor, patch
 from weightsync.delta.delta_errors import DeltaError
 from weightsync.delta.delta_shard import ShardDelta, TensorChange, parse_shard
+from weightsync.delta.dense_shard import DenseDelta, DenseTensor
 from weightsync.delta.encoder import (
     EncodedShard,
     Encoder,
@@ -24,6 +25,8 @@ from weightsync.delta.kernels import warm_up
 __all__ = [
     "Changes",
     "DeltaError",
+    "DenseDelta",
+    "DenseTensor",
     "ElementUpdate",
     "EncodedShard",
     "Encoder",

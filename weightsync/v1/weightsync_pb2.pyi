@@ -570,6 +570,8 @@ class BeginPushRequest(_message.Message):
     FALLBACK_REASON_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
+    PARTIAL_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name. Unknown: NOT_FOUND listing the configured ones."""
     version: _builtins.int
@@ -582,7 +584,7 @@ class BeginPushRequest(_message.Message):
     """For a delta: content digest of the base, 32 hexadecimal digits. Empty otherwise. The base must
     be a version that the server can read, of the same run where the metadata of both has a run_id;
     else FAILED_PRECONDITION, whose ErrorInfo tells in held_version and held_content_digest what the
-    newest version is.
+    newest version is. With partial: as base_version.
     """
     idempotency_key: _builtins.str
     """A repeated call with the same key joins the same push, also after a restart of the server unless
@@ -615,6 +617,16 @@ class BeginPushRequest(_message.Message):
     """
     writer: _builtins.int
     """Which of them this is, from 0."""
+    partial: _builtins.bool
+    """With writers: the layout is that of some tensors alone. All others, and those of which no writer
+    sends a box, stay what they are in a base; of what is sent each element comes once, as ever. Names,
+    dtypes and shapes are those of the base. PUSH_KIND_FULL only: one process sends a delta for that.
+    """
+    base_version: _builtins.int
+    """With partial: the base, whose content digest base_content_digest may tell as well; 0 and an empty
+    digest: that of the writers that came before, or, of the first one, the live version. A writer that
+    names another base than they did fails the push for all, with LAYOUT_INVALID and its number.
+    """
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free text kept with the version, such as step and run_id. At most 64 entries and 16 KiB."""
@@ -645,10 +657,12 @@ class BeginPushRequest(_message.Message):
         fallback_reason: _builtins.str = ...,
         writers: _builtins.int = ...,
         writer: _builtins.int = ...,
+        partial: _builtins.bool = ...,
+        base_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["same_host", b"same_host", "source", b"source", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version", "writer", b"writer", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "base_version", b"base_version", "epoch", b"epoch", "fallback_reason", b"fallback_reason", "idempotency_key", b"idempotency_key", "kind", b"kind", "layout_digest", b"layout_digest", "metadata", b"metadata", "model", b"model", "partial", b"partial", "same_host", b"same_host", "shard_count", b"shard_count", "source", b"source", "stream", b"stream", "total_bytes", b"total_bytes", "version", b"version", "writer", b"writer", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["stream", "same_host"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -677,7 +691,8 @@ class ShardProgress(_message.Message):
     """True when the bytes are verified and, unless the store is memory://, durable."""
     durable_bytes: _builtins.int
     """Bytes that also survive a crash of the server: at most 64 MiB fewer than received_bytes, or for
-    a shard written on the same host all of them soon after it was told as written. Always 0 with
+    a shard written on the same host all of them soon after it was told as written. Of the boxes of
+    one of several writers all, soon after those of every writer are here; until then 0. Always 0 with
     memory:// and while a version is pushed that is committed already.
     """
     def __init__(
@@ -712,6 +727,8 @@ class BeginPushResponse(_message.Message):
     LAYOUT_KNOWN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     SAME_HOST_OFFER_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     push_id: _builtins.str
     """Names the push in later calls. Hard to guess; not a secret."""
     version: _builtins.int
@@ -724,10 +741,15 @@ class BeginPushResponse(_message.Message):
     """True when layout_digest was known: layout parts need not be sent. With writers: when the push has
     the layout of that digest.
     """
+    base_version: _builtins.int
+    """With partial: the version whose other tensors are kept."""
+    base_content_digest: _builtins.str
+    """Its content digest, 32 hexadecimal digits."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardProgress]:
         """What the server already holds of this push, when it was joined. With writers: of the boxes of
-        this one, in each shard of which it has declared them.
+        this one, in each shard of which it has declared them; and shards that outlived a restart of the
+        server whole, as such: of those it sends its boxes and digests again, and no bytes.
         """
 
     @_builtins.property
@@ -761,10 +783,12 @@ class BeginPushResponse(_message.Message):
         layout_known: _builtins.bool = ...,
         committed: Global___CommitPushResponse | None = ...,
         same_host_offer: Global___SameHostOffer | None = ...,
+        base_version: _builtins.int = ...,
+        base_content_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "same_host_offer", b"same_host_offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "data_endpoints", b"data_endpoints", "epoch", b"epoch", "layout_known", b"layout_known", "max_chunk_bytes", b"max_chunk_bytes", "push_id", b"push_id", "same_host_offer", b"same_host_offer", "shards", b"shards", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_content_digest", b"base_content_digest", "base_version", b"base_version", "committed", b"committed", "data_endpoints", b"data_endpoints", "epoch", b"epoch", "layout_known", b"layout_known", "max_chunk_bytes", b"max_chunk_bytes", "push_id", b"push_id", "same_host_offer", b"same_host_offer", "shards", b"shards", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

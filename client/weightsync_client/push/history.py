@@ -35,6 +35,8 @@ class PushHistory:
         self.snapshot = SnapshotStore()
         #: The version that was committed last; 0: none was.
         self.committed = 0
+        #: Its content digest.
+        self.committed_digest = ""
         self.link_speed = LinkSpeed(address)
         self.kernels = Warmup()
         #: The last push in full was copied from GPUs by the server, which keeps it in memory only.

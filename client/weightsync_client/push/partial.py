@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightsync.errors import Reason
 from weightsync.model.digest import signature_of
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from weightsync_client.push.history import PushHistory
     from weightsync_client.rpc.retry import Invoke
 
-__all__ = ["base_of_part", "check_part"]
+__all__ = ["NamedBase", "base_of_part", "check_part", "named_base"]
+
+
+class NamedBase(NamedTuple):
+    """Which version one of several processes keeps the absent tensors of.
+
+    Attributes:
+        version: Its number; 0: that of the others, or the live one.
+        content_digest: What it must be; empty: not known here.
+    """
+
+    version: int
+    content_digest: str
 
 
 def check_part(options: PushOptions) -> None:
@@ -32,6 +44,17 @@ def check_part(options: PushOptions) -> None:
             Reason.REQUEST_INVALID,
             f"base={wanted} is given, but partial=True is not: a push of all tensors keeps none",
         )
+
+
+def named_base(options: PushOptions, history: PushHistory) -> NamedBase:
+    """Return the version that the caller names, else the last one that this client has committed.
+
+    Args:
+        options: Of the push.
+        history: Of the client.
+    """
+    wanted = options.get("base", 0) or history.committed
+    return NamedBase(wanted, history.committed_digest if wanted == history.committed else "")
 
 
 def base_of_part(

@@ -15,7 +15,7 @@ from weightsync.wire.addresses import is_private
 from weightsync_client.errors import ClientError, refuse, typed_errors
 from weightsync_client.options import CHUNK_BYTES, PushOptions, Retry
 from weightsync_client.push.callbacks import SourceRelease
-from weightsync_client.push.partial import base_of_part, check_part
+from weightsync_client.push.partial import base_of_part, check_part, named_base
 from weightsync_client.push.request import RequestTemplate
 from weightsync_client.push.session import NOTHING_SENT, PushSession
 from weightsync_client.push_reasons import MOST_CHANGED, PAYS_BELOW, Fallback, Unfit
@@ -28,6 +28,7 @@ from weightsync_client.types import PushKind, PushResult
 
 if TYPE_CHECKING:
     from weightsync_client.push.history import PushHistory
+    from weightsync_client.push.partial import NamedBase
     from weightsync_client.rpc.channels import Link
     from weightsync_client.snapshot.delta_shards import DeltaShards
     from weightsync_client.snapshot.host_tensor import SnapshotTensor
@@ -80,12 +81,6 @@ def _drained(tensors: list[SourceTensor]) -> Iterator[SourceTensor]:
 
 def _check_writer(options: PushOptions) -> None:
     """Refuse what several processes cannot do together."""
-    if options.get("partial"):
-        raise refuse(
-            Reason.NOT_SUPPORTED,
-            "what several processes hold in part is pushed with all of its tensors; leave partial "
-            "out",
-        )
     if options.get("delta") == "require":
         raise refuse(
             Reason.NOT_SUPPORTED,
@@ -161,6 +156,7 @@ class PushPolicy:
                 self._source.ready()
                 result = self._sent_as_wanted()
                 self._history.committed = result.version
+                self._history.committed_digest = result.content_digest
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(self._push.state if self._push else NOTHING_SENT)
             raise
@@ -184,7 +180,7 @@ class PushPolicy:
 
     def _sent_as_wanted(self) -> PushResult:
         if self._options.get("partial"):
-            return self._part()
+            return self._part() if self._source.writer is None else self._joint_part()
         return self._full("") if self._ticket is None else self._with_snapshot()
 
     def _with_snapshot(self) -> PushResult:
@@ -291,6 +287,12 @@ class PushPolicy:
         finally:
             shards.close()
         return self._as_delta(result, shards, base.size)
+
+    def _joint_part(self) -> PushResult:
+        """Send what this process holds of some tensors; the server keeps all others."""
+        push = self._begin(self._source, base=named_base(self._options, self._history))
+        result = push.run()
+        return replace(result, kind=PushKind.DELTA, base_version=push.base_version)
 
     def _refuse_slower(self) -> None:
         """Have everything sent where the server copies it faster than it could be compared.
@@ -405,9 +407,10 @@ class PushPolicy:
         source: Source,
         reason: Fallback | str = "",
         sink: ByteSink | None = None,
+        base: NamedBase | None = None,
     ) -> PushSession:
         same_host = why_streamed(self._link.address, source, self._options) is None
-        request = self._template.request(source, reason, same_host=same_host)
+        request = self._template.request(source, reason, same_host=same_host, base=base)
         number = source.writer.number if source.writer else 0
         calls = RetryingCalls(self._link, self._invoke, self._retry, self._stop, number)
         facts = self._link, calls, request, source, self._options, self._release, sink

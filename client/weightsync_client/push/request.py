@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from weightsync_client.options import PushOptions
+    from weightsync_client.push.partial import NamedBase
     from weightsync_client.push_reasons import Fallback
     from weightsync_client.source.source import Source
 
@@ -58,7 +59,12 @@ class RequestTemplate:
         return self.metadata.get("run_id", "")
 
     def request(
-        self, source: Source, reason: Fallback | str, *, same_host: bool
+        self,
+        source: Source,
+        reason: Fallback | str,
+        *,
+        same_host: bool,
+        base: NamedBase | None = None,
     ) -> pb.BeginPushRequest:
         """Return the request that opens a try.
 
@@ -66,14 +72,16 @@ class RequestTemplate:
             source: What is sent.
             reason: Why that is all in place of a delta; empty: it needs none.
             same_host: Whether the server's memory is asked for.
+            base: The version whose other tensors several processes keep; None: they send all.
         """
+        digest = base.content_digest if base else ""
         layout, delta, writer = source.layout, source.delta, source.writer
         return pb.BeginPushRequest(
             model=self.model,
             version=self.version,
             epoch=self.epoch,
             kind=pb.PUSH_KIND_DELTA if delta else pb.PUSH_KIND_FULL,
-            base_content_digest=delta.base_content_digest if delta else "",
+            base_content_digest=delta.base_content_digest if delta else digest,
             idempotency_key=writer.key if writer else self.key or uuid.uuid4().hex,
             layout_digest=layout.digest if layout else "",
             total_bytes=layout.size if layout else 0,
@@ -84,4 +92,6 @@ class RequestTemplate:
             fallback_reason=reason,
             writers=writer.count if writer else 0,
             writer=writer.number if writer else 0,
+            partial=base is not None,
+            base_version=base.version if base else 0,
         )

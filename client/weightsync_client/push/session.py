@@ -50,6 +50,8 @@ _UNKNOWN = (
 # each shard less.
 # What was left open by another process of ours may be sent in place of written.
 _FORGOTTEN = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE, Reason.WRITER_LEFT})
+# Of several processes all begin again after a restart of the server, and meet under their key.
+_FORGOTTEN_BY_ALL = frozenset({Reason.PUSH_UNKNOWN, Reason.PUSH_INCOMPLETE})
 
 
 class PushSession:
@@ -67,6 +69,8 @@ class PushSession:
     Attributes:
         joined: The version had been committed before, under this push's key: nothing was sent.
         state: What is to be said of it should it be interrupted now.
+        base_version: Whose other tensors a partial push of several processes keeps, as the server
+            said; 0: it is none.
         sent: What the latest attempt to send did.
         sending_s: How long that took.
     """
@@ -94,6 +98,7 @@ class PushSession:
         self._push_id = ""
         self._commit_asked = False
         self.joined = False
+        self.base_version = 0
         self.state = NOTHING_SENT
         self.sent = Sent(reason=why_streamed(link.address, source, options))
         self.sending_s = 0.0
@@ -133,11 +138,10 @@ class PushSession:
 
     def _may_restart(self, error: ClientError) -> bool:
         # Never from a source that was declared free: it may hold other weights by now.
-        if self._source.writer is not None:
-            # The others have been told that it failed.
-            return False
         again = self._source.again and (self._source.delta is not None or not self._release.done)
-        return again and error.reason in _FORGOTTEN and not self._calls.stop.is_set()
+        # What else fails it for one of several processes, the others have been told as well.
+        forgotten = _FORGOTTEN if self._source.writer is None else _FORGOTTEN_BY_ALL
+        return again and error.reason in forgotten and not self._calls.stop.is_set()
 
     def cancel(self) -> None:
         """End the push from another thread; `run` then raises AbortedError."""
@@ -155,10 +159,14 @@ class PushSession:
         self.sent = Sent(reason=streamed)
         reply = self._calls.begin(self._request, self._source.sizes)
         self.joined = reply.HasField("committed")
+        self.base_version = reply.base_version
         # What is committed is nothing to abort.
         self._push_id = "" if self.joined else reply.push_id
         # Should this have to begin again, it is for the same version and under the same epoch.
         self._request.version, self._request.epoch = reply.version, reply.epoch
+        if reply.base_version:
+            self._request.base_version = reply.base_version
+            self._request.base_content_digest = reply.base_content_digest
         if self.joined:
             self.state = f"version {reply.version} had been committed under this key"
             self._compare(reply.committed)
@@ -283,10 +291,16 @@ class PushSession:
         )
         if lost and self._source.writer is None and (self._commit_asked or self._key):
             return  # It may be committed, or be taken up again under its key.
-        if not self._push_id:
+        if not self._push_id or self._goes_on_whole(error):
             return
         kept = self._calls.abort(self._push_id, str(error))
         if kept is None:
             self.state = "the push was dropped, and no version was made"
         elif kept.reason is Reason.VERSION_IN_USE:
             self.state = kept.message
+
+    def _goes_on_whole(self, error: BaseException) -> bool:
+        """Whether one of several processes may send its boxes whole in the same push."""
+        lacking = isinstance(error, ClientError) and error.reason is Reason.BASE_MISMATCH
+        joint = self._source.writer is not None and self._source.delta is not None
+        return lacking and joint and not self._release.done

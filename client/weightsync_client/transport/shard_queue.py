@@ -37,7 +37,8 @@ class ShardJob:
     def take_up(self, progress: pb.ShardProgress | None) -> None:
         """Note what the server holds."""
         self.layout_known = progress is not None
-        self.offset = progress.received_bytes if progress else 0
+        # Of a shard that outlived the server more may be there than this process sends of it.
+        self.offset = min(progress.received_bytes, self.shard.entry.size) if progress else 0
 
 
 class Jobs(queue.SimpleQueue[ShardJob | None]):

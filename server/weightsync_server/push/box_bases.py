@@ -59,6 +59,11 @@ class BoxBases:
         """
         check_open(self._state)
         digest = self._named.get(writer)
+        if digest is None and self._state.recovered:
+            raise mismatch(
+                self._model.table,
+                f"the server has restarted since writer {writer} named it, and reads none again",
+            )
         if digest is None:
             raise refused(
                 f"writer {writer} sends changes of shard {shard} and named no base; begin with "

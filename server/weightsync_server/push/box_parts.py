@@ -107,8 +107,12 @@ class PushBoxes:
         try:
             upload = await asyncio.to_thread(_upload, shard, declared, writer)
             check_open(self._state)
+            if shard.tasks.restore is not None:
+                # Whether all of it was kept; see below.
+                await asyncio.wait([shard.tasks.restore])
+                check_open(self._state)
             if part.patch_bytes and writer not in shard.writers.boxes:
-                await self._expect_patch(upload, part.patch_bytes)
+                await self._expect_patch(upload, part.patch_bytes, here=shard.complete)
         except BaseException:
             # Also of a stream that was cut: what it declared comes again.
             self._count -= len(declared.sent) + len(declared.replicas)
@@ -122,6 +126,9 @@ class PushBoxes:
             self._refuse_other(known, upload, part.patch_bytes)
         else:
             writers.declare(writer)
+            if shard.complete:
+                # The shard outlived the server, and the digests that follow prove it again.
+                upload.received_to(upload.size)
         if len(shard.writers.boxes) == writers.count and shard.tasks.covering is None:
             # A task of the push: whoever declared the last of it may leave at any time.
             shard.tasks.covering = self._pipeline.start(
@@ -141,14 +148,15 @@ class PushBoxes:
         """Let go of all of them, once nothing works on them."""
         self._declared, self._count = {}, 0
 
-    async def _expect_patch(self, upload: BoxUpload, size: int) -> None:
+    async def _expect_patch(self, upload: BoxUpload, size: int, *, here: bool) -> None:
         # In one shard all may have changed, and what tells of it comes on top.
         if size > upload.size + _PATCH_BYTES + _BOX_BYTES * len(upload.sent):
             raise refused(
                 f"writer {upload.writer} has {size} bytes of changes for boxes of {upload.size} in "
                 f"shard {upload.shard}; send those"
             )
-        upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
+        if not here:
+            upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
         upload.size, upload.sends_changes = size, True
 
     def _refuse_other(self, known: BoxUpload, upload: BoxUpload, patch_bytes: int) -> None:
@@ -164,7 +172,9 @@ class PushBoxes:
 
     async def _cover(self, shard: ShardState, tensors: tuple[TensorEntry, ...]) -> None:
         """Prove, once all writers have declared it, that a shard will be whole."""
-        shard.writers.header = await asyncio.to_thread(_checked_header, shard, tensors)
+        partial = self._state.request.partial
+        header = await asyncio.to_thread(_checked_header, shard, tensors, partial=partial)
+        shard.writers.header = header
         # All may be here by now.
         self._pipeline.advance_boxes(shard)
 
@@ -178,8 +188,8 @@ def _upload(shard: ShardState, declared: _Declared, writer: int) -> BoxUpload:
     return BoxUpload(writer, shard.index, *facts)
 
 
-def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...]) -> bytes:
-    check_cover(tensors, list(shard.writers.boxes.values()))
+def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...], *, partial: bool) -> bytes:
+    check_cover(tensors, list(shard.writers.boxes.values()), partial=partial)
     json_header, entries = build_header(((t.name, t.dtype, t.shape) for t in tensors), shard.index)
     if len(json_header) != shard.entry.header_size or entries != tensors:
         raise WeightSyncError(

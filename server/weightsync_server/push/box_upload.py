@@ -68,6 +68,8 @@ class BoxUpload:
         gpu_copy: Copies the bytes of `sent` from the writer's GPU.
         by_server: The server has copied them by itself: the writer gives no digests of them.
         wants_digests: It gets them instead.
+        borrower: Process that was given the shard's memory to write them, 0 where the kernel does
+            not tell which; None: none was.
         owner: The stream that sends them now.
         received: Bytes received so far.
     """
@@ -84,6 +86,7 @@ class BoxUpload:
     gpu_copy: asyncio.Task[None] | None = None
     by_server: bool = False
     wants_digests: bool = False
+    borrower: int | None = None
     owner: object | None = None
     received: int = 0
 
@@ -97,6 +100,12 @@ class BoxUpload:
         """All bytes and all digests are here."""
         lacking = self.given[len(self.sent) :] if self.by_server else self.given
         return self.received == self.size and None not in lacking
+
+    @property
+    def covered_bytes(self) -> int:
+        """Bytes of the boxes that are here; those that changes stand for as far as these came."""
+        size = sum(span.size for span in self.spans)
+        return size * self.received // self.size if self.size else 0
 
     def own(self, stream: object) -> None:
         """Let a stream send the boxes.

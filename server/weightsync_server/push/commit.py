@@ -148,7 +148,7 @@ async def _commit(push: Push, content_digest: str) -> pb.CommitPushResponse:
     delta = await _delta(push, manifest)
     # The content digest that a delta's commit must tell is made of all digests.
     each = (shard.trainer_verified for shard in state.shards.values())
-    verified = delta is not None or all(each)
+    verified = (delta is not None and state.writers is None) or all(each)
     if existing is not None:
         existing.push_id, existing.key = state.id, state.request.idempotency_key
         await model.orphans.revive(

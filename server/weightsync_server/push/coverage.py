@@ -8,7 +8,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.boxes import problem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from weightsync.model.boxes import Box
     from weightsync.model.manifest import TensorEntry
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["check_boxes", "check_cover"]
 
 
-def check_cover(tensors: Sequence[TensorEntry], uploads: Collection[BoxUpload]) -> None:
+def check_cover(
+    tensors: Sequence[TensorEntry], uploads: Collection[BoxUpload], *, partial: bool = False
+) -> None:
     """Refuse boxes of which an element is in none or in two, or a replica that nobody sends.
 
     Args:
         tensors: Of one shard.
         uploads: What each writer declared of it.
+        partial: A tensor of which nobody sends a box is none of the push.
 
     Raises:
         WeightSyncError: LAYOUT_INVALID, naming the writers.
@@ -41,6 +44,8 @@ def check_cover(tensors: Sequence[TensorEntry], uploads: Collection[BoxUpload]) 
             # One that others send as well is a replica that knows it not.
             senders.setdefault(one, upload.writer)
     for position, tensor in enumerate(tensors):
+        if partial and not boxes[position]:
+            continue
         if problem := problem_of(tensor.shape, boxes[position]):
             holders = sorted(
                 {upload.writer for upload in ordered for box in upload.sent if box[0] == position}
@@ -77,33 +82,49 @@ def check_boxes(
         WeightSyncError: DIGEST_MISMATCH, naming the writers.
     """
     first: dict[TensorBox, tuple[int, bytes]] = {}
+    for writer, one, digest in _claims(uploads, found):
+        other, theirs = first.setdefault(one, (writer, digest))
+        if digest != theirs:
+            raise _mismatch(
+                tensors,
+                one,
+                writer,
+                f"writers {other} and {writer} are to hold the same, but the bytes of "
+                f"{_named(tensors, one)} differ",
+            )
+    # Of two that differ it is chance whose bytes lie there: each other's digests come first.
+    for one, (writer, digest) in first.items():
+        if digest != found[one]:
+            raise _mismatch(
+                tensors,
+                one,
+                writer,
+                f"the bytes of {_named(tensors, one)} arrived from writer {writer} with another "
+                "digest than it computed",
+            )
+
+
+def _claims(
+    uploads: Collection[BoxUpload], found: Mapping[TensorBox, bytes]
+) -> Iterator[tuple[int, TensorBox, bytes]]:
+    """Yield which writer says what of which box, the lowest writer first."""
     for upload in sorted(uploads, key=lambda upload: upload.writer):
         declared = upload.sent + upload.replicas
         for one, given in zip(declared, upload.given, strict=True):
-            if not one.box.elements:
-                continue
             # Where none was given, the server itself has read the box.
             digest = given or found.get(one)
-            if digest is None:
-                continue
-            other, theirs = first.setdefault(one, (upload.writer, digest))
-            what = f"the bytes of {_named(tensors, one)}"
-            if digest != theirs:
-                problem = f"writers {other} and {upload.writer} are to hold the same, but {what} "
-                problem += "differ"
-            elif digest != found[one]:
-                problem = f"{what} arrived from writer {upload.writer} with another digest than it "
-                problem += "computed"
-            else:
-                continue
-            raise WeightSyncError(
-                Reason.DIGEST_MISMATCH,
-                f"{problem}; push the version again",
-                metadata={
-                    "tensor": tensors[one.tensor].name[:200],
-                    "writer": str(upload.writer),
-                },
-            )
+            if one.box.elements and digest is not None:
+                yield upload.writer, one, digest
+
+
+def _mismatch(
+    tensors: Sequence[TensorEntry], one: TensorBox, writer: int, problem: str
+) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.DIGEST_MISMATCH,
+        f"{problem}; push the version again",
+        metadata={"tensor": tensors[one.tensor].name[:200], "writer": str(writer)},
+    )
 
 
 def _named(tensors: Sequence[TensorEntry], one: TensorBox) -> str:

@@ -24,7 +24,7 @@ from weightsync_server.residency.slot import slot_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weightsync.model.manifest import Manifest, TensorEntry
+    from weightsync.model.manifest import Manifest, ShardEntry, TensorEntry
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.record import VersionRecord
     from weightsync_server.model import Model
@@ -53,6 +53,7 @@ class DeltaPush:
         meters: Durations.
 
     Attributes:
+        base: As given.
         scratch: Memory of its shards.
         pushed: What was pushed, once the version is made.
     """
@@ -64,7 +65,7 @@ class DeltaPush:
         self.pushed: PushedDelta | None = None
         self._model = model
         self._record = record
-        self._base = base
+        self.base = base
         self._digest = base.content_digest
         # With memory:// the base may lose its slot to this very push.
         self._manifest = base.manifest
@@ -94,7 +95,7 @@ class DeltaPush:
         Raises:
             WeightSyncError: MEMORY_EXHAUSTED, DATA_CORRUPT.
         """
-        self._manifest = self._manifest or await self._model.commits.manifest(self._base)
+        self._manifest = self._manifest or await self._model.commits.manifest(self.base)
         await self._model.slots.promise(slot_of(self._record), self._manifest.layout.size)
         await write_layout(self.scratch, self._model.segments, self._manifest)
         # Whoever needs the base asks for the outcome.
@@ -102,7 +103,7 @@ class DeltaPush:
 
     def renewed(self) -> DeltaPush:
         """Return the same with nothing of it here yet; this one is to be ended."""
-        return DeltaPush(self._model, self._record, self._base, self._meters)
+        return DeltaPush(self._model, self._record, self.base, self._meters)
 
     async def inspect(self, upload: ShardState, segment: Segment) -> None:
         """Prove that a shard is a part of this delta, whole.
@@ -110,16 +111,7 @@ class DeltaPush:
         Raises:
             WeightSyncError: SHARD_INVALID, DIGEST_MISMATCH, LAYOUT_INVALID, ...
         """
-        base, shard, changes = await self._model.materializer.inspect(
-            self._document, self._base_manifest.layout, upload.index, upload.entry, segment
-        )
-        if base != self._digest:
-            raise WeightSyncError(
-                Reason.SHARD_INVALID,
-                f"shard {upload.index} changes content {base}, the push was begun for "
-                f"{self._digest}; push the version again",
-            )
-        self._shards[upload.index] = shard, changes
+        await self._inspect(upload.index, upload.entry, segment)
 
     async def build(self, container: Manifest) -> Manifest:
         """Make the version in its slot and return its manifest, proved by all its digests.
@@ -136,7 +128,7 @@ class DeltaPush:
         # In a thread: there may be 200,000 tensors.
         pushed = await asyncio.to_thread(
             partial(PushedDelta.merged, kept=self._model.store.durable),
-            self._base,
+            self.base,
             base,
             container,
             changes,
@@ -169,11 +161,23 @@ class DeltaPush:
         """Let go of the base and give the memory back; further calls do nothing."""
         if not self._ended:
             self._ended = True
-            self._base.holds -= 1
+            self.base.holds -= 1
             self._model.slots.discard(self.scratch)
             self._model.slots.wake()
 
     # Inside
+
+    async def _inspect(self, index: int, entry: ShardEntry, segment: Segment) -> None:
+        base, shard, changes = await self._model.materializer.inspect(
+            self._document, self._base_manifest.layout, index, entry, segment
+        )
+        if base != self._digest:
+            raise WeightSyncError(
+                Reason.SHARD_INVALID,
+                f"shard {index} changes content {base}, the push was begun for {self._digest}; "
+                "push the version again",
+            )
+        self._shards[index] = shard, changes
 
     @property
     def _base_manifest(self) -> Manifest:
@@ -212,7 +216,7 @@ class DeltaPush:
                 return
 
     async def _build_base(self, *, prove: bool) -> None:
-        slot, base = slot_of(self._record), self._base
+        slot, base = slot_of(self._record), self.base
         try:
             await self._model.materializer.build(slot, base, self._base_manifest, prove=prove)
         except WeightSyncError as error:

@@ -212,7 +212,7 @@ class PushLifecycle:
 
     def recover(self, checkpoints: dict[int, ShardCheckpoint]) -> None:
         """The push was open in an earlier life of the server; see `suspend`."""
-        self._state.recorded = True
+        self._state.recorded = self._state.recovered = True
         self._state.suspended = checkpoints
 
     def resume(self) -> dict[int, ShardCheckpoint]:
@@ -225,6 +225,7 @@ class PushLifecycle:
         if self.ended:
             return
         self._state.error = error
+        self._state.failed_at = asyncio.get_running_loop().time()
         self.touch()
         self._announcement.end()
         self._part_writers()

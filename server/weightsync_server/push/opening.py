@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.deltas import find_base
+from weightsync_server.push.part_bases import part_base
 from weightsync_server.push.state import check_open
 from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.record import VersionRecord
-    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.model import Model
     from weightsync_server.push.limits import PushLimits
     from weightsync_server.push.parts import Push
 
@@ -53,16 +54,20 @@ async def opened(push: Push) -> None:
     check_open(push.state)
 
 
-def base_of(table: VersionTable, request: pb.BeginPushRequest) -> VersionRecord | None:
-    """Return the base of a delta, None of a full push, or one whose writers have each their own.
+def base_of(model: Model, request: pb.BeginPushRequest) -> VersionRecord | None:
+    """Return the base of a delta or of a part; None of a full push.
+
+    Also of one whose writers send changes: these have each their own.
 
     Raises:
-        WeightSyncError: BASE_MISMATCH.
+        WeightSyncError: BASE_MISMATCH, VERSION_UNKNOWN.
     """
+    if request.partial:
+        return part_base(model, request)
     if request.kind != pb.PUSH_KIND_DELTA or request.writers > 1:
         return None
     run_id = request.metadata.get("run_id", "")
-    return find_base(table, request.base_content_digest, run_id)
+    return find_base(model.table, request.base_content_digest, run_id)
 
 
 async def equip(push: Push, deadline_s: float | None) -> None:
@@ -74,7 +79,7 @@ async def equip(push: Push, deadline_s: float | None) -> None:
     state, model = push.state, push.model
     await model.slots.take(state.record, _slot_wait_s(push.limits, deadline_s))
     known = None
-    if state.request.layout_digest:
+    if state.request.layout_digest and state.delta is None:
         known = await model.commits.layout(state.request.layout_digest)
         check_open(state)
     if state.delta is not None:
@@ -96,10 +101,10 @@ async def _open(push: Push, deadline_s: float | None) -> None:
 
 async def _record(push: Push) -> None:
     state, model = push.state, push.model
-    kept = model.store.durable and state.writers is None
-    if state.existing is not None or not kept:
-        # What it repeats is committed already; what the store does not keep cannot survive. Of what
-        # several writers bring, holes everywhere are all that a crash would leave.
+    part = state.writers is not None and state.delta is not None
+    if state.existing is not None or not model.store.durable or part:
+        # What it repeats is committed already; what the store does not keep cannot survive. Of a
+        # part that several writers bring it keeps deltas alone, which are no shards of theirs.
         return
     record, request = state.record, state.request.SerializeToString().hex()
     delta = state.delta is not None

@@ -16,6 +16,7 @@ from weightsync.model.layout import check_version
 from weightsync.model.manifest import Manifest
 from weightsync_server.ops.os_errors import to_refusal
 from weightsync_server.push.box_changes import lay_changes
+from weightsync_server.push.part_push import PartPush
 from weightsync_server.push.progress import missing
 from weightsync_server.push.state import check_open
 from weightsync_server.push.task_set import is_running, start_task
@@ -142,7 +143,7 @@ class ShardPipeline:
 
     def advance_boxes(self, shard: ShardState) -> None:
         """Take a shard on that several writers bring, once the boxes of all of them are here."""
-        if not shard.writers.complete or shard.complete:
+        if not shard.writers.complete or shard.tasks.verification is not None:
             return
         shard.received_to(shard.entry.size)
         self._last_byte_at = asyncio.get_running_loop().time()
@@ -253,8 +254,8 @@ class ShardPipeline:
             raise
 
     async def _prove_boxes(self, shard: ShardState) -> None:
-        segment = await self.allocated(shard)
-        await check_taken_back(shard.index, segment)
+        segment = await self.ready(shard)
+        await check_taken_back(shard.index, segment, shard.writers.boxes.values())
         await lay_changes(self._fetch, shard, segment)
         segment.fill(0, shard.writers.header)
         await self._prove(shard)
@@ -263,10 +264,12 @@ class ShardPipeline:
         started = time.perf_counter()
         found = await verify(self._fetch, shard, segment)
         self._meters.observe_phase("digest", time.perf_counter() - started)
-        if self._state.delta is not None:
-            await self._state.delta.inspect(shard, segment)
         if shard.writers.boxes:
             await verify_boxes(self._fetch, shard, segment, found)
+        if isinstance(delta := self._state.delta, PartPush):
+            await delta.compose(shard, segment, found)
+        elif delta is not None:
+            await delta.inspect(shard, segment)
         shard.found = found
         shard.compare()
         self._announcement.mark_complete(shard)
@@ -280,6 +283,9 @@ class ShardPipeline:
             await self._checkpointer.finish(shard, segment)
             return
         entry, target = shard.entry, self._reservation.target(shard)
+        if isinstance(delta := self._state.delta, PartPush):
+            made = await delta.composed(shard.index)
+            entry, segment = made.entry, made.segment
         if target is not None:
             started = time.perf_counter()
             await self._fetch.persist(segment, entry.size, target)

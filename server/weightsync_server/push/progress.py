@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from weightsync.v1 import weightsync_pb2 as pb
 
 if TYPE_CHECKING:
+    from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
     from weightsync_server.store.store_records import ShardCheckpoint
 
@@ -48,13 +49,29 @@ def progress(state: PushState, writer: int = 0) -> list[pb.ShardProgress]:
     """
     if state.final is not None:
         return state.final
-    if state.writers is not None:
-        boxes = (state.shards[index].writers.boxes.get(writer) for index in sorted(state.shards))
-        return [of_writer.progress() for of_writer in boxes if of_writer is not None]
     if state.suspended is not None:
-        return [_checkpointed(state.suspended[index]) for index in sorted(state.suspended)]
+        kept = (state.suspended[index] for index in sorted(state.suspended))
+        return [_checkpointed(shard) for shard in kept if state.writers is None or shard.is_whole]
     shards = [state.shards[index] for index in sorted(state.shards)]
+    if state.writers is not None:
+        each = (_of_writer(shard, writer) for shard in shards)
+        return [of_writer for of_writer in each if of_writer is not None]
     return [shard.progress() for shard in shards if shard.tensors is not None]
+
+
+def _of_writer(shard: ShardState, writer: int) -> pb.ShardProgress | None:
+    """Return how far one of several writers has come with a shard that it has declared.
+
+    Or with one that outlived the server: all of that is here, whatever the writer sends of it.
+    """
+    boxes = shard.writers.boxes.get(writer)
+    if boxes is None:
+        return shard.progress() if shard.complete else None
+    found = boxes.progress()
+    found.verified = shard.verified
+    if shard.durable_bytes == shard.entry.size:
+        found.durable_bytes = found.size_bytes
+    return found
 
 
 def received(state: PushState, writer: int) -> int:
@@ -96,9 +113,18 @@ def _writers(state: PushState) -> dict[str, Any]:
 
 
 def _received(state: PushState) -> int:
-    if state.writers is not None and state.final is None:
-        return sum(received(state, writer) for writer in range(state.writers.count))
-    return sum(shard.received_bytes for shard in progress(state))
+    if state.writers is None or state.suspended is not None or state.final is not None:
+        return sum(shard.received_bytes for shard in progress(state))
+    return sum(map(_of_all, state.shards.values()))
+
+
+def _of_all(shard: ShardState) -> int:
+    """Return how much of a shard several writers have brought, a box that changed for all of it."""
+    if shard.complete:
+        return shard.entry.size
+    covered = sum(boxes.covered_bytes for boxes in shard.writers.boxes.values())
+    # Several may send one box, which is compared.
+    return min(covered, shard.entry.size)
 
 
 def _checkpointed(shard: ShardCheckpoint) -> pb.ShardProgress:

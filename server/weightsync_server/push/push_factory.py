@@ -14,6 +14,7 @@ from weightsync_server.push.checkpoint import Checkpointer
 from weightsync_server.push.delta_push import DeltaPush
 from weightsync_server.push.layout_parts import PushLayout
 from weightsync_server.push.lifecycle import PushLifecycle
+from weightsync_server.push.part_push import PartPush
 from weightsync_server.push.parts import Push
 from weightsync_server.push.pipeline import ShardPipeline
 from weightsync_server.push.progress import has_all, received
@@ -72,14 +73,19 @@ class PushFactory:
             request: The call that opened it.
             push_id: The id that it has already; empty: it gets one.
             existing: The version that it repeats, or the live one that failed to commit.
-            base: The version that it changes; None: it is no delta.
+            base: The version that it changes, or keeps tensors of; None: it is in full.
         """
         push_id = push_id or secrets.token_hex(16)
         record.push_id, record.key = push_id, request.idempotency_key
         state = PushState(push_id, caller.get(), request, record, existing)
         state.shard_count = request.shard_count
         if base is not None:
-            state.delta = DeltaPush(self._model, record, base, self._meters)
+            facts = self._model, record, base, self._meters
+            state.delta = (
+                PartPush(*facts, request.total_bytes, request.shard_count)
+                if request.partial
+                else DeltaPush(*facts)
+            )
             # It has the tensors of its base.
             record.layout_check = base.layout_check
         return self._assembled(state)

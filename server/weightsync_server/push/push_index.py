@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.part_bases import check_same_part
 
 if TYPE_CHECKING:
     from weightsync_server.catalog.table import VersionTable
@@ -23,16 +25,24 @@ class PushIndex:
         table: The versions of the model.
         recovered: Makes the push of a committed version.
         remembered: Ended pushes that are kept here.
+        failures_s: How long one that failed is told to writers that had not come, in seconds.
 
     Attributes:
         open: Those that are neither committed nor failed, by id.
     """
 
-    def __init__(self, table: VersionTable, recovered: RecoveredPushes, remembered: int) -> None:
+    def __init__(
+        self,
+        table: VersionTable,
+        recovered: RecoveredPushes,
+        remembered: int,
+        failures_s: float,
+    ) -> None:
         self.open: dict[str, Push] = {}
         self._table = table
         self._recovered = recovered
         self._remembered = remembered
+        self._failures_s = failures_s
         self._ended: OrderedDict[str, Push] = OrderedDict()
 
     def end(self, push: Push) -> None:
@@ -63,13 +73,19 @@ class PushIndex:
         return None
 
     def failed_with(self, key: str, writer: int) -> Push | None:
-        """Return the last push of a key, where it failed before one of its writers came; once."""
+        """Return the last push of a key, where it failed before one of its writers came; once.
+
+        Whoever comes much later is of another job, which begins anew.
+        """
+        latest = asyncio.get_running_loop().time() - self._failures_s
         # One that has failed is still open until it has freed everything.
         for push in [*reversed(self.open.values()), *reversed(self._ended.values())]:
             state = push.state
             if state.request.idempotency_key != key:
                 continue
             if state.error is None or state.writers is None or writer not in state.writers.absent:
+                return None
+            if state.failed_at < latest:
                 return None
             state.writers.come(writer)
             return push
@@ -89,6 +105,7 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
         WeightSyncError: VERSION_CONFLICT, with the id of an open push that may be dropped for it.
     """
     if push.state.writers is not None and push.state.committed is None:
+        check_same_part(push.state, request)
         _check_same_writers(push.state.request, request)
     version = push.state.record.version
     if request.version not in (0, version):
@@ -97,8 +114,12 @@ def check_same_push(push: Push, request: pb.BeginPushRequest) -> None:
         raise _conflict(f"a push of version {version} with other metadata")
     delta = request.kind == pb.PUSH_KIND_DELTA
     if push.state.committed is not None:
-        # A delta tells its own size, which is another one each time that it is encoded.
-        if not delta and request.total_bytes not in (0, push.state.committed.size_bytes):
+        # A delta tells its own size, which is another one each time that it is encoded, and who
+        # brings some tensors theirs.
+        if not (delta or request.partial) and request.total_bytes not in (
+            0,
+            push.state.committed.size_bytes,
+        ):
             raise _conflict(f"version {version}, which has {push.state.committed.size_bytes} bytes")
         return
     if (others := max(push.state.request.writers, 1)) != max(request.writers, 1):

@@ -20,12 +20,10 @@ from weightsync_server.push.task_set import start_task
 
 if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
-    from weightsync_server.catalog.epochs import Epochs
-    from weightsync_server.catalog.table import VersionTable
+    from weightsync_server.model import Model
     from weightsync_server.push.parts import Push
     from weightsync_server.push.push_factory import PushFactory
     from weightsync_server.push.shard_state import ShardState
-    from weightsync_server.store.protocol import Store
     from weightsync_server.store.store_records import OpenPush, ShardCheckpoint
 
 __all__ = ["RecoveredPushes", "loaded", "resume"]
@@ -37,18 +35,15 @@ class RecoveredPushes:
     """Finds the pushes of an earlier life of the server.
 
     Args:
-        table: The versions of a model.
-        epochs: Who may write them.
-        store: Has what was received of those that were not committed.
+        model: What they are versions of.
         factory: Makes their pushes.
     """
 
-    def __init__(
-        self, table: VersionTable, epochs: Epochs, store: Store, factory: PushFactory
-    ) -> None:
-        self._table = table
-        self._epochs = epochs
-        self._store = store
+    def __init__(self, model: Model, factory: PushFactory) -> None:
+        self._model = model
+        self._table = model.table
+        self._epochs = model.epochs
+        self._store = model.store
         self._factory = factory
 
     def committed(self, *, push_id: str = "", key: str = "") -> Push | None:
@@ -90,7 +85,7 @@ class RecoveredPushes:
         record = VersionRecord(
             self._table.name, written.version, written.epoch, dict(request.metadata)
         )
-        base = base_of(self._table, request)
+        base = base_of(self._model, request)
         push = self._factory.make(record, request, push_id=written.push_id, base=base)
         push.lifecycle.recover({shard.index: shard for shard in survivor.shards})
         record.missing = partial(missing, push.state)
@@ -165,7 +160,8 @@ def _take_up(push: Push, checkpoint: ShardCheckpoint) -> None:
     if shard is None:
         logger.warning("what was kept of shard %d is not of its layout any more", checkpoint.index)
         return
-    if not checkpoint.size:
+    # Of what several writers bring, shards are kept whole.
+    if not checkpoint.size or (push.state.writers is not None and not checkpoint.is_whole):
         return
     shard.resume(checkpoint.header_digest, checkpoint.size)
     shard.watermark = push.checkpointer.next_watermark(shard)
@@ -188,12 +184,13 @@ async def _restore(push: Push, shard: ShardState) -> Segment:
     if good < durable:
         logger.warning("of %d kept bytes of shard %d %d are whole", durable, shard.index, good)
         _go_back(push, shard, good)
-    if shard.complete:
+    if shard.complete and push.state.writers is None:
+        # Several writers tell their digests of it again, with which it is compared.
         push.pipeline.verify(shard)
     return segment
 
 
 def _go_back(push: Push, shard: ShardState, good: int) -> None:
-    shard.go_back(good)
+    shard.go_back(good if push.state.writers is None else 0)
     next_watermark = push.checkpointer.next_watermark(shard)
     shard.watermark = next_watermark if shard.headed else shard.entry.data_start

@@ -55,8 +55,10 @@ class PushService:
         self.meters = meters
         self._model = model
         self._factory = PushFactory(model, limits, meters, self._end)
-        self._recovered = RecoveredPushes(model.table, model.epochs, model.store, self._factory)
-        self._index = PushIndex(model.table, self._recovered, limits.remembered)
+        self._recovered = RecoveredPushes(model, self._factory)
+        self._index = PushIndex(
+            model.table, self._recovered, limits.remembered, limits.writer_timeout_s
+        )
         self._open = self._index.open
         self._shares = Shares(limits.max_pushes)
         self._shut = False
@@ -109,6 +111,9 @@ class PushService:
         )
         if push.state.committed is not None:
             response.committed.CopyFrom(push.lifecycle.again())
+        elif (delta := push.state.delta) is not None and push.state.request.partial:
+            response.base_version = delta.base.version
+            response.base_content_digest = delta.base.content_digest
         return response
 
     async def stream(
@@ -233,7 +238,8 @@ class PushService:
         """Commit one push, once, whoever asks how often."""
         check_digest("content_digest", request.content_digest)
         check_open(push.state)
-        if push.state.delta is not None and not request.content_digest:
+        alone = push.state.writers is None
+        if push.state.delta is not None and alone and not request.content_digest:
             raise refused("the commit of a delta needs content_digest, that of the new version")
         if push.state.committed is not None:
             self._check_same(push.state.committed, request)
@@ -312,7 +318,7 @@ class PushService:
         table = self._model.table
         version = request.version or table.next_version()
         existing = self._existing(version)
-        base = base_of(table, request)
+        base = base_of(self._model, request)
         record = VersionRecord(request.model, version, epoch, dict(request.metadata))
         push = self._factory.make(record, request, existing=existing, base=base)
         if request.fallback_reason:

@@ -62,10 +62,12 @@ class PushState:
         declared_bytes: Sum of the shards' sizes so far.
         streams: Streams open now.
         recorded: It is written down and survives a crash, as far as its bytes are durable.
+        recovered: It was open in an earlier life of the server.
         suspended: After a restart, or when nobody sent it for a while, what was made durable of
             it, by shard; None: it is not suspended.
         committed: The answer to its commit.
         error: Why it failed.
+        failed_at: When, by the event loop's clock.
         final: How far every shard came, once it has ended.
     """
 
@@ -82,9 +84,11 @@ class PushState:
     declared_bytes: int = 0
     streams: int = 0
     recorded: bool = False
+    recovered: bool = False
     suspended: dict[int, ShardCheckpoint] | None = None
     committed: pb.CommitPushResponse | None = None
     error: WeightSyncError | None = None
+    failed_at: float = 0.0
     final: list[pb.ShardProgress] | None = None
 
 

@@ -34,6 +34,9 @@ def _is_possible(push: Push) -> bool:
     state, record = push.state, push.state.record
     if push.lifecycle.phase not in (Phase.RECEIVING, Phase.SEALING) or not state.recorded:
         return False
+    if state.writers is not None:
+        # One that stands still ends it before that.
+        return False
     if state.streams or push.lifecycle.awaiting or _is_busy(push):
         return False
     return not (record.awaited or push.model.orphans.use(record))

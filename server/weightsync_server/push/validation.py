@@ -55,8 +55,9 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
         raise WeightSyncError(
             Reason.NOT_SUPPORTED, f"push kind {request.kind} is not known here; use PUSH_KIND_FULL"
         )
-    elif request.base_content_digest:
+    elif request.base_content_digest and not request.partial:
         raise refused("base_content_digest belongs to a delta; leave it empty in a full push")
+    _check_part(request)
     if len(request.fallback_reason.encode()) > _MAX_FALLBACK_BYTES:
         raise refused(f"fallback_reason is over {_MAX_FALLBACK_BYTES} bytes; shorten it")
     if request.version > MAX_VERSION:
@@ -75,6 +76,16 @@ def check_begin(request: pb.BeginPushRequest, limits: PushLimits) -> None:
     _check_metadata(request, limits)
 
 
+def _check_part(request: pb.BeginPushRequest) -> None:
+    if request.partial and request.writers <= 1:
+        raise refused("a push of some tensors by one writer is a delta; begin with PUSH_KIND_DELTA")
+    if request.partial and request.kind == pb.PUSH_KIND_DELTA:
+        raise refused("of some tensors several writers send all; begin with PUSH_KIND_FULL")
+    if request.base_version and not request.partial:
+        raise refused("base_version belongs to a push of some tensors; set partial with it")
+    check_digest("base_content_digest", request.base_content_digest)
+
+
 def _check_writers(request: pb.BeginPushRequest, limits: PushLimits) -> None:
     if request.writer >= max(request.writers, 1):
         raise refused(f"writer {request.writer} of {request.writers or 1}; number them from 0")
@@ -91,7 +102,6 @@ def _check_writers(request: pb.BeginPushRequest, limits: PushLimits) -> None:
 def _check_delta(request: pb.BeginPushRequest) -> None:
     if not request.base_content_digest:
         raise refused("a delta needs base_content_digest, the content digest of what it changes")
-    check_digest("base_content_digest", request.base_content_digest)
     if request.layout_digest and request.writers <= 1:
         raise refused("layout_digest belongs to a full push; a delta's layout is that of its base")
     if request.fallback_reason:

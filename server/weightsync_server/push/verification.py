@@ -10,9 +10,10 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import check_header
 from weightsync_server.push.coverage import check_boxes
+from weightsync_server.push.segment_holders import holds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from weightsync.shm.segments import Segment
     from weightsync_server.catalog.layout_cache import KnownLayout
@@ -29,11 +30,18 @@ _LOOKS, _LOOK_S = 20, 0.05
 _EMPTY = tensor_digest(b"")
 
 
-async def check_taken_back(shard: int, segment: Segment) -> None:
+async def check_taken_back(
+    shard: int, segment: Segment, uploads: Collection[BoxUpload] = ()
+) -> None:
     """Prove that no trainer can write any more into a shard that all say is written.
 
+    Args:
+        shard: Its index.
+        segment: Where it lies.
+        uploads: What each of several writers brought of it.
+
     Raises:
-        WeightSyncError: WRITER_LEFT.
+        WeightSyncError: WRITER_LEFT, naming the writer where there are several.
     """
     # A process that the trainer forks has all its descriptors, until it runs another program.
     for _ in range(_LOOKS):
@@ -41,12 +49,23 @@ async def check_taken_back(shard: int, segment: Segment) -> None:
             return
         await asyncio.sleep(_LOOK_S)
     if not segment.taken_back():
+        writers = _left(segment, uploads)
+        who = " or ".join(f"writer {writer}" for writer in writers)
+        metadata = {"writer": str(writers[0])} if len(writers) == 1 else {}
         raise WeightSyncError(
             Reason.WRITER_LEFT,
-            f"shard {shard} was told as written, but a process still holds its memory open for "
-            "writing; close every descriptor and mapping first, and push the version again",
-            metadata={"shard": str(shard)},
+            f"shard {shard} was told as written, but {who or 'a process'} still holds its memory "
+            "open for writing; close every descriptor and mapping first, and push the version "
+            "again",
+            metadata={"shard": str(shard), **metadata},
         )
+
+
+def _left(segment: Segment, uploads: Collection[BoxUpload]) -> list[int]:
+    """Return the writers that are seen to hold a segment, else all that were given it."""
+    given = {upload.writer: upload.borrower for upload in uploads if upload.borrower is not None}
+    seen = [writer for writer, borrower in given.items() if holds(borrower, segment.fd)]
+    return sorted(seen or given)
 
 
 async def check_arrived_header(

@@ -157,6 +157,11 @@ class ShardCheckpoint:
     header_digest: bytes
     size: int
 
+    @property
+    def is_whole(self) -> bool:
+        """All of its bytes were kept."""
+        return self.size == self.entry.size
+
 
 @dataclass(frozen=True)
 class OpenPush:

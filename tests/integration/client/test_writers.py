@@ -20,7 +20,7 @@ import pytest
 from torch.multiprocessing.spawn import spawn
 
 from tests.integration.client.conftest import RETRY, Relay
-from tests.integration.client.sharded_ranks import FORMS, RANKS, run, whole_model
+from tests.integration.client.sharded_ranks import FORMS, RANKS, TRAINED, run, whole_model
 from tests.support.weightsync_server import WeightSyncServer, short_server
 from weightsync_client import (
     AbortedError,
@@ -158,6 +158,20 @@ def test_ranks_push_what_they_hold(
     assert {rank[form][3] for rank in ranks} == {Way.SAME_HOST}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_push_some_of_it(
+    short_server: WeightSyncServer, ranks: list[dict[str, Any]], form: str
+) -> None:
+    state = dict(whole_model(FORMS[form][1]).state_dict())
+    state |= {name: 2 * state[name] for name in TRAINED}
+    with Client(short_server.address, retry=RETRY) as client:
+        whole = client.push(state, delta="never")
+    for rank in ranks:
+        digest, base, way = rank[f"{form}_part"]
+        assert (digest, base) == (whole.content_digest, rank[form][0])
+        assert way == Way.SAME_HOST
+
+
 def test_a_rank_whose_replica_differs_is_named_to_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         reason, message = rank["differing"]
@@ -275,7 +289,14 @@ def test_cancelling_one_tells_the_others(short_server: WeightSyncServer) -> None
         ({"writers": 2, "writer": 0}, "idempotency_key="),
         ({"writers": 2, "writer": 2, "idempotency_key": "k"}, "number them from 0"),
         ({"writers": 1}, "held in part"),
-        ({"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True}, "leave partial"),
+        (
+            {"writers": 2, "writer": 0, "idempotency_key": "k", "partial": True, "base": 10**6},
+            "keeps the tensors of version 1000000, which the server has not got",
+        ),
+        (
+            {"writers": 2, "writer": 0, "idempotency_key": "k", "base": 1},
+            "but partial=True is not",
+        ),
         (
             {"writers": 2, "writer": 0, "idempotency_key": "k", "delta": "require"},
             "use delta='auto'",

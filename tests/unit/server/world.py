@@ -26,7 +26,13 @@ from weightsync_server.push import PushLimits, PushService, read_message
 from weightsync_server.residency.budget import SegmentBudget
 from weightsync_server.residency.segments import SegmentAllocator
 from weightsync_server.store import open_store
-from weightsync_server.workers.fetch import box_patches, checkpoint_tasks, delta_tasks, shard_tasks
+from weightsync_server.workers.fetch import (
+    box_patches,
+    checkpoint_tasks,
+    delta_tasks,
+    part_deltas,
+    shard_tasks,
+)
 from weightsync_server.workers.fetch.delta_summary import unpack_changes
 from weightsync_server.workers.fetch.fetch_api import FetchApi
 from weightsync_server.workers.fetch.fetch_pool import FetcherPool
@@ -274,6 +280,11 @@ class Threads(FetchApi):
     _sharing = 1
 
     async def _compute(self, op: str, segment: Segment, size: int, **facts: Any) -> bytes:
+        if op == "compose":
+            (source,) = facts["others"]
+            with memoryview(segment.view)[:size] as view:
+                await _apart(part_deltas.compose, view, source.view, facts["source_fd"])
+            return b""
         if op != "patch_boxes":
             raise NotImplementedError(op)
         base, changes = facts["others"]

@@ -105,7 +105,9 @@ class UploadStream:
             self._writer = message.join.writer
             if push.state.committed is None:
                 check_writer(push.state.writers, self._writer)
-            if push.state.committed is None:
+                if push.state.writers is not None:
+                    # After a restart of the server it goes on without another begin.
+                    push.state.writers.come(self._writer)
                 await resume(push, self._deadline_s)
         else:
             raise refused("the first message of a stream must be begin or join")

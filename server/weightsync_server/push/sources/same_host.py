@@ -129,7 +129,7 @@ class SameHostOffers:
         if (
             not is_here(peer)
             or not mine
-            or push.state.delta is not None
+            or (push.state.delta is not None and push.state.writers is None)
             or push.state.committed is not None
         ):
             return
@@ -294,6 +294,7 @@ class SameHostSession:
                     f"writer {self._writer} sends no bytes of shard {shard}; send its digests"
                 )
             boxes.own(self)
+            boxes.borrower = self._peer.pid
         else:
             _check_nothing_here(shard, upload.received)
             upload.own(self)

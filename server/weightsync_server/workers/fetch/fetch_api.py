@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weightsync.shm.segments import Segment
     from weightsync_server.workers.fetch.delta_summary import DeltaHeader, TensorDelta
 
-__all__ = ["FetchApi", "GpuSource", "PatchOrder", "Piece", "StridedPiece"]
+__all__ = ["ComposeOrder", "FetchApi", "GpuSource", "PatchOrder", "Piece", "StridedPiece"]
 
 #: Of memory on a GPU: the number of its handle, the offset in what that opens, the offset in the
 #: segment and the size, in bytes.
@@ -80,6 +80,23 @@ class PatchOrder(NamedTuple):
     base_content_digest: str
     kinds: Mapping[str, tuple[str, Sequence[int]]]
     boxes: Sequence[tuple[str, BoxSpan]]
+
+
+class ComposeOrder(NamedTuple):
+    """Which tensors of a shard a delta shard is made of.
+
+    Attributes:
+        shard: Index of both in their push.
+        base_content_digest: Of the version that the delta shard changes.
+        layout_digest: Signature of that version's tensors.
+        tensors: Name, dtype, shape, where it begins and ends in the shard, and hexadecimal digest
+            of each.
+    """
+
+    shard: int
+    base_content_digest: str
+    layout_digest: str
+    tensors: Sequence[tuple[str, str, Sequence[int], int, int, str]]
 
 
 #: Bytes of a shard that are worth a task of their own; so many times the header's are, too.
@@ -172,6 +189,24 @@ class FetchApi(ABC):
         with noted(order._asdict()) as fd:
             facts: dict[str, Any] = {"fills": True, "others": [base, patch], "source_fd": fd}
             await self._compute("patch_boxes", segment, segment.capacity, **facts)
+
+    async def compose(
+        self, segment: Segment, size: int, source: Segment, order: ComposeOrder
+    ) -> None:
+        """Fill a segment with the delta shard that makes tensors what they are in a shard.
+
+        Args:
+            segment: Takes the bytes; when this raises, it holds anything.
+            size: Those of the delta shard.
+            source: Holds the shard.
+            order: Which tensors, and what they change.
+
+        Raises:
+            WeightSyncError: FETCHER_FAILED, SHUTTING_DOWN.
+        """
+        with noted(order._asdict()) as fd:
+            facts: dict[str, Any] = {"fills": True, "others": [source], "source_fd": fd}
+            await self._compute("compose", segment, size, **facts)
 
     def _parts(self, shard: ShardEntry) -> int:
         # Where others wait, all are busy anyway; the last shards of a push would keep a few only.

@@ -133,6 +133,11 @@ class _Child:
 
             box_patches.patch(view, views[1], views[2], fds[0], stop)
             return b""
+        if op == "compose":
+            from weightsync_server.workers.fetch import part_deltas
+
+            part_deltas.compose(view, views[1], fds[0], stop)
+            return b""
         if op == "collect":
             self._collect(view, fds[0], stop)
         elif op == "persist":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.unit.server.world import Shard, World
 
-WIDTH = {"BF16": 2, "F32": 4}
+WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass

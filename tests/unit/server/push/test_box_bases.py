@@ -129,6 +129,20 @@ async def test_what_changed_makes_the_version(box_world: World, along: int) -> N
     assert box_world.read(1) == [before[0].data]
 
 
+async def test_status_counts_the_boxes_that_changes_stand_for(box_world: World) -> None:
+    before, base = await base_of(box_world)
+    first, second = changes(before, after(before), base.content_digest)
+    for writer in (first, second):
+        await begin(box_world, writer, base.content_digest)
+    await first.stream(box_world)
+    (push,) = box_world.pushes.status()
+    ours = sum(len(part.data) for part in first.held[0].sent)
+    assert push.received_bytes == ours < push.declared_bytes == len(before[0].data)
+    await second.stream(box_world)
+    (push,) = box_world.pushes.status()
+    assert push.received_bytes == push.declared_bytes
+
+
 async def test_its_base_stays_in_memory_until_the_push_has_ended(box_world: World) -> None:
     before, reply = await base_of(box_world)
     slot = box_world.model.table.get(1).slot

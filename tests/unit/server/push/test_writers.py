@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -214,6 +217,15 @@ async def test_one_that_never_comes_ends_it_for_all_and_is_told_when_it_comes(
     assert {response.version for response in responses} == {1}
 
 
+async def test_a_later_job_with_the_same_key_begins_anew(box_world: World) -> None:
+    writers = sharded(version(shards=1), 3)
+    await refusals(box_world, writers[:2])
+    # Whoever has not come by now is gone; this is another process with its number.
+    await asyncio.sleep(box_world.pushes.limits.writer_timeout_s * 1.2)
+    responses = await push_all(box_world, [writers[2], *writers[:2]])
+    assert {response.version for response in responses} == {1}
+
+
 async def test_one_that_stands_still_ends_it_for_all(box_world: World) -> None:
     first, second = sharded(version(shards=1), 2)
     pushing = asyncio.create_task(first.push(box_world))
@@ -363,6 +375,76 @@ async def test_memory_is_lent_to_who_sends_of_it_alone(box_world: World, tmp_pat
         os.close(lease.fd)
         for session in sessions:
             session.close()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+async def test_the_writer_that_keeps_memory_open_is_named(
+    box_world: World, tmp_path: Path, mapped: bool
+) -> None:
+    lender = SameHostOffers(box_world.pushes, tmp_path / "t.sock", GpuFetchPool())
+    shards = version(shards=1)
+    writers = sharded(shards, 2)
+    sessions, keepers = [], []
+    try:
+        for writer in writers:
+            response = await writer.begin(box_world, same_host=pb.SameHostSource())
+            await writer.stream(box_world, [*shards[0].layout(), writer.held[0].boxes()])
+            lender.offer(response, "unix:", writer.number)
+            keepers.append(Keeper(mapped=mapped))
+            session = lender.desk(PeerCredentials(keepers[-1].pid, os.getuid()))
+            await asyncio.to_thread(session.redeem, response.same_host_offer.secret)
+            sessions.append(session)
+            lease = await asyncio.to_thread(session.lend, 0)
+            keepers[-1].take(lease.fd)
+            os.close(lease.fd)
+        keepers[0].end()
+        for writer, session in zip(writers, sessions, strict=True):
+            held = writer.held[0]
+            digests = b"".join(tensor_digest(part.data) for part in held.sent + held.replicas)
+            await asyncio.to_thread(session.written, 0, digests)
+        committing = [writer.commit(box_world) for writer in writers]
+        for error in await asyncio.gather(*committing, return_exceptions=True):
+            assert isinstance(error, WeightSyncError)
+            assert error.reason is Reason.WRITER_LEFT
+            assert "but writer 1 still holds its memory open" in error.message
+            assert error.metadata["writer"] == "1"
+    finally:
+        for keeper in keepers:
+            keeper.end()
+        for session in sessions:
+            session.close()
+
+
+class Keeper:
+    """A process that keeps memory open, or mapped alone, until it is ended."""
+
+    def __init__(self, *, mapped: bool) -> None:
+        self._ours, theirs = socket.socketpair()
+        program = (
+            "import mmap, os, socket, sys\n"
+            "there = socket.socket(fileno=int(sys.argv[1]))\n"
+            "_, (fd,), _, _ = socket.recv_fds(there, 1, 1)\n"
+            "if sys.argv[2] == 'True':\n"
+            "    kept = mmap.mmap(fd, 4096)\n"
+            "    os.close(fd)\n"
+            "there.send(b'k')\n"
+            "there.recv(1)\n"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno()), str(mapped)],
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self.pid = self._process.pid
+
+    def take(self, fd: int) -> None:
+        socket.send_fds(self._ours, [b"f"], [fd])
+        assert self._ours.recv(1) == b"k"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._ours.close()
 
 
 async def test_two_processes_with_one_number_do_not_mix(box_world: World) -> None:

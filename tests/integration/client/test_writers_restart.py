@@ -1,0 +1,231 @@
+"""A server is killed in the middle of a push by four processes, which goes on in its next life."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.integration.client.conftest import RETRY
+from tests.support.weightsync_server import WeightSyncServer
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_client import AbortedError, Client, ClientError, PushResult, ShardedTensor
+from weightsync_client.types import PushKind
+
+WRITERS, SHARDS, ROWS, COLUMNS = 4, 6, 256, 512
+SHARD_BYTES = ROWS * COLUMNS * 4
+
+Matrix = NDArray[np.float32]
+
+
+def state(seed: int) -> dict[str, Matrix]:
+    rng = np.random.default_rng(seed)
+    return {f"layer.{at}": rng.random((ROWS, COLUMNS), np.float32) for at in range(SHARDS)}
+
+
+def strips(whole: dict[str, Matrix], writer: int, along: int) -> dict[str, Any]:
+    each = (ROWS, COLUMNS)[along] // WRITERS
+    offsets = (writer * each, 0) if along == 0 else (0, writer * each)
+    places = range(writer * each, (writer + 1) * each)
+    return {
+        name: ShardedTensor(
+            tensor.shape, "F32", [(offsets, np.ascontiguousarray(tensor.take(places, along)))]
+        )
+        for name, tensor in whole.items()
+    }
+
+
+class Stop:
+    """Holds a push once it has sent so many bytes, until it may go on."""
+
+    def __init__(self, after: int) -> None:
+        self.reached, self.gone_on = threading.Event(), threading.Event()
+        self._after = after
+
+    def __call__(self, sent: int, _: int) -> None:
+        if sent >= self._after and not self.reached.is_set():
+            self.reached.set()
+            assert self.gone_on.wait(60)
+
+
+class Pushing:
+    """Four processes' pushes, of which the last one stands still after a third of its bytes."""
+
+    def __init__(self, server: WeightSyncServer) -> None:
+        self.stop = Stop(0)
+        self._pool = ThreadPoolExecutor(WRITERS)
+        self.clients = [Client(server.address, retry=RETRY) for _ in range(WRITERS)]
+        self._options: dict[str, Any] = {}
+        self.waiting: list[Future[Any]] = []
+
+    def begin(
+        self,
+        whole: dict[str, Matrix],
+        *,
+        along: int = 0,
+        after: int = 2 * SHARD_BYTES // WRITERS + 1000,
+        **options: Any,
+    ) -> Pushing:
+        """Begin; the last process stands still after so many bytes."""
+        self.stop = Stop(after)
+        self._options = {"idempotency_key": "run/1", "writers": WRITERS, **options}
+        self.waiting = [
+            self._pool.submit(self._push, writer, strips(whole, writer, along))
+            for writer in range(WRITERS)
+        ]
+        return self
+
+    def _push(self, writer: int, source: dict[str, Any]) -> Any:
+        # Each tensor is a shard of its own.
+        options: dict[str, Any] = {"shard_bytes": 1, "chunk_bytes": 10_000}
+        options |= {"delta": "never", "writer": writer, **self._options}
+        if writer == WRITERS - 1:
+            options["on_progress"] = self.stop
+        try:
+            return self.clients[writer].push(source, **options)
+        except ClientError as error:
+            return error
+
+    def results(self) -> list[Any]:
+        return [waiting.result(60) for waiting in self.waiting]
+
+    def close(self) -> None:
+        self.stop.gone_on.set()
+        self._pool.shutdown()
+        for client in self.clients:
+            client.close()
+
+
+def kept(server: WeightSyncServer) -> int:
+    """Return how many shards of the push are durable, all boxes of them."""
+    stub = server.stub
+    (push,) = stub.GetStatus(pb.GetStatusRequest(), timeout=5).models[0].pushes
+    answer = stub.GetPush(pb.GetPushRequest(push_id=push.push_id, writer=0), timeout=5)
+    return sum(shard.durable_bytes == shard.size_bytes for shard in answer.shards)
+
+
+def wait_kept(server: WeightSyncServer, count: int) -> None:
+    end = time.monotonic() + 30
+    while kept(server) < count:
+        assert time.monotonic() < end, "the shards were not made durable"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("same_host", ["never", "auto"])
+@pytest.mark.parametrize("ingest", [0, 2])
+def test_it_goes_on_where_it_was(folder: Path, same_host: str, along: int, ingest: int) -> None:
+    flags = ("--same-host",) if same_host == "auto" else ()
+    server = WeightSyncServer(folder / "run", folder / "state", flags=flags, ingest=ingest)
+    server.start()
+    whole = state(1)
+    pushing = Pushing(server).begin(whole, same_host=same_host, along=along)
+    try:
+        assert pushing.stop.reached.wait(30)
+        wait_kept(server, 2)
+        server.kill()
+        server.start()
+        pushing.stop.gone_on.set()
+        results = pushing.results()
+        for result in results:
+            assert isinstance(result, PushResult), results
+            assert result.durable
+        with Client(server.address, retry=RETRY) as client:
+            unsharded = client.push(whole, delta="never")
+        assert {result.content_digest for result in results} == {unsharded.content_digest}
+        # The shards that were whole were not sent again.
+        sent = sum(result.sent_bytes for result in results)
+        assert sent <= (2 * SHARDS - 2) * SHARD_BYTES
+    finally:
+        pushing.close()
+        server.stop()
+
+
+def test_one_that_does_not_come_back_ends_it_for_all(folder: Path) -> None:
+    variables = {"WEIGHTSYNC_PUSH_WRITER_TIMEOUT_S": "2"}
+    server = WeightSyncServer(folder / "run", folder / "state", variables=variables)
+    server.start()
+    pushing = Pushing(server).begin(state(2))
+    try:
+        assert pushing.stop.reached.wait(30)
+        wait_kept(server, 2)
+        server.kill()
+        server.start()
+        for result in [waiting.result(60) for waiting in pushing.waiting[:-1]]:
+            assert isinstance(result, AbortedError), result
+            assert "writer 3 of 4 did not come" in str(result)
+            assert result.metadata["writer"] == "3"
+        # It is told as well, and the next push is another one.
+        pushing.stop.gone_on.set()
+        late = pushing.waiting[-1].result(60)
+        assert isinstance(late, ClientError)
+        assert "writer 3 of 4 did not come" in str(late)
+        with Client(server.address, retry=RETRY) as client:
+            assert client.status().models[0].pushes == ()
+            client.push(state(2))
+    finally:
+        pushing.close()
+        server.stop()
+
+
+@pytest.mark.parametrize(("store", "partial"), [("memory://", False), ("", True)])
+def test_what_is_not_kept_begins_again(folder: Path, store: str, partial: bool) -> None:
+    server = WeightSyncServer(folder / "run", folder / "state", store=store)
+    server.start()
+    whole = state(3)
+    options: dict[str, Any] = {}
+    with Client(server.address, retry=RETRY) as client:
+        if partial:
+            base = client.push(whole | {"frozen": whole["layer.0"]}, delta="never")
+            options = {"partial": True, "base": base.version}
+            whole = state(4)
+    pushing = Pushing(server).begin(whole, **options)
+    try:
+        assert pushing.stop.reached.wait(30)
+        server.kill()
+        server.start()
+        pushing.stop.gone_on.set()
+        results = pushing.results()
+        for result in results:
+            assert isinstance(result, PushResult), results
+        everything = whole | ({"frozen": state(3)["layer.0"]} if partial else {})
+        with Client(server.address, retry=RETRY) as client:
+            unsharded = client.push(everything, delta="never")
+        assert {result.content_digest for result in results} == {unsharded.content_digest}
+    finally:
+        pushing.close()
+        server.stop()
+
+
+def test_changes_go_whole_where_the_base_has_left_memory(folder: Path) -> None:
+    server = WeightSyncServer(folder / "run", folder / "state", flags=("--slots", "3"))
+    server.start()
+    pushing = Pushing(server)
+    whole = state(5)
+    try:
+        first = pushing.begin(whole, after=1 << 40, delta="auto").results()
+        assert all(isinstance(result, PushResult) for result in first), first
+        for tensor in whole.values():
+            tensor[::7, ::11] += 1
+        options: dict[str, Any] = {"delta": "auto", "chunk_bytes": 400, "idempotency_key": "run/2"}
+        pushing.begin(whole, after=1, **options)
+        assert pushing.stop.reached.wait(30)
+        server.kill()
+        server.start()
+        pushing.stop.gone_on.set()
+        results = pushing.results()
+        for result in results:
+            assert isinstance(result, PushResult), results
+            assert (result.kind, result.fallback_reason) == (PushKind.FULL, "base_mismatch")
+        with Client(server.address, retry=RETRY) as client:
+            unsharded = client.push(whole, delta="never")
+        assert {result.content_digest for result in results} == {unsharded.content_digest}
+    finally:
+        pushing.close()
+        server.stop()
