@@ -148,6 +148,12 @@ def _of_dtensor(name: str, value: DTensor) -> BoxSource:
     if is_strided(placements):
         runs = local_runs(value.shape, placements, mesh.shape, place)
         parts = [(offsets, local[where]) for where, offsets in runs]
+        if sum(part.numel() for _, part in parts) != local.numel():
+            raise refuse(
+                Reason.LAYOUT_INVALID,
+                f"tensor {name!r} has the local shape {list(local.shape)}, which is not what its "
+                f"placements ({placements}) leave of it; push its full_tensor()",
+            )
         return _described(name, ShardedTensor(tuple(value.shape), dtype, parts, replica=replica))
     shape, offsets = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):

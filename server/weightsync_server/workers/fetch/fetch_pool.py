@@ -96,10 +96,13 @@ class FetcherPool(ProcessPool, FetchApi):
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"{size} bytes in a segment of {segment.capacity}"
             )
-        timeout_s = self._task_timeout_s + size / self._min_bytes_per_s
-        task = Task(op, segment, size, timeout_s, **facts)
+        task = Task(op, segment, size, self._time_for(size), **facts)
         queue.put_nowait(task)
         return task.outcome()
+
+    def _time_for(self, size: int) -> float:
+        """Return the seconds that a task may take which moves so many bytes."""
+        return self._task_timeout_s + size / self._min_bytes_per_s
 
     def _lanes(self, process: ChildProcess) -> Sequence[Coroutine[Any, Any, None]]:
         return [self._lane(process, queue) for queue in (self._digests, self._files)]

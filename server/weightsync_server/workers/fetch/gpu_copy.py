@@ -29,8 +29,8 @@ __all__ = ["Opened", "Order", "Registered", "collect", "read_order"]
 #: Copies at once: while some run, the memory of the next is opened. With three, which all use the
 #: bus and so end together, it stood idle for a seventh of the time.
 _AT_ONCE = 6
-#: Bytes between two looks at whether the server still wants the result.
-_STEP = 64 << 20
+#: Bytes, and seconds of waiting, between two looks at whether the server still wants the result.
+_STEP, _LOOK_S = 64 << 20, 0.25
 #: CUDA's CU_DEVICE_ATTRIBUTE_MAX_PITCH is 2 GiB - 1 on every device so far.
 _MOST_STRIDE = (1 << 31) - 1
 
@@ -100,28 +100,44 @@ class Opened:
     def __init__(self, at_once: int = _AT_ONCE) -> None:
         self._lock = threading.Lock()
         self._loans: dict[str, _Loan] = {}
-        self._free = at_once
+        self._at_once = at_once
+        self._running = 0
         #: Who waits: the number of its copy among those of its trainer, and in the order of coming.
-        self._waiting: list[tuple[int, int, threading.Event]] = []
+        self._waiting: list[_Turn] = []
         self._order = itertools.count()
+        #: The number of the copy that had the last turn.
+        self._number = 0
 
     @contextlib.contextmanager
-    def of(self, trainer: str) -> Iterator[_Loan]:
+    def of(self, trainer: str, stop: threading.Event) -> Iterator[_Loan]:
         """Lend what opens allocations of a trainer, for one copy, when that has its turn.
 
         Trainers have turns one after the other: of a shard that several bring the parts come
-        together, and it is proved while the next is copied.
+        together, and it is proved while the next is copied. One that comes later has its first turn
+        after those that wait for their next: nobody overtakes by a new name.
+
+        Args:
+            trainer: Whose memory it is.
+            stop: Set when nobody wants the copy any more.
+
+        Raises:
+            Cancelled: Nobody wanted it before its turn.
         """
         with self._lock:
-            loan = self._loans.setdefault(trainer, _Loan())
+            loan = self._loans.get(trainer)
+            if loan is None:
+                loan = self._loans[trainer] = _Loan(self._number + 1)
             loan.users += 1
-            turn = self._turn(loan)
+            turn = _Turn(loan.next_number(), next(self._order), threading.Event())
+            heapq.heappush(self._waiting, turn)
+            self._give_turns()
         try:
-            turn.wait()
+            while not turn.come.wait(_LOOK_S):
+                look(stop)
             yield loan
         finally:
             with self._lock:
-                self._pass_on()
+                self._end(turn)
                 loan.users -= 1
                 last = not loan.users
                 if last:
@@ -129,34 +145,48 @@ class Opened:
             if last:
                 loan.close()
 
-    def _turn(self, loan: _Loan) -> threading.Event:
-        turn = threading.Event()
-        heapq.heappush(self._waiting, (loan.copies, next(self._order), turn))
-        loan.copies += 1
-        self._free -= 1
-        if self._free >= 0:
-            heapq.heappop(self._waiting)[-1].set()
-        return turn
+    def _give_turns(self) -> None:
+        while self._waiting and self._running < self._at_once:
+            turn = heapq.heappop(self._waiting)
+            self._number = turn.number
+            self._running += 1
+            turn.come.set()
 
-    def _pass_on(self) -> None:
-        self._free += 1
-        if self._waiting:
-            heapq.heappop(self._waiting)[-1].set()
+    def _end(self, turn: _Turn) -> None:
+        if turn.come.is_set():
+            self._running -= 1
+        else:
+            self._waiting.remove(turn)
+            heapq.heapify(self._waiting)
+        self._give_turns()
+
+
+class _Turn(NamedTuple):
+    number: int
+    order: int
+    come: threading.Event
 
 
 class _Loan:
     """What is open of one trainer.
 
+    Args:
+        number: Of its first copy.
+
     Attributes:
         users: Copies that wait or run.
-        copies: Those that there were.
     """
 
-    def __init__(self) -> None:
-        self.users = self.copies = 0
+    def __init__(self, number: int) -> None:
+        self.users = 0
+        self._numbers = itertools.count(number)
         self._lock = threading.Lock()
         self._open = contextlib.ExitStack()
         self._places: dict[tuple[Device, bytes], tuple[int, int]] = {}
+
+    def next_number(self) -> int:
+        """Return the number of one more copy."""
+        return next(self._numbers)
 
     def open(self, device: Device, handle: bytes) -> tuple[int, int]:
         """Return address and size of what a handle opens.
@@ -193,7 +223,7 @@ def collect(
         BrokenError: The device failed.
         Cancelled: The server no longer wants it.
     """
-    with opened.of(order.trainer) as loan:
+    with opened.of(order.trainer, stop) as loan:
         look(stop)
         try:
             device = device_of(order.uuid)

@@ -21,8 +21,8 @@ __all__ = ["GpuFetchPool"]
 
 logger = logging.getLogger(__name__)
 
-#: Copies that the process knows of: it keeps open what any of them needs. Those of eight trainers.
-_KNOWN = 256
+#: Copies that the process knows of: it keeps open what any of them needs, and has them take turns.
+_KNOWN = 64
 #: A bus is a hundred times as fast; what takes longer is stuck, and its trainer waits for it.
 _MIN_BYTES_PER_S = 100e6
 
@@ -40,19 +40,29 @@ class GpuFetchPool(FetcherPool):
         super().__init__(1, on_restart=on_restart, min_bytes_per_s=_MIN_BYTES_PER_S)
         self._starting = asyncio.Lock()
         self._closed = False
+        #: Bytes of the copies that wait or run.
+        self._load = 0
 
     async def collect(self, segment: Segment, source: GpuSource) -> None:
         """See `FetchApi.collect`; starts the process where there is none yet."""
         async with self._starting:
             if not self._running and not self._closed:
                 await self._start()
-        await super().collect(segment, source)
+        self._load += segment.capacity
+        try:
+            await super().collect(segment, source)
+        finally:
+            self._load -= segment.capacity
 
     async def close(self) -> None:
         """End the process for good, also one that is being started."""
         self._closed = True
         async with self._starting:
             await self.stop()
+
+    def _time_for(self, size: int) -> float:
+        # The process has a copy before that has its turn.
+        return super()._time_for(max(size, self._load))
 
     async def _start(self) -> None:
         try:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from weightsync_client.errors import InvalidError
 from weightsync_client.source.sharded_tensors import box_source
 from weightsync_client.source.tensors import Scratch
 
@@ -69,3 +70,16 @@ def test_each_element_of_a_strided_tensor_comes_once_with_its_value(
             times[where] += not source.replica
     assert torch.equal(made, full)
     assert torch.equal(times, torch.ones(shape))
+
+
+def test_a_local_tensor_that_is_no_part_of_the_whole_is_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh, placements = init_device_mesh("cpu", (4,)), [_StridedShard(0, split_factor=2)]
+        value = DTensor.from_local(
+            torch.zeros(5, 8), mesh, placements, shape=torch.Size((16, 8)), stride=(8, 1)
+        )
+        with pytest.raises(InvalidError, match=r"local shape \[5, 8\].*full_tensor"):
+            box_source("w", value, 0)
+    finally:
+        dist.destroy_process_group()

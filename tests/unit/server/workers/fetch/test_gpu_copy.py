@@ -411,7 +411,7 @@ def test_an_allocation_is_open_once_until_nothing_is_copied_for_its_trainer(
         collect(segment, [handles[number]], [(0, 0, 0, 10)], opened=opened, trainer=trainer)
         seen.append((trainer, driver.opened))
 
-    with opened.of("first"):
+    with opened.of("first", threading.Event()):
         for number in (0, 1, 1, 0):
             copied(number, "first")
         copied(2, "second")
@@ -450,7 +450,7 @@ def test_trainers_have_turns_one_after_the_other(driver: Driver, segment: Segmen
     opened, handle = gpu_copy.Opened(at_once=1), driver.allocate(b"x" * 10)
     seen: list[str] = []
     threads = []
-    with opened.of("first"):
+    with opened.of("first", threading.Event()):
         for number, trainer in enumerate(("first", "first", "second", "second", "first"), 1):
 
             def copied(number: int = number, trainer: str = trainer) -> None:
@@ -464,8 +464,57 @@ def test_trainers_have_turns_one_after_the_other(driver: Driver, segment: Segmen
         assert (seen, driver.opened) == ([], 0)
     for thread in threads:
         thread.join()
-    assert seen == ["second 3", "first 1", "second 4", "first 2", "first 5"]
+    assert seen == ["first 1", "second 3", "first 2", "second 4", "first 5"]
     assert driver.opened == 0
+
+
+def test_nobody_overtakes_by_a_new_name(driver: Driver, segment: Segment) -> None:
+    opened, handle = gpu_copy.Opened(at_once=1), driver.allocate(b"x" * 10)
+    seen: list[str] = []
+    threads: list[threading.Thread] = []
+
+    def copy(trainer: str) -> None:
+        def copied() -> None:
+            with opened.of(trainer, threading.Event()):
+                seen.append(trainer)
+                if trainer.startswith("new") and len(threads) < 20:
+                    copy(f"new {len(threads)}")
+
+        waiting = len(opened._waiting)
+        threads.append(threading.Thread(target=copied))
+        threads[-1].start()
+        while len(opened._waiting) == waiting:
+            time.sleep(0.001)
+
+    with opened.of("busy", threading.Event()):
+        for _ in range(4):
+            copy("patient")
+        copy("new")
+    for thread in threads:
+        thread.join()
+    assert "patient" not in seen[8:]
+    assert len(seen) == 20
+    collect(segment, [handle], [(0, 0, 0, 10)], opened=opened)
+
+
+def test_a_copy_that_nobody_wants_does_not_wait_for_its_turn(
+    driver: Driver, segment: Segment
+) -> None:
+    opened, handle, stop = gpu_copy.Opened(at_once=1), driver.allocate(b"x" * 10), threading.Event()
+    with opened.of("busy", threading.Event()):
+        threading.Timer(0.05, stop.set).start()
+        with pytest.raises(Cancelled):
+            collect(segment, [handle], [(0, 0, 0, 10)], opened=opened, trainer="other", stop=stop)
+        assert (opened._waiting, list(opened._loans)) == ([], ["busy"])
+    collect(segment, [handle], [(0, 0, 0, 10)], opened=opened)
+    assert driver.opened == 0
+
+
+async def test_a_copy_has_time_for_those_before_it(segment: Segment) -> None:
+    pool = GpuFetchPool()
+    alone = pool._time_for(segment.capacity)
+    pool._load = 100 * segment.capacity
+    assert pool._time_for(segment.capacity) > alone
 
 
 def test_a_mapping_is_registered_once_and_let_go_of_before_it_is_unmapped(
