@@ -120,6 +120,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "journal.write": "before a journal entry is written",
         "journal.read": "before the journal is read at start",
         "worker.capture": "before a load plan is captured",
+        "worker.arrive": "before a tensor that a transfer of vLLM's own brought is kept",
         "worker.check": "before tensors of a layout are checked against the model",
         "worker.ahead": "a rank's thread has begun to read a version that comes in",
         "worker.prepare": "a rank's prepare thread has begun",

@@ -24,7 +24,14 @@ from weightsync_server.auth.listeners import Listeners
 from weightsync_server.catalog.retention import Retention
 from weightsync_server.catalog.scrubber import Scrubber
 from weightsync_server.deltas import ChainLimits
-from weightsync_server.engine import Applier, ApplyLimits, EngineSupervisor, Journal, ModelParts
+from weightsync_server.engine import (
+    Applier,
+    ApplyLimits,
+    EngineSupervisor,
+    Journal,
+    ModelParts,
+    UpdateCommitter,
+)
 from weightsync_server.engine.drivers.bridge import BridgeEngine
 from weightsync_server.gauges import track
 from weightsync_server.http_api import HttpApi, InnerCalls
@@ -147,7 +154,8 @@ class App:
         allocator.mappers.append(ingesters.forget)
         pushes = PushService(model, limits=_limits(settings), meters=metrics)
         await pushes.restore()
-        if store.durable and settings.scrub_bytes_per_s:
+        # An object store checks what it keeps by itself, and every byte read from it costs.
+        if store.durable and store.local and settings.scrub_bytes_per_s:
             scrubber = Scrubber(
                 model.table, store, model.materializer.lock, settings.scrub_bytes_per_s
             )
@@ -176,6 +184,7 @@ class App:
             Announcer(health_service).serving,
         )
         applier = Applier(supervisor, parts, journal, metrics, _apply_limits(settings))
+        updates = UpdateCommitter(supervisor, engine.updates, applier, parts, segments)
         processes = Processes(fetchers, ingesters)
         status = StatusSource(model, pushes, supervisor, processes, metrics)
         servicer = WeightSyncServicer(model, pushes, applier, status, lender, ingesters.endpoints)
@@ -200,6 +209,8 @@ class App:
         supervisor.start()
         stack.push_async_callback(supervisor.stop)
         stack.push_async_callback(self._drain, applier)
+        updates.start()
+        stack.push_async_callback(updates.stop)
         await self._listen(stack, health_service, ingesters, verbs)
         # Before the drain: a watch never ends by itself.
         stack.callback(model.feed.close)

@@ -46,7 +46,9 @@ _COLLECTING = ("receive.collect",)
 _AHEAD = ("worker.ahead",)
 #: Met only where a push brings tensors that the engine's checkpoint does not have.
 _CHECKING = ("worker.check",)
-_LEFT_OUT = (*_LIES, *_COLLECTING, *_CHECKING)
+#: Met only where vLLM's own transfer brings tensors.
+_ARRIVING = ("worker.arrive",)
+_LEFT_OUT = (*_LIES, *_COLLECTING, *_CHECKING, *_ARRIVING)
 
 _LIE = "worker.reply=1*lie(content_digest)"
 #: What must fail before it is met.

@@ -34,6 +34,16 @@ def _get(url: str) -> int:
             return error.code
 
 
+def _answered_by(address: str) -> str | None:
+    """Return the version that a completion names."""
+    body = json.dumps({"model": "model", "prompt": "x", "max_tokens": 2}).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", data=body, headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        named: str | None = answer.headers["x-weightsync-version"]
+    return named
+
+
 async def _prepare(
     engine: EmbeddedEngine, staging: Staging, name: str, version: Version, *, live: bool = False
 ) -> dict[str, Any]:
@@ -116,6 +126,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     seen["adopted"] = (await _prepare(engine, staging, "a", a, live=True))["proved"]
     await engine.resume("", 1, a.content_digest)
     seen["open"] = await asyncio.to_thread(_get, models)
+    seen["answered_by"] = [await asyncio.to_thread(_answered_by, engine.address)]
     seen["prepared"] = (await _prepare(engine, staging, "b", b))["phase"]
     request = await _begun(engine, 300)
     lease = await engine.pause(PauseSpec(mode="keep", clear_cache=True), 30)
@@ -124,6 +135,7 @@ async def _scenario(model_a: Path, model_b: Path, run_dir: Path) -> dict[str, An
     seen["committed"] = replies[0]["content_digest"] == b.content_digest
     seen["label_set"] = await engine.resume(lease.lease_id, 2, b.content_digest)
     output = (await request).outputs[0]
+    seen["answered_by"].append(await asyncio.to_thread(_answered_by, engine.address))
     seen["tokens"] = len(output.token_ids)
     spans = getattr(output, "weight_versions", None) or []
     seen["spans"] = [[span.version, span.start, span.end] for span in spans]

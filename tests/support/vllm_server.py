@@ -178,22 +178,29 @@ class VllmServer:
         core: int | None = None,
     ) -> tuple[int, Any]:
         """Return status and decoded body of one HTTP call; `core` is the engine core to answer."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        if core is not None:
-            headers["x-data-parallel-rank"] = str(core)
-        request = urllib.request.Request(self.url + path, data=data, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                raw = answer.read()
-                status = answer.status
-        except urllib.error.HTTPError as error:
-            with error:
-                raw, status = error.read(), error.code
+        headers = {} if core is None else {"x-data-parallel-rank": str(core)}
+        with self.ask(path, body, headers, timeout) as answer:
+            raw, status = answer.read(), answer.status
         try:
             return status, json.loads(raw)
         except ValueError:
             return status, raw.decode(errors="replace")
+
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> Any:
+        """Return the open answer to an HTTP call, whatever its status, as http.client has it."""
+        data = None if body is None else json.dumps(body).encode()
+        named = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data=data, headers=named)
+        try:
+            return urllib.request.urlopen(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            return error
 
     def complete(self, prompt: str, tokens: int = 16, core: int | None = None) -> dict[str, Any]:
         """Return the tokens and log probabilities of a greedy completion; see `request`."""

@@ -133,6 +133,21 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         ("vllm.v1.engine.output_processor:OutputProcessor.request_states",), "counting requests"
     ),
+    # answers
+    Symbol(
+        ("vllm.v1.engine.output_processor:OutputProcessor.add_request",),
+        "which requests an answer is made of",
+    ),
+    *_each(
+        "vllm.v1.engine:EngineCoreRequest",
+        "request_id pooling_params",
+        "which requests an answer is made of",
+    ),
+    Symbol(
+        ("vllm.v1.engine.output_processor:RequestState.weight_version_starts",),
+        "versions of an answer; without it all that were live meanwhile",
+        needed=False,
+    ),
     Symbol(
         (
             "vllm.renderers.base:BaseRenderer.clear_mm_cache_async",
@@ -181,6 +196,17 @@ SYMBOLS: tuple[Symbol, ...] = (
         (f"{_TRANSFER}.factory:WeightTransferTrainerFactory.register_engine",), "our trainer side"
     ),
     Symbol((f"{_TRANSFER}.base:WeightTransferEngine",), "our backend"),
+    *_each(
+        f"{_TRANSFER}.base:WeightTransferEngine",
+        "parse_init_info parse_update_info init_transfer_engine receive_weights shutdown",
+        "transfers that are received",
+    ),
+    Symbol((f"{_TRANSFER}.factory:WeightTransferEngineFactory.create_engine",), "their wires"),
+    *(
+        Symbol((f"{_TRANSFER}.{home}_engine:{name}#self.model.load_weights",), "their tensors")
+        for home, name in (("nccl", "NCCLWeightTransferEngine"), ("ipc", "IPCWeightTransferEngine"))
+    ),
+    Symbol(("vllm.v1.worker.gpu_worker:Worker#self.weight_transfer_engine",), "our engine"),
     *_each(
         _LLM,
         "init_weight_transfer_engine start_weight_update update_weights finish_weight_update",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
 __all__ = [
     "BETWEEN_STEPS",
@@ -15,6 +15,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "READ_AHEAD",
     "VERSION_LOADS",
+    "WEIGHT_UPDATES",
     "Engine",
     "EngineHealth",
     "EngineInfo",
@@ -23,6 +24,8 @@ __all__ = [
     "PauseSpec",
     "SwitchOrder",
     "SwitchOutcome",
+    "UpdateFeed",
+    "WaitingUpdate",
 ]
 
 #: Version of `engine.proto` and of what ranks read in shared memory; server and bridge must agree.
@@ -39,6 +42,9 @@ READ_AHEAD = "reads_arrivals"
 
 #: The capability of engines whose ranks can load a version beside generation.
 VERSION_LOADS = "loads_versions"
+
+#: The capability of engines that receive weights over a transfer of vLLM's own.
+WEIGHT_UPDATES = "weight_updates"
 
 
 class EngineState(enum.StrEnum):
@@ -171,8 +177,44 @@ class EngineHealth:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class WaitingUpdate:
+    """Weights that have come whole over a transfer of vLLM's own, and are no version yet.
+
+    Attributes:
+        update_id: Names it in later calls.
+        backend: Of the transfer, such as `weightsync_nccl`.
+        label: What the trainer calls them; "": nothing.
+    """
+
+    update_id: str
+    backend: str
+    label: str = ""
+
+
+class UpdateFeed(Protocol):
+    """What an engine receives from trainers by itself; methods raise as those of Engine."""
+
+    def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
+        """Yield each update that waits; while nobody does this, the engine begins none."""
+        ...
+
+    async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
+        """Send read-only descriptors of an update's files over the segment socket."""
+        ...
+
+    async def end(self, update_id: str, version: int, error: str) -> None:
+        """Answer the trainer: the engine serves the update as `version`, or not, for a reason."""
+        ...
+
+
 class Engine(Protocol):
     """One vLLM engine; every method raises ENGINE_AWAY when it cannot be reached."""
+
+    @property
+    def updates(self) -> UpdateFeed | None:
+        """What it receives by itself; None: nothing, or it does not tell WEIGHT_UPDATES."""
+        ...
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""

@@ -53,6 +53,7 @@ class MemoryEngine(MemoryRank):
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
         events: What was done, in order: pause, commit, resume, switch, fence.
+        updates: None: it receives nothing by itself.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class MemoryEngine(MemoryRank):
         self._switching: asyncio.Future[SwitchOutcome] | None = None
         self.version = 0
         self.events: list[str] = []
+        self.updates = None
 
     async def hello(self) -> EngineInfo:
         """Tell what the engine is."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
+from weightsync.vllm.answers.version_header import AnswerState, AnswerVersions
 from weightsync.vllm.bridge.readiness_gate import Gate, GateState
 from weightsync.vllm.env import EngineSettings
 from weightsync.wire.named_methods import generic_only
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from weightsync.vllm.bridge.adapter import VllmEngine
 
-__all__ = ["Bridge", "create"]
+__all__ = ["Bridge", "create", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,14 @@ class Bridge:
 
     def __init__(self) -> None:
         self._gate = GateState()
+        self._answers = AnswerState()
         self._server: grpc.aio.Server | None = None
         self._engine: VllmEngine | None = None
         self._socket = ""
 
     def attach_router(self, app: Any) -> None:
         """Put the gate before all routes; there are no routes of our own."""
+        app.add_middleware(AnswerVersions, state=self._answers)
         app.add_middleware(Gate, state=self._gate)
         inner = app.router.lifespan_context
 
@@ -91,6 +94,8 @@ class Bridge:
         settings = EngineSettings.load()
         self._engine = VllmEngine(engine_client, vllm_version, "bridge")
         await self._engine.start()
+        if settings.answer_versions:
+            self._answers.follow(engine_client, self._engine.live)
         self._gate.condition = self._engine.condition
         await self._serve(self._engine, settings)
 
@@ -135,3 +140,20 @@ def _bind(server: grpc.aio.Server, path: str) -> None:
 def create() -> Bridge:
     """Return the plugin object; the factory named by our entry point."""
     return Bridge()
+
+
+async def serve(llm: Any) -> Bridge:
+    """Pause an AsyncLLM of your own process and serve its bridge, as `vllm serve` does.
+
+    A weightsync-server beside it then proves its weights and lets it generate. Await `stop` of what
+    this returns before the AsyncLLM is shut down.
+
+    Args:
+        llm: vLLM's AsyncLLM, on whose loop this is called.
+
+    Raises:
+        WeightSyncError: The socket is another engine's, or cannot be made.
+    """
+    bridge = Bridge()
+    await bridge.init_state(llm, None, None)
+    return bridge

@@ -23,6 +23,8 @@ _PLAIN_VALUES = {
     "1": (True, True),
     "linear": (True, False),
 }
+_UPDATE_TIMEOUT_S = 60.0
+_MAX_UPDATE_TIMEOUT_S = 3600.0
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kKMGT]i?B|B|)")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -86,6 +88,9 @@ class EngineSettings:
         cpu_plain_experts: The same for experts.
         device_room: Memory of its CUDA device that each rank may take to stage versions; None: what
             vLLM leaves, less a reserve.
+        update_timeout_s: How long a rank waits for a trainer that sends over a transfer of vLLM's
+            own and sends nothing, seconds.
+        answer_versions: Whether answers of vLLM's HTTP API name the versions that made them.
     """
 
     engine_socket: str
@@ -93,6 +98,8 @@ class EngineSettings:
     cpu_plain_linear: bool = False
     cpu_plain_experts: bool = False
     device_room: Amount | None = None
+    update_timeout_s: float = _UPDATE_TIMEOUT_S
+    answer_versions: bool = True
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> EngineSettings:
@@ -109,7 +116,22 @@ class EngineSettings:
         if switch not in _PLAIN_VALUES:
             msg = f"WEIGHTSYNC_CPU_PLAIN_WEIGHTS is {switch!r}; set it to 0, 1 or linear"
             raise ValueError(msg)
-        return cls(engine, segments, *_PLAIN_VALUES[switch], _room(env))
+        return cls(
+            engine,
+            segments,
+            *_PLAIN_VALUES[switch],
+            _room(env),
+            _update_timeout(env),
+            _answer_versions(env),
+        )
+
+
+def _answer_versions(env: Mapping[str, str]) -> bool:
+    text = env.get("WEIGHTSYNC_ANSWER_VERSIONS", "").strip()
+    if text not in ("", "0", "1"):
+        msg = f"WEIGHTSYNC_ANSWER_VERSIONS is {text!r}; set it to 1, the default, or 0"
+        raise ValueError(msg)
+    return text != "0"
 
 
 def _room(env: Mapping[str, str]) -> Amount | None:
@@ -121,3 +143,19 @@ def _room(env: Mapping[str, str]) -> Amount | None:
     except ValueError as error:
         msg = f"WEIGHTSYNC_DEVICE_ROOM: {error}"
         raise ValueError(msg) from None
+
+
+def _update_timeout(env: Mapping[str, str]) -> float:
+    text = env.get("WEIGHTSYNC_UPDATE_TIMEOUT", "").strip()
+    try:
+        seconds = float(text or _UPDATE_TIMEOUT_S)
+    except ValueError:
+        seconds = 0.0
+    # Not a number compares as False.
+    if not 0 < seconds <= _MAX_UPDATE_TIMEOUT_S:
+        msg = (
+            f"WEIGHTSYNC_UPDATE_TIMEOUT is {text!r}; set it to seconds, more than 0 and at most "
+            f"{_MAX_UPDATE_TIMEOUT_S:g}"
+        )
+        raise ValueError(msg)
+    return seconds

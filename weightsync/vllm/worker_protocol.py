@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["METHODS", "rank_name", "rank_names"]
+__all__ = ["METHODS", "RECEIVING_BACKENDS", "UPDATE", "rank_name", "rank_names"]
 
 #: The methods on vLLM's workers, and what a rank calls each.
 METHODS: Mapping[str, str] = {
@@ -22,7 +22,14 @@ METHODS: Mapping[str, str] = {
     "weightsync_verify": "verify",
     "weightsync_state": "state",
     "weightsync_release": "release",
+    "weightsync_update": "update",
 }
+
+#: The one that the API process alone calls.
+UPDATE = "weightsync_update"
+
+#: Our backends that receive over a transfer of vLLM's own, and what vLLM calls that.
+RECEIVING_BACKENDS: Mapping[str, str] = {"weightsync_nccl": "nccl", "weightsync_ipc": "ipc"}
 
 
 def rank_name(parallel: Any, rank: int) -> str:

@@ -80,6 +80,11 @@ class CommitService:
         self._layouts = layouts
         self._disk = disk
 
+    @property
+    def epoch(self) -> int:
+        """The epoch in which whoever asks for none writes."""
+        return self._epochs.newest
+
     async def seal(self, layout: Layout, digests: Iterable[bytes]) -> Manifest:
         """Return a manifest with its digests computed, off the event loop, and a shared layout."""
         if "digest" not in vars(layout):
@@ -168,6 +173,10 @@ class CommitService:
         erasing = asyncio.create_task(self._erased(record))
         self._disk.frees(erasing)
         await to_end(erasing)
+
+    async def collects(self) -> bool:
+        """Return whether this server may delete versions: of several with one store, one may."""
+        return await self._store.collects(self._table.name)
 
     async def scrub(self, record: VersionRecord) -> None:
         """Remove what the store holds of a version, for ever."""

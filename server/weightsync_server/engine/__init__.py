@@ -7,5 +7,6 @@ from weightsync_server.engine.apply_limits import ApplyLimits
 from weightsync_server.engine.journal import Journal
 from weightsync_server.engine.model_parts import ModelParts
 from weightsync_server.engine.supervisor import EngineSupervisor
+from weightsync_server.engine.update_committer import UpdateCommitter
 
-__all__ = ["Applier", "ApplyLimits", "EngineSupervisor", "Journal", "ModelParts"]
+__all__ = ["Applier", "ApplyLimits", "EngineSupervisor", "Journal", "ModelParts", "UpdateCommitter"]

@@ -6,22 +6,19 @@ only when they do not hold one known version is anything written.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import os
-import secrets
 from typing import TYPE_CHECKING
 
 from weightsync import failpoints
 from weightsync.engine import EngineState, PauseSpec
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.engine import idempotency
-from weightsync_server.engine.ranks import QUICK_S
+from weightsync_server.engine.file_offers import offered
 from weightsync_server.ops.os_errors import translate_os_errors
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from weightsync.shm.segment_socket import OfferedFile
     from weightsync_server.catalog.record import VersionRecord
@@ -323,28 +320,10 @@ class Reconciler:
             logger.info("adopting the engine's checkpoint: %d files", len(files))
             return await self._model.adoption.adopt(files, 0)
 
-    @contextlib.asynccontextmanager
-    async def _offered(self) -> AsyncIterator[Sequence[OfferedFile]]:
+    def _offered(self) -> contextlib.AbstractAsyncContextManager[Sequence[OfferedFile]]:
         """Give the files of the engine's checkpoint, closed after the block."""
-        offer = f"checkpoint-{secrets.token_hex(8)}"
-        future = self._session.segments.expect_offer(offer)
-        path = str(self._session.segments.path)
-        try:
-            await self._session.engine.offer_checkpoint(path, offer)
-            async with asyncio.timeout(QUICK_S):
-                files = await asyncio.wrap_future(future)
-        except (TimeoutError, EOFError, OSError) as error:
-            raise WeightSyncError(
-                Reason.ENGINE_AWAY,
-                f"the engine's checkpoint did not arrive on {path} ({error!r}); share its folder",
-            ) from error
-        finally:
-            future.cancel()
-        try:
-            yield files
-        finally:
-            for _, _, fd in files:
-                os.close(fd)
+        ask = self._session.engine.offer_checkpoint
+        return offered(self._session.segments, ask, "the engine's checkpoint")
 
     async def _record(self, current: PreparedVersion) -> None:
         await self._session.hold(current)

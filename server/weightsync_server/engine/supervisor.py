@@ -119,6 +119,11 @@ class EngineSupervisor:
         return self._condition.serving
 
     @property
+    def capabilities(self) -> frozenset[str]:
+        """What the engine said that it can do; nothing while it is away."""
+        return self._session.info.capabilities if self._session is not None else frozenset()
+
+    @property
     def loads(self) -> LoadScheduler | None:
         """Has the ranks load versions; None: they do not, or the engine is away."""
         return self._session.loads if self._session is not None else None

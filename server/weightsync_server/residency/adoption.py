@@ -1,4 +1,4 @@
-"""The engine's checkpoint: adopted as a committed version, or only borrowed for a proof."""
+"""Files that the engine offers: committed as a version, or only borrowed for a proof."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from weightsync.model.manifest import Manifest
     from weightsync.shm.segment_socket import OfferedFile
+    from weightsync_server.catalog.accepted_tensors import AcceptedTensors
     from weightsync_server.catalog.commits import CommitService
     from weightsync_server.catalog.table import VersionTable
     from weightsync_server.residency.leases import SlotLease
@@ -32,10 +33,16 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointAdoption"]
 
 _SLOT_WAIT_S = 60.0
+#: What files are, and what to do about those that cannot be read.
+_CHECKPOINT = (
+    "the engine's checkpoint",
+    "restore its files, or restart vLLM on a whole checkpoint",
+)
+_UPDATE = ("the update", "send it again")
 
 
 class CheckpointAdoption:
-    """Makes versions of the engine's own files, or holds them for the engine only.
+    """Makes versions of files that the engine has, or holds them for the engine only.
 
     Args:
         table: The versions of the model.
@@ -77,14 +84,49 @@ class CheckpointAdoption:
         """
         # Registered only when it turns out to be new: what it is, its content tells.
         record = VersionRecord(self._table.name, version)
-        slot = await self._slots.take(record, _SLOT_WAIT_S)
-        try:
-            manifest = await self._read(slot, sorted(files))
+        async with self._arriving(record, files, _CHECKPOINT) as manifest:
             known = self._table.same_content(manifest.content_digest)
             if known is not None:
                 self._stager.hand_over(record, known, manifest)
                 return known
-            return await self._commit_new(record, manifest)
+            # No await between here and `add`: a push may take the number meanwhile.
+            if record.version and record.version < self._table.next_version():
+                raise self._table.not_above(record.version)
+            record.version = record.version or self._table.adoption_version()
+            await self._commit_new(record, manifest, adopted=True)
+            return record
+
+    async def receive(
+        self, files: Sequence[OfferedFile], metadata: dict[str, str], accepted: AcceptedTensors
+    ) -> VersionRecord:
+        """Commit what a trainer has sent to the engine as the next version, whatever its content.
+
+        It is guarded by epochs, as a push without one is.
+
+        Args:
+            files: As for `adopt`; the caller closes.
+            metadata: Of the version.
+            accepted: Refuses tensors that the engine does not take, before anything is committed.
+
+        Raises:
+            WeightSyncError: As `adopt`; ENGINE_REFUSED, EPOCH_STALE.
+        """
+        record = VersionRecord(self._table.name, 0, self._commits.epoch, metadata)
+        async with self._arriving(record, files, _UPDATE) as manifest:
+            if await accepted.check(manifest.layout.tensors):
+                record.layout_check = pb.LAYOUT_CHECK_PASSED
+            record.version = self._table.next_version()
+            await self._commit_new(record, manifest, adopted=False)
+            return record
+
+    @contextlib.asynccontextmanager
+    async def _arriving(
+        self, record: VersionRecord, files: Sequence[OfferedFile], what: tuple[str, str]
+    ) -> AsyncIterator[Manifest]:
+        """Read files into a slot for the body, which commits them or gives the slot to another."""
+        slot = await self._slots.take(record, _SLOT_WAIT_S)
+        try:
+            yield await self._read(slot, sorted(files), what)
         except BaseException:
             if record.durability != pb.DURABILITY_COMMITTED:
                 await self._orphans.drop(record)
@@ -105,24 +147,25 @@ class CheckpointAdoption:
         record = VersionRecord(self._table.name, 0)
         slot = self._slots.borrow(record)
         try:
-            self._table.staged(record, await self._read(slot, sorted(files)))
+            self._table.staged(record, await self._read(slot, sorted(files), _CHECKPOINT))
             # It is staged, so nothing is waited for.
             with await self._stager.lease(record, 0, for_engine=True, durable=False) as lease:
                 yield lease
         finally:
             self._slots.give_back(slot)
 
-    async def _read(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
+    async def _read(
+        self, slot: Slot, files: Sequence[OfferedFile], what: tuple[str, str]
+    ) -> Manifest:
         """Read files, sorted by name, into a slot and return what they turned out to be."""
         try:
             return await self._read_whole(slot, files)
         except WeightSyncError as error:
             if error.reason not in SHARD_DAMAGE:
                 raise
+            name, remedy = what
             raise WeightSyncError(
-                error.reason,
-                f"the engine's checkpoint cannot be read: {error.message}; "
-                "restore its files, or restart vLLM on a whole checkpoint",
+                error.reason, f"{name} cannot be read: {error.message}; {remedy}"
             ) from error
 
     async def _read_whole(self, slot: Slot, files: Sequence[OfferedFile]) -> Manifest:
@@ -137,11 +180,9 @@ class CheckpointAdoption:
             raise WeightSyncError(Reason.SHARD_INVALID, "it changed meanwhile")
         return await self._commits.seal(layout, digests)
 
-    async def _commit_new(self, record: VersionRecord, manifest: Manifest) -> VersionRecord:
-        # No await between here and `add`: a push may take the number meanwhile.
-        if record.version and record.version < self._table.next_version():
-            raise self._table.not_above(record.version)
-        record.version = record.version or self._table.adoption_version()
+    async def _commit_new(
+        self, record: VersionRecord, manifest: Manifest, *, adopted: bool
+    ) -> None:
         self._table.add(record)
         segments = record.place.ordered()
         writes = []
@@ -150,5 +191,4 @@ class CheckpointAdoption:
             if target is not None:
                 writes.append(self._fetch.persist(segments[index], shard.size, target))
         await all_done(writes)
-        await self._commits.commit(record, manifest, adopted=True)
-        return record
+        await self._commits.commit(record, manifest, adopted=adopted)

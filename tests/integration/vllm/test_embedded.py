@@ -56,6 +56,10 @@ def test_running_request_goes_on_and_its_spans_name_the_versions(seen: dict[str,
     assert seen["spans"][1][2] == 300
 
 
+def test_answers_over_http_name_their_version(seen: dict[str, Any]) -> None:
+    assert seen["answered_by"] == ["1", "2"]
+
+
 def test_wait_that_takes_too_long_becomes_keep_or_abort(seen: dict[str, Any]) -> None:
     assert seen["wait_became"] == "keep"
     assert seen["wait_s"] < 5

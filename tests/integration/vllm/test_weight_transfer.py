@@ -6,86 +6,33 @@ The development endpoints are on here, because vLLM's HTTP client needs them.
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
 import torch
 
-from tests.support.models import make_checkpoint
-from tests.support.vllm_server import VllmServer
-from tests.support.weightsync_server import WeightSyncServer
+from tests.support.transfer_site import transfer_site
 from weightsync_client import Client, ClientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.support.transfer_site import TransferSite
+
 pytestmark = [pytest.mark.vllm, pytest.mark.alone, pytest.mark.timeout(300)]
-
-_PROMPTS = ("hello world", "the quick brown fox", "a")
-_FLAGS = ("--weight-transfer-config", '{"backend": "weightsync"}')
-
-
-class Site:
-    """A vLLM with our backend, a server beside it, and a model that a trainer has."""
-
-    def __init__(self, root: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        folders = [make_checkpoint(root / f"{n}", dtype="bfloat16", seed=n) for n in range(2)]
-        self.vllm = VllmServer(
-            folders[0],
-            root / "run",
-            # What one rank of several refuses must leave nothing in vLLM's queues.
-            tp=2,
-            dtype="bfloat16",
-            flags=_FLAGS,
-            variables={"VLLM_SERVER_DEV_MODE": "1"},
-        )
-        self.server = WeightSyncServer(root / "run", root / "state", flags=("--same-host",))
-        self.model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
-        other = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.bfloat16)
-        self.trained = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        self.served = {name: p.detach().clone() for name, p in other.named_parameters()}
-
-    def set(self, weights: dict[str, torch.Tensor]) -> None:
-        """Have the trainer's model hold these."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
-
-    def answers(self) -> list[Any]:
-        """Return greedy tokens with their logprobs."""
-        return [self.vllm.complete(prompt) for prompt in _PROMPTS]
-
-    def live(self) -> int:
-        """Return the version that the server serves."""
-        return self.server.wait_serving().live_version
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    # Unix sockets allow 107 bytes, which pytest's own folders exceed.
-    root = Path(tempfile.mkdtemp(prefix="wt-"))
-    site = Site(root)
-    try:
-        site.server.start()
-        site.vllm.start()
-        site.server.wait_serving()
+def site() -> Iterator[TransferSite]:
+    with transfer_site("weightsync") as site:
         yield site
-    finally:
-        site.server.stop()
-        site.vllm.stop()
-        shutil.rmtree(root)
 
 
 @pytest.fixture
-def make_trainer(site: Site) -> Iterator[Callable[..., Any]]:
+def make_trainer(site: TransferSite) -> Iterator[Callable[..., Any]]:
     from vllm.distributed.weight_transfer import (
         HTTPVLLMWeightSyncClient,
         ModuleSource,
@@ -110,12 +57,14 @@ def make_trainer(site: Site) -> Iterator[Callable[..., Any]]:
         trainer.shutdown()
 
 
-def test_that_anybody_may_call_the_verbs_is_told(site: Site) -> None:
+def test_that_anybody_may_call_the_verbs_is_told(site: TransferSite) -> None:
     (warning,) = site.server.wait_serving().engine.warnings
     assert "without VLLM_SERVER_DEV_MODE=1" in warning
 
 
-def test_two_sends_serve_what_the_trainer_has(site: Site, make_trainer: Callable[..., Any]) -> None:
+def test_two_sends_serve_what_the_trainer_has(
+    site: TransferSite, make_trainer: Callable[..., Any]
+) -> None:
     loaded = site.answers()
     trainer = make_trainer(run_id="mine")
     site.set(site.trained)
@@ -139,7 +88,7 @@ def test_two_sends_serve_what_the_trainer_has(site: Site, make_trainer: Callable
 
 
 def test_a_send_that_fails_leaves_the_version_that_is_served(
-    site: Site, make_trainer: Callable[..., Any]
+    site: TransferSite, make_trainer: Callable[..., Any]
 ) -> None:
     from vllm.distributed.weight_transfer import ModuleSource
 
@@ -156,7 +105,7 @@ def test_a_send_that_fails_leaves_the_version_that_is_served(
 
 
 def test_a_request_that_a_pause_of_vllm_keeps_goes_on_after_the_apply(
-    site: Site, make_trainer: Callable[..., Any]
+    site: TransferSite, make_trainer: Callable[..., Any]
 ) -> None:
     trainer = make_trainer()
     with ThreadPoolExecutor(1) as pool:
@@ -169,7 +118,9 @@ def test_a_request_that_a_pause_of_vllm_keeps_goes_on_after_the_apply(
         assert len(answer.result(60)["tokens"]) == 400
 
 
-def test_a_pause_of_vllm_may_be_in_force(site: Site, make_trainer: Callable[..., Any]) -> None:
+def test_a_pause_of_vllm_may_be_in_force(
+    site: TransferSite, make_trainer: Callable[..., Any]
+) -> None:
     before = site.answers()
     trainer = make_trainer()
     for mode in ("keep", "abort"):
@@ -201,7 +152,7 @@ def test_a_pause_of_vllm_may_be_in_force(site: Site, make_trainer: Callable[...,
     ],
 )
 def test_what_is_none_of_ours_is_refused_and_the_engine_goes_on(
-    site: Site, make_trainer: Callable[..., Any], verb: str, body: Any, sentence: str
+    site: TransferSite, make_trainer: Callable[..., Any], verb: str, body: Any, sentence: str
 ) -> None:
     live, before = site.live(), site.answers()
     status, answer = site.vllm.request(f"/{verb}", body)
@@ -215,7 +166,7 @@ def test_what_is_none_of_ours_is_refused_and_the_engine_goes_on(
     assert site.live() > live
 
 
-def test_verbs_in_any_order_leave_no_reply_in_vllms_queues(site: Site) -> None:
+def test_verbs_in_any_order_leave_no_reply_in_vllms_queues(site: TransferSite) -> None:
     # With another backend each of these fails on both ranks, and the reply of the second is taken
     # for that of our next call, so that the engine is fenced until vLLM is started anew.
     for verb in ("finish_weight_update", "start_weight_update", "start_weight_update"):
@@ -225,7 +176,7 @@ def test_verbs_in_any_order_leave_no_reply_in_vllms_queues(site: Site) -> None:
     assert all(site.answers())
 
 
-def test_without_a_client_no_verb_is_called(site: Site) -> None:
+def test_without_a_client_no_verb_is_called(site: TransferSite) -> None:
     from weightsync_client.integrations import WeightSyncTrainerEngine, WeightSyncTrainerInitInfo
 
     weights = list(site.served.items())

@@ -73,6 +73,29 @@ def test_a_room_that_means_nothing_is_named(text: str) -> None:
         EngineSettings.load({"WEIGHTSYNC_DEVICE_ROOM": text})
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("", 60), ("0.5", 0.5), (" 3600 ", 3600)])
+def test_a_wait_for_a_trainer_is_bounded(text: str, seconds: float) -> None:
+    found = EngineSettings.load({"WEIGHTSYNC_UPDATE_TIMEOUT": text}).update_timeout_s
+    assert found == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "3601", "1 min"])
+def test_a_wait_that_means_nothing_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_UPDATE_TIMEOUT.*at most 3600"):
+        EngineSettings.load({"WEIGHTSYNC_UPDATE_TIMEOUT": text})
+
+
+@pytest.mark.parametrize(("text", "named"), [("", True), ("1", True), (" 0 ", False)])
+def test_answers_name_versions_unless_that_is_off(text: str, named: bool) -> None:
+    assert EngineSettings.load({"WEIGHTSYNC_ANSWER_VERSIONS": text}).answer_versions is named
+    assert EngineSettings.load({}).answer_versions
+
+
+def test_nonsense_about_answers_is_named() -> None:
+    with pytest.raises(ValueError, match=r"WEIGHTSYNC_ANSWER_VERSIONS is 'no'; set it to 1"):
+        EngineSettings.load({"WEIGHTSYNC_ANSWER_VERSIONS": "no"})
+
+
 def _config(model: Path | str, load_format: str = "auto") -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(model), revision=None),

@@ -634,3 +634,170 @@ class HealthResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HealthResponse: _TypeAlias = HealthResponse  # noqa: Y015
+
+@_typing.final
+class WatchUpdatesRequest(_message.Message):
+    """Asks for updates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchUpdatesRequest: _TypeAlias = WatchUpdatesRequest  # noqa: Y015
+
+@_typing.final
+class WatchUpdatesResponse(_message.Message):
+    """An update waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """Names the update in OfferUpdate and EndUpdate."""
+    backend: _builtins.str
+    """Backend of vLLM's transfer, such as weightsync_nccl."""
+    label: _builtins.str
+    """What the trainer calls these weights, at most 256 bytes; empty: nothing."""
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        label: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "label", b"label", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchUpdatesResponse: _TypeAlias = WatchUpdatesResponse  # noqa: Y015
+
+@_typing.final
+class OfferUpdateRequest(_message.Message):
+    """Asks for the files of an update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    SEGMENT_SOCKET_FIELD_NUMBER: _builtins.int
+    OFFER_ID_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """From WatchUpdates."""
+    segment_socket: _builtins.str
+    """Path of the server's segment socket as this process sees it; empty: beside the engine socket."""
+    offer_id: _builtins.str
+    """Names the offer on the segment socket."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        segment_socket: _builtins.str = ...,
+        offer_id: _builtins.str = ...,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer_id", b"offer_id", "segment_socket", b"segment_socket", "server_id", b"server_id", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferUpdateRequest: _TypeAlias = OfferUpdateRequest  # noqa: Y015
+
+@_typing.final
+class OfferUpdateResponse(_message.Message):
+    """The descriptors were sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the safetensors files in order."""
+
+    def __init__(
+        self,
+        *,
+        files: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OfferUpdateResponse: _TypeAlias = OfferUpdateResponse  # noqa: Y015
+
+@_typing.final
+class EndUpdateRequest(_message.Message):
+    """Tells what became of an update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """From WatchUpdates."""
+    version: _builtins.int
+    """The version that it has become and that the engine serves; 0: it serves what it served."""
+    error: _builtins.str
+    """Why it does, one sentence; empty: it serves the version."""
+    server_id: _builtins.str
+    """Names the server process, as in Hello. Any but the one that said hello last:
+    FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
+    """
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        error: _builtins.str = ...,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "server_id", b"server_id", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndUpdateRequest: _TypeAlias = EndUpdateRequest  # noqa: Y015
+
+@_typing.final
+class EndUpdateResponse(_message.Message):
+    """The trainer was answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndUpdateResponse: _TypeAlias = EndUpdateResponse  # noqa: Y015

@@ -80,6 +80,21 @@ class EngineServiceStub:
                 request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthRequest.SerializeToString,
                 response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthResponse.FromString,
                 _registered_method=True)
+        self.WatchUpdates = channel.unary_stream(
+                '/weightsync.engine.v1.EngineService/WatchUpdates',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesResponse.FromString,
+                _registered_method=True)
+        self.OfferUpdate = channel.unary_unary(
+                '/weightsync.engine.v1.EngineService/OfferUpdate',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateResponse.FromString,
+                _registered_method=True)
+        self.EndUpdate = channel.unary_unary(
+                '/weightsync.engine.v1.EngineService/EndUpdate',
+                request_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateRequest.SerializeToString,
+                response_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -153,6 +168,30 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchUpdates(self, request, context):
+        """Names each update that has come whole over a transfer of vLLM's own and waits to become a
+        version, for as long as the call lasts and no other server watches. Only where Hello tells the
+        capability weight_updates. No update is begun while nobody watches; one whose watcher goes away
+        fails.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OfferUpdate(self, request, context):
+        """Sends read-only descriptors of an update's files over the segment socket. Once for each update.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndUpdate(self, request, context):
+        """Answers the trainer that waits for the outcome of an update.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -200,6 +239,21 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthRequest.FromString,
                     response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthResponse.SerializeToString,
+            ),
+            'WatchUpdates': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchUpdates,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesResponse.SerializeToString,
+            ),
+            'OfferUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferUpdate,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateResponse.SerializeToString,
+            ),
+            'EndUpdate': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndUpdate,
+                    request_deserializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateRequest.FromString,
+                    response_serializer=weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -446,6 +500,87 @@ class EngineService:
             '/weightsync.engine.v1.EngineService/Health',
             weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthRequest.SerializeToString,
             weightsync_dot_engine_dot_v1_dot_engine__pb2.HealthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchUpdates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/WatchUpdates',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.WatchUpdatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/OfferUpdate',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.OfferUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndUpdate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightsync.engine.v1.EngineService/EndUpdate',
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateRequest.SerializeToString,
+            weightsync_dot_engine_dot_v1_dot_engine__pb2.EndUpdateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -60,6 +60,16 @@ class EngineServiceStub:
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _grpc.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]
     """Tells whether the engine is alive and what state it is in."""
+    WatchUpdates: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchUpdatesRequest, _engine_pb2.WatchUpdatesResponse]
+    """Names each update that has come whole over a transfer of vLLM's own and waits to become a
+    version, for as long as the call lasts and no other server watches. Only where Hello tells the
+    capability weight_updates. No update is begun while nobody watches; one whose watcher goes away
+    fails.
+    """
+    OfferUpdate: _grpc.UnaryUnaryMultiCallable[_engine_pb2.OfferUpdateRequest, _engine_pb2.OfferUpdateResponse]
+    """Sends read-only descriptors of an update's files over the segment socket. Once for each update."""
+    EndUpdate: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EndUpdateRequest, _engine_pb2.EndUpdateResponse]
+    """Answers the trainer that waits for the outcome of an update."""
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -91,6 +101,16 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """Sends read-only descriptors of the engine's checkpoint files over the segment socket."""
     Health: _aio.UnaryUnaryMultiCallable[_engine_pb2.HealthRequest, _engine_pb2.HealthResponse]  # type: ignore[assignment]
     """Tells whether the engine is alive and what state it is in."""
+    WatchUpdates: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchUpdatesRequest, _engine_pb2.WatchUpdatesResponse]  # type: ignore[assignment]
+    """Names each update that has come whole over a transfer of vLLM's own and waits to become a
+    version, for as long as the call lasts and no other server watches. Only where Hello tells the
+    capability weight_updates. No update is begun while nobody watches; one whose watcher goes away
+    fails.
+    """
+    OfferUpdate: _aio.UnaryUnaryMultiCallable[_engine_pb2.OfferUpdateRequest, _engine_pb2.OfferUpdateResponse]  # type: ignore[assignment]
+    """Sends read-only descriptors of an update's files over the segment socket. Once for each update."""
+    EndUpdate: _aio.UnaryUnaryMultiCallable[_engine_pb2.EndUpdateRequest, _engine_pb2.EndUpdateResponse]  # type: ignore[assignment]
+    """Answers the trainer that waits for the outcome of an update."""
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """What the bridge does for the server."""
@@ -173,5 +193,33 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.HealthResponse, _abc.Awaitable[_engine_pb2.HealthResponse]]:
         """Tells whether the engine is alive and what state it is in."""
+
+    @_abc_1.abstractmethod
+    def WatchUpdates(
+        self,
+        request: _engine_pb2.WatchUpdatesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchUpdatesResponse], _abc.AsyncIterator[_engine_pb2.WatchUpdatesResponse]]:
+        """Names each update that has come whole over a transfer of vLLM's own and waits to become a
+        version, for as long as the call lasts and no other server watches. Only where Hello tells the
+        capability weight_updates. No update is begun while nobody watches; one whose watcher goes away
+        fails.
+        """
+
+    @_abc_1.abstractmethod
+    def OfferUpdate(
+        self,
+        request: _engine_pb2.OfferUpdateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.OfferUpdateResponse, _abc.Awaitable[_engine_pb2.OfferUpdateResponse]]:
+        """Sends read-only descriptors of an update's files over the segment socket. Once for each update."""
+
+    @_abc_1.abstractmethod
+    def EndUpdate(
+        self,
+        request: _engine_pb2.EndUpdateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.EndUpdateResponse, _abc.Awaitable[_engine_pb2.EndUpdateResponse]]:
+        """Answers the trainer that waits for the outcome of an update."""
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,11 +25,13 @@ from weightsync.vllm.bridge.checkpoint import offer_files
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.pause_lease import PauseLease
+from weightsync.vllm.bridge.received_updates import ReceivedUpdates
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
 from weightsync.vllm.bridge.support import check_pause, config_refusals, safety_warnings
 from weightsync.vllm.bridge.worker_calls import COMMIT, TOUCH_WEIGHTS, WorkerCalls
-from weightsync.vllm.worker_protocol import METHODS, rank_names
+from weightsync.vllm.env import EngineSettings
+from weightsync.vllm.worker_protocol import METHODS, UPDATE, rank_names
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -56,6 +58,10 @@ class VllmEngine:
         llm: vLLM's AsyncLLM.
         vllm_version: Release of vLLM.
         kind: `bridge` or `embedded`.
+
+    Attributes:
+        updates: What it receives over a transfer of vLLM's own.
+        live: The versions that it serves.
     """
 
     def __init__(self, llm: Any, vllm_version: str, kind: str) -> None:
@@ -72,10 +78,19 @@ class VllmEngine:
         self._changes = asyncio.Lock()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
+        self.live = self._generation.live
         self._served = ""
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
         able = self._vllm.capabilities
+        self.updates = ReceivedUpdates(
+            lambda args: self._whole(self._workers.call(UPDATE, args)),
+            self._vllm.transfer_backend,
+            self.condition,
+            EngineSettings.load().update_timeout_s,
+        )
+        # Where the verbs of vLLM's transfers find it.
+        llm.weightsync_updates = self.updates
         self._switching = Switching(
             self._workers.call, self._generation, len(ranks), possible=BETWEEN_STEPS in able
         )
@@ -176,7 +191,7 @@ class VllmEngine:
             WeightSyncError: REQUEST_INVALID for a method that is none of ours, ENGINE_ASLEEP,
                 ENGINE_AWAY when vLLM could not carry the call out.
         """
-        known = METHODS.keys() - {SWITCH}
+        known = METHODS.keys() - {SWITCH, UPDATE}
         if method not in known:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
@@ -258,6 +273,7 @@ class VllmEngine:
         begins = self._state is EngineState.UNRECONCILED or (self._unproved and not free)
         if content_digest or not (begins and await self._workers.as_loaded()):
             await self._check_proved(content_digest, free=free)
+        version = version or self._workers.versions.get(content_digest, 0)
         labelled = await self._generation.start(version)
         self._serve(content_digest)
         if content_digest:

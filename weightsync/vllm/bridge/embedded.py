@@ -10,8 +10,10 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.answers.version_header import AnswerState, AnswerVersions
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.bridge.readiness_gate import Gate, GateState
+from weightsync.vllm.env import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,9 +136,12 @@ class EmbeddedEngine(VllmEngine):
 
     async def _serve_http(self, llm: Any, args: Any, listener: socket.socket | None) -> None:
         app = await _build_app(llm, args)
+        answers = AnswerState()
+        if EngineSettings.load().answer_versions:
+            answers.follow(llm, self.live)
         gate = GateState()
         gate.condition = self.condition
-        self._http = _http_server(Gate(app, gate), args)
+        self._http = _http_server(Gate(AnswerVersions(app, answers), gate), args)
         # vLLM's handlers of a dead engine look for it there.
         app.state.server = self._http
         sockets = None if listener is None else [listener]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,7 +16,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import release_with_call, to_status
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from weightsync.vllm.bridge.adapter import VllmEngine
 
@@ -183,6 +184,36 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         socket = request.segment_socket or self._segment_socket
         files = await self._engine.offer_checkpoint(socket, request.offer_id)
         return pb.OfferCheckpointResponse(files=files)
+
+    async def WatchUpdates(
+        self, request: Any, context: Any
+    ) -> AsyncIterator[pb.WatchUpdatesResponse]:
+        """Name each update that waits."""
+        await self._admit(request, context)
+        async with contextlib.aclosing(self._engine.updates.watch()) as updates:
+            async for update in updates:
+                yield pb.WatchUpdatesResponse(
+                    update_id=update.update_id, backend=update.backend, label=update.label
+                )
+
+    @_with_status
+    async def OfferUpdate(self, request: Any, context: Any) -> pb.OfferUpdateResponse:
+        """Send an update's descriptors over the segment socket."""
+        self._check_driver(request)
+        socket = request.segment_socket or self._segment_socket
+        files = await self._engine.updates.offer(request.update_id, socket, request.offer_id)
+        return pb.OfferUpdateResponse(files=files)
+
+    @_with_status
+    async def EndUpdate(self, request: Any, context: Any) -> pb.EndUpdateResponse:
+        """Answer the trainer that waits."""
+        self._check_driver(request)
+        await self._engine.updates.end(request.update_id, request.version, request.error)
+        return pb.EndUpdateResponse()
+
+    @_with_status
+    async def _admit(self, request: Any, context: Any) -> None:
+        self._check_driver(request)
 
     @_with_status
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:

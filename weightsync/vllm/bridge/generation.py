@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.answers.live_versions import LiveVersions
 from weightsync.vllm.bridge.llm_calls import error_text, guarded
 
 if TYPE_CHECKING:
@@ -42,11 +43,13 @@ class GenerationControl:
     Attributes:
         generating: Whether vLLM may take steps, as far as anybody knows.
         patience_s: How long to wait for it, seconds.
+        live: What it serves, as far as anybody knows.
     """
 
     def __init__(self, vllm: VllmCalls, on_late: Callable[[str], None]) -> None:
         self.generating = True
         self.patience_s = PATIENCE_S
+        self.live = LiveVersions(labelled="weight_version" in vllm.capabilities)
         self._vllm = vllm
         self._on_late = on_late
         self._late = ""
@@ -100,9 +103,12 @@ class GenerationControl:
         stood = not self.generating
         # Before anything is awaited: no commit may come between the proof and the first step.
         self.generating = True
+        self.live.begin(version)
         one = self._vllm.cores.count == 1
         start = self._start_one(version) if one else self._start_all(version, stood=stood)
-        return await self._owed(start, "resume")
+        labelled = await self._owed(start, "resume")
+        self.live.confirm()
+        return labelled
 
     async def _start_one(self, version: int) -> bool:
         # Both are sent before an answer is waited for; vLLM does them one after the other.
@@ -118,18 +124,23 @@ class GenerationControl:
         return labelled
 
     async def _set_version(self, version: int) -> bool:
-        return bool(version) and await self._vllm.set_version(str(version))
+        try:
+            return bool(version) and await self._vllm.set_version(str(version))
+        except BaseException:
+            self.live.unlabelled()
+            raise
 
     def label(self, version: int) -> asyncio.Task[bool]:
         """Begin to label outputs with a version, behind all that vLLM was asked before.
 
         Returns what tells whether there is such a label; it never raises.
         """
+        self.live.relabel(str(version))
         return asyncio.create_task(self._label(version))
 
     async def _label(self, version: int) -> bool:
         try:
-            return await self._vllm.set_version(str(version))
+            return await self._set_version(version)
         except Exception:
             logger.exception("weightsync: outputs are not labelled with version %d", version)
             return False

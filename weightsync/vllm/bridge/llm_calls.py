@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS
+from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS, WEIGHT_UPDATES
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.engine_cores import EngineCores
+from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -63,7 +64,15 @@ class VllmCalls:
             found.add(BETWEEN_STEPS)
         if hasattr(self.llm, "update_weight_version"):
             found.add("weight_version")
+        if self.transfer_backend in RECEIVING_BACKENDS:
+            found.add(WEIGHT_UPDATES)
         return frozenset(found)
+
+    @property
+    def transfer_backend(self) -> str:
+        """The backend of vLLM's weight transfer; "": it has none."""
+        transfer = getattr(self.config, "weight_transfer_config", None)
+        return str(getattr(transfer, "backend", ""))
 
     @property
     def dead(self) -> bool:

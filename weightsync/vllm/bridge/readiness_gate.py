@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import EngineState
+from weightsync.vllm.answers.error_response import send_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -56,22 +56,9 @@ class Gate:
             await receive()
             await send({"type": "websocket.close", "code": 1013, "reason": reason[:100]})
         else:
-            await _refuse(send, state, reason)
+            await send_error(send, 503, "ServiceUnavailableError", f"{state}: {reason}", again=True)
 
 
 def _open(scope: Any) -> bool:
     path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
     return path in _OPEN_PATHS
-
-
-async def _refuse(send: Any, state: EngineState, reason: str) -> None:
-    # The shape of the OpenAI API's errors.
-    error = {"message": f"{state}: {reason}", "type": "ServiceUnavailableError", "code": 503}
-    body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", b"1"),
-    ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

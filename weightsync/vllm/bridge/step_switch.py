@@ -81,17 +81,27 @@ class Switching:
         Raises:
             WeightSyncError: ENGINE_AWAY: vLLM could not carry it out.
         """
+        live = self._generation.live
         args = {"apply_id": order.apply_id, "base_id": order.base_id, "limit_s": order.limit_s}
         self.running = True
         try:
+            live.attempt(order.version)
             call = asyncio.ensure_future(self._rpc(SWITCH, args))
             # Right behind the call in vLLM's queue, so that no step comes between the two.
             label = self._generation.label(order.version)
             replies = await call
             labelled = await label
             serves = served_after(replies, self._ranks, order)
+            live.settle(_numbered(serves, order, base_version))
             if serves != order.content_digest and base_version:
                 await self._generation.label(base_version)
         finally:
+            # Of a switch that did not come to its end nobody knows what it left.
+            live.settle(0)
             self.running = False
         return SwitchOutcome(replies, serves, labelled)
+
+
+def _numbered(serves: str, order: SwitchOrder, base_version: int) -> int:
+    numbers = {order.base_digest: base_version, order.content_digest: order.version}
+    return numbers.get(serves, 0)

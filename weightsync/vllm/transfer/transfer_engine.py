@@ -1,13 +1,16 @@
-"""What a worker of vLLM has for the backend "weightsync": weights come another way.
+"""What a worker of vLLM has for our backends of weight transfers.
 
 vLLM's factory imports this module where `--weight-transfer-config '{"backend": "weightsync"}'` asks
-for it. The verbs of a transfer are answered in the API process; see `transfer_verbs`.
+for it, or one of `weightsync_nccl` and `weightsync_ipc`. The verbs of a transfer are answered in
+the API process; see `transfer_verbs`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,7 +21,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-__all__ = ["WeightSyncInitInfo", "WeightSyncTransferEngine", "WeightSyncUpdateInfo"]
+from weightsync.vllm.transfer.ipc_handles import HANDLES, from_plain
+from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
+
+__all__ = [
+    "ReceivingTransferEngine",
+    "WeightSyncInitInfo",
+    "WeightSyncTransferEngine",
+    "WeightSyncUpdateInfo",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -107,3 +118,48 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # A
             "by WeightTransferTrainerFactory.trainer_init"
         )
         raise RuntimeError(msg)
+
+
+class ReceivingTransferEngine(WeightSyncTransferEngine):
+    """Leaves the wire to vLLM's own engine of a transfer, and the model to the rank's commit.
+
+    vLLM's verbs on workers are refused as those of "weightsync" are: ours reach the wire by
+    `weightsync_update`, which never raises.
+    """
+
+    def make_wire(self, sink: Any) -> Any:
+        """Return vLLM's own engine of the transfer, which hands tensors to `sink`.
+
+        Args:
+            sink: Stands where it expects a model, of which it calls `load_weights` alone.
+        """
+        factory: Any = importlib.import_module("vllm.distributed.weight_transfer.factory")
+        own = _own_config(self.config, RECEIVING_BACKENDS[self.config.backend])
+        engines = factory.WeightTransferEngineFactory
+        return engines.create_engine(own, self.vllm_config, self.device, sink)
+
+    def end_update(self, wire: Any) -> None:
+        """Let go of what belongs to the trainer; the connection stays."""
+        if RECEIVING_BACKENDS[self.config.backend] == "ipc":
+            # Where there is no connection, all that it ends is the mapping of a packed buffer.
+            wire.shutdown()
+
+    def own_update(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an update info as vLLM's engine knows it.
+
+        Raises:
+            ValueError: Its handles are none.
+        """
+        own = dict(info)
+        if own.get(HANDLES) is not None:
+            own[HANDLES] = from_plain(own[HANDLES])
+        return own
+
+
+def _own_config(config: Any, wire: str) -> Any:
+    """Return the configuration of vLLM's own backend, where another one was asked for."""
+    kinds = importlib.import_module("vllm.config.weight_transfer")
+    # Some releases after 0.26 have a class for each, with what trainers now send at the start; its
+    # values are those that their trainers have unless they are told others.
+    kind = getattr(kinds, f"{wire.upper()}WeightTransferConfig", None)
+    return kind() if kind is not None else dataclasses.replace(config, backend=wire)

@@ -1,7 +1,7 @@
 """vLLM's verbs of a weight transfer, answered in the API process where the backend is ours.
 
-No worker is asked: vLLM leaves the other ranks' replies of a call that one rank fails in its
-queues, and every later call, ours included, would read a stale one.
+vLLM's own methods of workers are not called: vLLM leaves the other ranks' replies of a call that
+one rank fails in its queues, and every later call, ours included, would read a stale one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from weightsync.vllm.transfer import receiving_verbs
+from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
 __all__ = ["BACKEND", "answer_verbs"]
 
@@ -21,8 +24,9 @@ Verb = Callable[..., Awaitable[None]]
 def answer_verbs(llm_class: type) -> None:
     """Have vLLM's AsyncLLM answer the verbs by itself where our backend is asked for.
 
-    They write nothing, pause nothing and reach no worker. Each refusal is a ValueError, which
-    vLLM's HTTP API answers with 400. Repeating it is harmless, and other backends notice nothing.
+    Those of "weightsync" write nothing, pause nothing and reach no worker; those of the backends
+    that receive are in `receiving_verbs`. Each refusal is a ValueError, which vLLM's HTTP API
+    answers with 400. Repeating it is harmless, and other backends notice nothing.
 
     Args:
         llm_class: vLLM's AsyncLLM; verbs that its release does not have stay away.
@@ -30,15 +34,16 @@ def answer_verbs(llm_class: type) -> None:
     for name, answer in _ANSWERS.items():
         own = getattr(llm_class, name, None)
         if own is not None and not hasattr(own, "_weightsync"):
-            setattr(llm_class, name, _routed(own, answer))
+            answers = dict.fromkeys(RECEIVING_BACKENDS, receiving_verbs.ANSWERS[name])
+            setattr(llm_class, name, _routed(own, {**answers, BACKEND: answer}))
 
 
-def _routed(own: Verb, answer: Verb) -> Verb:
+def _routed(own: Verb, answers: Mapping[str, Verb]) -> Verb:
     @functools.wraps(own)
     async def verb(self: Any, *args: Any, **kwargs: Any) -> None:
         config = getattr(self.vllm_config, "weight_transfer_config", None)
-        ours = getattr(config, "backend", "") == BACKEND
-        await (answer if ours else own)(self, *args, **kwargs)
+        answer = answers.get(getattr(config, "backend", ""), own)
+        await answer(self, *args, **kwargs)
 
     verb._weightsync = True  # type: ignore[attr-defined]  # noqa: SLF001 - our mark
     return verb

@@ -27,6 +27,7 @@ from weightsync.vllm.worker.between_steps import switch
 from weightsync.vllm.worker.consensus import tensor_rank_group
 from weightsync.vllm.worker.rank import Rank
 from weightsync.vllm.worker.rank_job import RefusedCallError, refused
+from weightsync.vllm.worker.update_receiver import update_receiver
 from weightsync.vllm.worker_protocol import METHODS, rank_name, rank_names
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def _call(worker: Any, word: str, args: Mapping[str, Any]) -> dict[str, Any]:
         _stand(worker)
     if word == "switch":
         return switch(_rank_of(worker), args, tensor_rank_group())
+    if word == "update":
+        return update_receiver(worker).call(args)
     loads = word in ("capture", "check")
     context = _with_config(worker) if loads else contextlib.nullcontext()
     with context:

@@ -23,6 +23,7 @@ from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.wire.rpc_status import from_call
+from weightsync_server.engine.drivers.bridge_updates import BridgeUpdates
 from weightsync_server.engine.pause_options import duration
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class BridgeEngine:
 
     Args:
         address: `unix:PATH` of the bridge's socket.
+
+    Attributes:
+        updates: What vLLM receives over a transfer of its own.
     """
 
     def __init__(self, address: str) -> None:
@@ -73,6 +77,7 @@ class BridgeEngine:
             ),
         )
         self._stub = engine_pb2_grpc.EngineServiceStub(self._channel)
+        self.updates = BridgeUpdates(self._stub, self._id, self._refuse)
 
     async def hello(self) -> EngineInfo:
         """Compare protocol versions and tell what the engine is."""

@@ -132,8 +132,10 @@ async def test_starts_paused_and_serves_only_what_the_ranks_proved() -> None:
     assert (await _refused(engine.resume("", 1, DIGEST))).reason is Reason.ENGINE_REFUSED
     llm.digests = [DIGEST, DIGEST]
     assert (await _refused(engine.resume("", 1, "cd" * 16))).reason is Reason.ENGINE_REFUSED
+    assert engine.live.version == 0
     assert await engine.resume("", 1, DIGEST) is True
     assert _state(engine) is EngineState.SERVING
+    assert engine.live.version == 1
     info = await engine.hello()
     assert info.ranks == ("0/0/0", "0/0/1")
     assert info.state is EngineState.SERVING
@@ -217,6 +219,30 @@ async def test_a_lease_that_runs_out_while_it_gets_its_label_goes_on() -> None:
     llm.digests = [DIGEST, DIGEST]
     await engine.pause(PauseSpec(), 0.02)
     await _until(lambda: _state(engine) is EngineState.SERVING)
+
+
+async def test_what_has_a_number_keeps_it_when_it_is_started_without_one() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(PauseSpec(), 10)
+    assert await engine.resume(lease.lease_id, 0, DIGEST) is True
+    assert llm.log[-2:] == ["label 7", "resume"]
+    assert engine.live.version == 7
+
+
+async def test_outputs_are_known_to_have_no_label_where_vllm_did_not_take_it() -> None:
+    class Unlabelled(Llm):
+        async def update_weight_version(self, label: str) -> None:
+            if label == "8":
+                raise RuntimeError(label)
+
+    engine = await _serving(Unlabelled())
+    lease = await engine.pause(PauseSpec(), 10)
+    assert engine.live.current.labelled
+    assert (await _refused(engine.resume(lease.lease_id, 8, DIGEST))).reason is Reason.ENGINE_AWAY
+    assert (engine.live.current.version, engine.live.current.labelled) == (8, False)
+    # A request for 8 or newer would wait for what may never come.
+    assert engine.live.version == 7
 
 
 async def test_expired_lease_resumes_with_the_label_of_what_is_held() -> None:

@@ -6,6 +6,7 @@ The stand-in for vLLM's AsyncLLM is that of test_adapter.py; the server's client
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm
 from weightsync import failpoints
-from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder
+from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder, WaitingUpdate
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.adapter import VllmEngine
@@ -97,6 +98,9 @@ async def test_the_server_that_said_hello_last_drives(
             first.fence("of the first"),
             first.call_workers("weightsync_commit", {}),
             first.offer_checkpoint("", "offer"),
+            first.updates.offer("update", "", "offer"),
+            first.updates.end("update", 7, ""),
+            anext(first.updates.watch()),
             first.health(),
         ):
             error = await _refused(call)
@@ -181,3 +185,37 @@ async def test_a_switch_goes_over_the_bridge_and_back(folder: str, first: Bridge
         assert [reply["rank"] for reply in outcome.replies] == ["0/0/0", "0/0/1"]
         assert llm.log == ["weightsync_switch", "label 8"]
         assert engine.condition()[0] is EngineState.SERVING
+
+
+async def test_updates_are_watched_over_the_socket_until_the_watcher_leaves(
+    folder: str, first: BridgeEngine, second: BridgeEngine
+) -> None:
+    async with _bridge(Llm(), folder) as engine:
+        await first.hello()
+        async with contextlib.aclosing(first.updates.watch()) as updates:
+            waiting = asyncio.ensure_future(anext(updates))
+            async with asyncio.timeout(10):
+                await engine.updates._watched.wait()
+            assert engine.updates._watcher is not None
+            engine.updates._watcher.put_nowait(WaitingUpdate("u", "weightsync_ipc", "step 3"))
+            assert await waiting == WaitingUpdate("u", "weightsync_ipc", "step 3")
+            # A server that takes over takes the watch, too.
+            waiting = asyncio.ensure_future(anext(updates))
+            await second.hello()
+            async with contextlib.aclosing(second.updates.watch()) as others:
+                other = asyncio.ensure_future(anext(others))
+                with pytest.raises(StopAsyncIteration):
+                    await waiting
+                other.cancel()
+                await asyncio.wait([other])
+        await _until_nobody_watches(engine)
+        assert (await _refused(second.updates.offer("u", "", "o"))).message.startswith("update 'u'")
+        await second.updates.end("u", 7, "")
+
+
+async def _until_nobody_watches(engine: VllmEngine) -> None:
+    for _ in range(1000):
+        if engine.updates._watcher is None:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("a watcher that left still counts")

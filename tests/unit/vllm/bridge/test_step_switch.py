@@ -44,11 +44,13 @@ async def test_the_label_lies_right_behind_the_switch() -> None:
     await _until(lambda: len(llm.log) == 2)
     # It was sent before the ranks had answered.
     assert llm.log == ["weightsync_switch", "label 8"]
+    assert engine.live.version == 7
     llm.gate.set()
     outcome = await task
     assert (outcome.serves, outcome.label_set) == (OTHER, True)
     assert [reply["rank"] for reply in outcome.replies] == ["0/0/0", "0/0/1"]
     assert _state(engine) is EngineState.SERVING
+    assert engine.live.version == 8
     # What it serves now needs no question.
     llm.log.clear()
     lease = await engine.pause(PauseSpec(clear_cache=False), 10)
@@ -63,6 +65,7 @@ async def test_ranks_that_are_back_get_the_old_label_and_go_on() -> None:
     assert outcome.serves == DIGEST
     assert llm.log == ["weightsync_switch", "label 8", "label 7"]
     assert _state(engine) is EngineState.SERVING
+    assert (engine.live.version, engine.live.current.label) == (7, "7")
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,12 @@ async def test_ranks_that_do_not_tell_one_version_are_fenced_and_asked(
     assert (await engine.switch(ORDER)).serves == ""
     assert _state(engine) is EngineState.FENCED
     assert llm.log[-2:] == ["label 7", ("keep", False)]
+    # Of what made tokens meanwhile, under either label, no number is known.
+    assert (engine.live.version, engine.live.current.version) == (0, 0)
     llm.digests = [OTHER, OTHER]
     await engine.resume("", 8, OTHER)
     assert llm.log[-3:] == ["weightsync_state", "label 8", "resume"]
+    assert engine.live.version == 8
 
 
 async def test_a_fence_during_a_switch_that_hangs_lets_no_step_follow_it() -> None:
@@ -137,6 +143,7 @@ async def test_a_failure_inside_vllm_fences_for_good() -> None:
     llm.fail = RuntimeError("cancelled")
     assert (await _refused(engine.switch(ORDER))).reason is Reason.ENGINE_AWAY
     assert _state(engine) is EngineState.FENCED
+    assert engine.live.version == 0
 
 
 async def test_a_switch_is_no_call_of_workers() -> None:

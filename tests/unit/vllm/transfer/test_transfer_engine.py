@@ -12,17 +12,20 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from tests.support.processes import python_says
+from weightsync.vllm.transfer.ipc_handles import to_plain
 from weightsync.vllm.transfer.registration import register_transfer
+from weightsync.vllm.worker.update_sink import UpdateSink
+from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 
 
-def _engine(rank: int = 0, ranks: int = 1) -> Any:
+def _engine(rank: int = 0, ranks: int = 1, backend: str = "weightsync") -> Any:
     for _ in range(2):
         register_transfer()
     model = torch.nn.Linear(2, 2)
     parallel = SimpleNamespace(rank=rank, world_size=ranks)
     config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
     made = WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend="weightsync"), config, torch.device("cpu"), model
+        WeightTransferConfig(backend=backend), config, torch.device("cpu"), model
     )
     assert isinstance(made, WeightTransferEngine)
     return made
@@ -88,3 +91,68 @@ def test_the_sender_of_old_releases_names_the_new_one() -> None:
     with pytest.raises(RuntimeError, match="WeightSyncTrainerEngine"):
         type(_engine()).trainer_send_weights(iter(()), {})
     assert not type(_engine()).supports_draft_weight_update
+
+
+@pytest.mark.parametrize(("backend", "wire"), RECEIVING_BACKENDS.items())
+def test_the_wire_is_vllms_own_and_never_has_the_model(backend: str, wire: str) -> None:
+    engine, sink = _engine(backend=backend), UpdateSink(keeps=False)
+    made = engine.make_wire(sink)
+    assert type(made).__module__ == f"vllm.distributed.weight_transfer.{wire}_engine"
+    assert made.config.backend == wire
+    assert made.model is sink
+    assert engine.model not in vars(made).values()
+    made.shutdown()
+
+
+@pytest.mark.parametrize("backend", RECEIVING_BACKENDS)
+def test_vllms_own_verbs_on_workers_are_refused_where_we_receive(backend: str) -> None:
+    # As for "weightsync": they come where no API process stands before the workers.
+    engine = _engine(backend=backend)
+    with pytest.raises(RuntimeError, match="send the verbs of a weight transfer to"):
+        engine.init_transfer_engine(engine.parse_init_info({}))
+    before = {name: p.clone() for name, p in engine.model.named_parameters()}
+    engine.start_weight_update()
+    engine.update_weights({"names": ["weight"], "shapes": [[2, 2]], "dtype_names": ["float32"]})
+    engine.finish_weight_update()
+    for name, parameter in engine.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_handles_are_made_of_plain_data_for_vllms_engine() -> None:
+    engine = _engine(backend="weightsync_ipc")
+    handle: tuple[Any, ...] = (
+        torch.Tensor,
+        (),
+        (),
+        0,
+        torch.UntypedStorage,
+        torch.int8,
+        0,
+        b"h",
+        1,
+        0,
+        False,
+    )
+    handle += (b"c", 0, b"e", True)
+    info = {"names": ["a"], "dtype_names": ["int8"], "shapes": [[]]}
+    plain = info | {"ipc_handles": to_plain([{"GPU": handle}])}
+    wire = engine.make_wire(UpdateSink(keeps=True))
+    parsed = wire.parse_update_info(engine.own_update(plain))
+    assert parsed.ipc_handles == [{"GPU": handle}]
+    # What the API process sent stays as it was: it is parsed twice.
+    assert plain["ipc_handles"] == to_plain([{"GPU": handle}])
+    engine.end_update(wire)
+
+
+def test_of_releases_with_a_class_for_each_config_that_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.config import weight_transfer
+
+    class Own(WeightTransferConfig):  # type: ignore[misc]  # Any here
+        backend: str = "nccl"
+        packed: bool = True
+
+    monkeypatch.setattr(weight_transfer, "NCCLWeightTransferConfig", Own, raising=False)
+    wire = _engine(backend="weightsync_nccl").make_wire(UpdateSink(keeps=False))
+    assert wire.config.packed

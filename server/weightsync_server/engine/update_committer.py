@@ -1,0 +1,121 @@
+"""Makes versions of what an engine receives by itself over a transfer of vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.engine import WEIGHT_UPDATES
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine.file_offers import offered
+from weightsync_server.engine.reconcile import reject
+from weightsync_server.ops.os_errors import translate_os_errors
+
+if TYPE_CHECKING:
+    from weightsync.engine import UpdateFeed, WaitingUpdate
+    from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.catalog.record import VersionRecord
+    from weightsync_server.engine.applier import Applier
+    from weightsync_server.engine.model_parts import ModelParts
+    from weightsync_server.engine.supervisor import EngineSupervisor
+
+__all__ = ["UpdateCommitter"]
+
+logger = logging.getLogger(__name__)
+
+#: How often it is looked whether there is an engine to watch, seconds.
+_LOOK_S = 0.5
+
+
+class UpdateCommitter:
+    """Commits each update as the next version and applies it; the trainer then has its answer.
+
+    Args:
+        supervisor: Knows the engine.
+        feed: What the engine receives; None: nothing.
+        applier: Makes a version live.
+        model: What becomes a version.
+        segments: Where files are offered.
+    """
+
+    def __init__(
+        self,
+        supervisor: EngineSupervisor,
+        feed: UpdateFeed | None,
+        applier: Applier,
+        model: ModelParts,
+        segments: SegmentServer,
+    ) -> None:
+        self._supervisor = supervisor
+        self._feed = feed
+        self._applier = applier
+        self._model = model
+        self._segments = segments
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch, if the engine can receive anything."""
+        if self._feed is not None:
+            self._task = asyncio.create_task(self._run(self._feed), name="weight-updates")
+
+    async def stop(self) -> None:
+        """Watch no longer; a trainer that waits is told that nobody knows the outcome."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, feed: UpdateFeed) -> None:
+        while True:
+            if WEIGHT_UPDATES in self._supervisor.capabilities:
+                try:
+                    async with contextlib.aclosing(feed.watch()) as updates:
+                        async for update in updates:
+                            await self._answer(feed, update)
+                except WeightSyncError as error:
+                    logger.debug("weight updates are not watched: %s", error.message)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _answer(self, feed: UpdateFeed, update: WaitingUpdate) -> None:
+        version, failure = 0, ""
+        try:
+            version = await self._serve(feed, update)
+        except WeightSyncError as error:
+            failure = error.message
+        except Exception:
+            logger.exception("update %s failed", update.update_id)
+            failure = "a fault in the server; its log tells why"
+        if failure:
+            logger.warning("update %s is not served: %s", update.update_id, failure)
+        await feed.end(update.update_id, version, failure)
+
+    async def _serve(self, feed: UpdateFeed, update: WaitingUpdate) -> int:
+        """Return the version that an update has become, when the engine serves it."""
+        record = await self._commit(feed, update)
+        logger.info("version %d came over %s", record.version, update.backend)
+        request = pb.ApplyVersionRequest(
+            model=record.model, version=record.version, idempotency_key=update.update_id
+        )
+        try:
+            await self._applier.apply(request)
+        except WeightSyncError as error:
+            # Nobody asked for it by number, so "newest" must not mean what the trainer was refused.
+            if self._model.serving.live != record.version:
+                await reject(self._model.serving, record.version, error.message)
+            raise
+        return record.version
+
+    async def _commit(self, feed: UpdateFeed, update: WaitingUpdate) -> VersionRecord:
+        metadata = {"transfer": update.backend} | ({"label": update.label} if update.label else {})
+        with translate_os_errors("the update"):
+            async with offered(
+                self._segments,
+                lambda path, offer: feed.offer(update.update_id, path, offer),
+                "the update",
+            ) as files:
+                if not files:
+                    raise WeightSyncError(Reason.ENGINE_REFUSED, "the update holds no file")
+                return await self._model.adoption.receive(files, metadata, self._model.accepted)

@@ -1,0 +1,213 @@
+"""What an engine received by itself: a version like any other, or none, and the trainer is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.unit.server.engine.plant import Plant, checkpoint, plant, tensors, until
+from weightsync.engine import WEIGHT_UPDATES, WaitingUpdate
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.model.layout import build_header
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.engine import ModelParts, UpdateCommitter, update_committer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+    from pathlib import Path
+
+_Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+class _Feed:
+    """What a bridge is to the server; the files are the test's.
+
+    Attributes:
+        ended: Version and error of each update, in order.
+        cut: Bytes that the files of the next updates lack at their ends.
+    """
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, str]] = []
+        self.cut = 0
+        self.sends = True
+        self.watchers = 0
+        self._waiting: asyncio.Queue[WaitingUpdate] = asyncio.Queue()
+        self._parts: list[_Tensors] = []
+
+    async def update(self, *parts: _Tensors, label: str = "") -> tuple[int, str]:
+        """Bring an update; return what became of it."""
+        self._parts = list(parts)
+        name = f"update-{len(self.ended)}"
+        self._waiting.put_nowait(WaitingUpdate(name, "weightsync_nccl", label))
+        count = len(self.ended)
+        await until(lambda: len(self.ended) > count)
+        return self.ended[-1]
+
+    async def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
+        self.watchers += 1
+        try:
+            while True:
+                yield await self._waiting.get()
+        finally:
+            self.watchers -= 1
+
+    async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
+        del update_id
+        if not self.sends:
+            raise WeightSyncError(Reason.ENGINE_REFUSED, "rank 0/0/0 has nothing")
+        with contextlib.ExitStack() as stack:
+            offered = []
+            for index, part in enumerate(self._parts):
+                header, _ = build_header((name, *kind[:2]) for name, kind in part.items())
+                data = len(header).to_bytes(8, "little") + header
+                data += b"".join(kind[2] for kind in part.values())
+                fd = os.memfd_create("update")
+                stack.callback(os.close, fd)
+                os.write(fd, data[: len(data) - self.cut])
+                offered.append((f"update-{index}", os.fstat(fd).st_size, fd))
+            with SegmentClient(segment_socket) as client:
+                await asyncio.to_thread(client.offer, offer_id, offered)
+        return [name for name, _, _ in offered]
+
+    async def end(self, update_id: str, version: int, error: str) -> None:
+        del update_id
+        self.ended.append((version, error))
+
+
+@pytest.fixture
+def feed() -> _Feed:
+    return _Feed()
+
+
+@pytest.fixture
+async def it(tmp_path: Path, feed: _Feed, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Plant]:
+    monkeypatch.setattr(update_committer, "_LOOK_S", 0.02)
+    async with plant(tmp_path) as made:
+        made.engine._abilities.add(WEIGHT_UPDATES)
+        await made.ready()
+        parts = ModelParts.of(made.here.model)
+        committer = UpdateCommitter(made.keeper, feed, made.applier, parts, made.here.server)
+        committer.start()
+        await until(lambda: feed.watchers == 1)
+        yield made
+        await committer.stop()
+        assert feed.watchers == 0
+
+
+def _info(it: Plant, version: int) -> pb.VersionInfo:
+    return it.here.model.table.get(version).to_info()
+
+
+async def test_an_update_is_a_version_that_is_live(it: Plant, feed: _Feed) -> None:
+    assert await feed.update(checkpoint(2), label="step 9") == (2, "")
+    assert it.engine.serves == 2
+    info = _info(it, 2)
+    assert info.durability == pb.DURABILITY_COMMITTED
+    assert dict(info.metadata) == {"transfer": "weightsync_nccl", "label": "step 9"}
+    assert info.layout_check == pb.LAYOUT_CHECK_PASSED
+    assert (await it.verify()).verified
+
+
+async def test_parts_are_shards_of_one_version(it: Plant, feed: _Feed) -> None:
+    parts = [{name: kind} for name, kind in checkpoint(2).items()]
+    assert await feed.update(*parts) == (2, "")
+    assert it.engine.serves == 2
+    assert _info(it, 2).shard_count == len(parts)
+
+
+async def test_the_same_weights_once_more_are_another_version(it: Plant, feed: _Feed) -> None:
+    for version in (2, 3):
+        assert await feed.update(checkpoint(1)) == (version, "")
+    assert await feed.update(checkpoint(2)) == (4, "")
+    reply = await it.rollback()
+    assert (reply.report.version, reply.rejected_version) == (3, 4)
+    assert it.engine.serves == 1
+    assert await feed.update(checkpoint(2)) == (5, "")
+
+
+async def test_it_comes_between_pushes_and_in_their_epoch(it: Plant, feed: _Feed) -> None:
+    epoch = await it.here.model.epochs.acquire("a trainer")
+    assert await feed.update(checkpoint(2)) == (2, "")
+    assert _info(it, 2).epoch == epoch
+
+
+async def test_a_file_that_is_not_whole_is_no_version(it: Plant, feed: _Feed) -> None:
+    feed.cut = 1
+    version, error = await feed.update(checkpoint(2))
+    assert version == 0
+    assert "the update cannot be read" in error
+    _nothing_changed(it)
+    feed.cut = 0
+    assert await feed.update(checkpoint(2)) == (2, "")
+
+
+def _nothing_changed(it: Plant) -> None:
+    assert it.engine.serves == 1
+    assert [record.version for record in it.here.model.table.list()] == [1]
+    assert it.leases() == {1: 1}
+
+
+async def test_tensors_that_the_engine_does_not_take_are_no_version(it: Plant, feed: _Feed) -> None:
+    version, error = await feed.update(checkpoint(2) | {"bb": ("U8", (1,), b"x")})
+    assert version == 0
+    assert "bb" in error
+    _nothing_changed(it)
+
+
+async def test_an_update_that_is_not_handed_over_is_no_version(it: Plant, feed: _Feed) -> None:
+    feed.sends = False
+    assert await feed.update(checkpoint(2)) == (0, "rank 0/0/0 has nothing")
+    feed.sends = True
+    assert "holds no file" in (await feed.update())[1]
+    _nothing_changed(it)
+
+
+async def test_a_part_of_a_model_is_neither_served_nor_the_newest(it: Plant, feed: _Feed) -> None:
+    part = {name: kind for name, kind in checkpoint(2).items() if name != "b"}
+    version, error = await feed.update(part)
+    assert version == 0
+    assert "b" in error
+    assert it.engine.serves == 1
+    assert _info(it, 2).serving == pb.SERVING_REJECTED
+    assert (await it.apply()).version == 1
+
+
+async def test_what_was_restored_is_told(it: Plant, feed: _Feed) -> None:
+    it.engine.wrong = [bytes(256)]
+    version, error = await feed.update(checkpoint(2))
+    assert version == 0
+    assert error
+    assert it.engine.serves == 1
+    assert _info(it, 2).serving == pb.SERVING_REJECTED
+    assert await feed.update(checkpoint(3)) == (3, "")
+
+
+async def test_a_fault_ends_the_update_and_not_the_watch(
+    it: Plant, feed: _Feed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def faulty(*args: Any, **more: Any) -> Any:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(it.applier, "apply", faulty)
+        assert "its log tells why" in (await feed.update(checkpoint(2)))[1]
+    assert await feed.update(checkpoint(3)) == (3, "")
+    assert it.engine.live == tensors(3)
+
+
+async def test_an_engine_that_receives_nothing_is_not_watched(tmp_path: Path, feed: _Feed) -> None:
+    async with plant(tmp_path) as made:
+        await made.ready()
+        parts = ModelParts.of(made.here.model)
+        for own in (feed, None):
+            committer = UpdateCommitter(made.keeper, own, made.applier, parts, made.here.server)
+            committer.start()
+            await asyncio.sleep(0.05)
+            assert feed.watchers == 0
+            await committer.stop()

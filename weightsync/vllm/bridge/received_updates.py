@@ -1,0 +1,280 @@
+"""Updates over a transfer of vLLM's own: received by every rank, made a version by the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engine import EngineState, WaitingUpdate
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.vllm.bridge.update_steps import UpdateSteps
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+
+__all__ = ["ReceivedUpdates"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a server may take to make a version live, seconds.
+_OUTCOME_S = 1800.0
+#: How long a trainer that begins waits for a server, seconds.
+_WATCHED_S = 2.0
+_MAX_LABEL_BYTES = 256
+
+
+@dataclass(eq=False)
+class _Update:
+    """One that a trainer has begun.
+
+    Attributes:
+        update_id: Its name.
+        failure: Why it can never become a version; "": nothing is known against it.
+        parts: Calls of update_weights that were received.
+        waiting: Whether the server may take it.
+        outcome: Set with its end.
+    """
+
+    update_id: str
+    failure: str = ""
+    parts: int = 0
+    waiting: bool = False
+    outcome: asyncio.Future[None] | None = None
+
+
+class ReceivedUpdates:
+    """One update at a time, whole or not at all; the model is written by an apply alone.
+
+    No rank is ever waited for without end: one that gets nothing for `limit_s` ends the connection
+    on all of them. Steps of generation go on meanwhile. Everything runs on one loop.
+
+    Args:
+        call: Calls `weightsync_update` on every rank; one reply per rank, in order.
+        backend: Of vLLM's transfer.
+        condition: Returns the engine's state and the reason for it.
+        limit_s: Longest time in which nothing comes, seconds.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Mapping[str, Any]], Awaitable[list[dict[str, Any]]]],
+        backend: str,
+        condition: Callable[[], tuple[EngineState, str]],
+        limit_s: float,
+    ) -> None:
+        self._steps = UpdateSteps(call, limit_s)
+        self._backend = backend
+        self._condition = condition
+        self._lock = asyncio.Lock()
+        self._update: _Update | None = None
+        self._watcher: asyncio.Queue[WaitingUpdate | None] | None = None
+        self._watched = asyncio.Event()
+
+    # What trainers call.
+
+    async def open(self, info: Mapping[str, Any]) -> None:
+        """Return when every rank is connected with the trainer.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED with the ranks' reason, APPLY_BUSY.
+        """
+        async with self._exclusive():
+            self._update = None
+            await self._steps.meet("open", "did not meet the trainer", info=dict(info))
+
+    async def leave(self) -> None:
+        """End the connection, and what has come of an update."""
+        async with self._exclusive():
+            self._update = None
+            await self._steps.ask("leave")
+
+    async def start(self) -> None:
+        """Begin an update; what an earlier one, which was never finished, has brought is dropped.
+
+        Raises:
+            WeightSyncError: ENGINE_AWAY: nobody would make a version of it; APPLY_BUSY.
+        """
+        async with self._exclusive():
+            with contextlib.suppress(TimeoutError):
+                # A server that has just come watches a moment later.
+                async with asyncio.timeout(_WATCHED_S):
+                    await self._watched.wait()
+            self._check_server()
+            self._update = None
+            if not all(report["open"] for report in await self._steps.ask("drop")):
+                # Said before the trainer sends, who would wait for ranks that never come.
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED,
+                    "there is no connection to a trainer; call init_weight_transfer_engine first",
+                )
+            self._update = _Update(f"update-{secrets.token_hex(8)}")
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Return when every rank has received the tensors that `info` announces.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED: a rank has not, and the whole update is void;
+                REQUEST_INVALID: none was begun; APPLY_BUSY.
+        """
+        async with self._exclusive():
+            update = self._begun()
+            try:
+                # No rank waits for the trainer before all of them can.
+                await self._steps.ask("check", info=dict(info))
+                await self._steps.meet("receive", "did not receive the update")
+            except BaseException as error:
+                update.failure = str(error) or "it was interrupted"
+                raise
+            update.parts += 1
+
+    async def finish(self, label: str) -> None:
+        """Return when the engine serves, as a version, all that came since `start`.
+
+        Args:
+            label: What the trainer calls it; "": nothing.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED: it does not, and why; the engine goes on with what it
+                serves. REQUEST_INVALID, ENGINE_AWAY, APPLY_BUSY.
+        """
+        async with self._exclusive():
+            update, watcher = self._begun(), self._check_server()
+            if not update.parts:
+                raise WeightSyncError(
+                    Reason.REQUEST_INVALID, "no tensor has come; call update_weights before this"
+                )
+            if len(label.encode()) > _MAX_LABEL_BYTES:
+                raise WeightSyncError(
+                    Reason.REQUEST_INVALID, f"weight_version is over {_MAX_LABEL_BYTES} bytes"
+                )
+            update.outcome = asyncio.get_running_loop().create_future()
+            update.waiting = True
+            watcher.put_nowait(WaitingUpdate(update.update_id, self._backend, label))
+            try:
+                async with asyncio.timeout(_OUTCOME_S):
+                    await asyncio.shield(update.outcome)
+            except TimeoutError:
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED,
+                    f"weightsync-server told no outcome for {_OUTCOME_S:g} s; look into its log",
+                ) from None
+            finally:
+                self._update = None
+                await self._steps.forget()
+
+    # What the server calls.
+
+    async def watch(self) -> AsyncGenerator[WaitingUpdate, None]:
+        """Yield each update that waits, until another watcher comes."""
+        watcher: asyncio.Queue[WaitingUpdate | None] = asyncio.Queue()
+        before, self._watcher = self._watcher, watcher
+        self._watched.set()
+        if before is not None:
+            self._lose()
+            before.put_nowait(None)
+        try:
+            while (update := await watcher.get()) is not None:
+                yield update
+        finally:
+            if self._watcher is watcher:
+                self._watcher = None
+                self._watched.clear()
+                self._lose()
+
+    async def offer(self, update_id: str, segment_socket: str, offer_id: str) -> list[str]:
+        """Send read-only descriptors of what came over the segment socket, once; return the names.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED: there is no such update, or it was sent.
+        """
+        update = self._waiting(update_id)
+        update.waiting = False
+        reports = await self._steps.ask("poll")
+        files = [str(name) for report in reports for name in report["files"]]
+        try:
+            await self._steps.run(
+                "offer", "did not hand the update over", socket=segment_socket, offer=offer_id
+            )
+        except WeightSyncError as error:
+            update.failure = error.message
+            raise
+        return files
+
+    async def end(self, update_id: str, version: int, error: str) -> None:
+        """Answer the trainer that waits for an update; without effect when it does not any more."""
+        update = self._update
+        if update is None or update.update_id != update_id:
+            return
+        if error or not version:
+            self._settle(error or "the server made no version of it")
+        elif update.outcome is not None and not update.outcome.done():
+            update.outcome.set_result(None)
+
+    # Who may do what now.
+
+    @contextlib.asynccontextmanager
+    async def _exclusive(self) -> AsyncIterator[None]:
+        if self._lock.locked():
+            raise WeightSyncError(
+                Reason.APPLY_BUSY,
+                "another verb of a weight transfer is under way; wait for its answer",
+                retry_after_s=1.0,
+            )
+        async with self._lock:
+            yield
+
+    def _check_server(self) -> asyncio.Queue[WaitingUpdate | None]:
+        state, reason = self._condition()
+        if self._watcher is None:
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                "no weightsync-server is beside this vLLM, to make a version of what comes; start "
+                f"one with --engine ({reason or 'none is connected'})",
+                retry_after_s=1.0,
+            )
+        if state not in (EngineState.SERVING, EngineState.PAUSED):
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"this vLLM is {state} ({reason}); wait until it serves",
+                retry_after_s=1.0,
+            )
+        return self._watcher
+
+    def _begun(self) -> _Update:
+        if self._update is None:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, "no update was begun; call start_weight_update first"
+            )
+        if self._update.failure:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"this update has failed ({self._update.failure}); begin another one",
+            )
+        return self._update
+
+    def _waiting(self, update_id: str) -> _Update:
+        update = self._update
+        if update is None or update.update_id != update_id or not update.waiting:
+            raise WeightSyncError(
+                Reason.ENGINE_REFUSED,
+                f"update {update_id[:40]!r} does not wait for a server; take the next one",
+            )
+        return update
+
+    def _lose(self) -> None:
+        self._settle(
+            "the weightsync-server went away before it told the outcome; the engine serves one "
+            "whole version, the old or the new: ask the server which, or send the update again"
+        )
+
+    def _settle(self, failure: str) -> None:
+        """Fail the update that waits for the server, if one does."""
+        update = self._update
+        if update is not None and update.outcome is not None and not update.outcome.done():
+            update.failure = failure
+            update.waiting = False
+            update.outcome.set_exception(WeightSyncError(Reason.ENGINE_REFUSED, failure))

@@ -1,0 +1,262 @@
+"""A rank's end of a transfer of vLLM's own: what it brings goes into shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weightsync.shm.segment_socket import SegmentClient
+from weightsync.vllm.worker.rank_job import RefusedCallError
+from weightsync.vllm.worker.update_sink import UpdateSink, announced
+from weightsync.vllm.worker_protocol import rank_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from weightsync.shm.segment_socket import OfferedFile
+    from weightsync.vllm.worker.update_file import TensorKind
+
+__all__ = ["UpdateReceiver", "update_receiver"]
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_weightsync_updates"
+#: The rank that keeps what all of them get.
+_KEEPER = "0/0/0"
+
+
+class TransferEngine(Protocol):
+    """Our backend, as vLLM's factory has made it for this worker."""
+
+    device: torch.device
+
+    def make_wire(self, sink: UpdateSink) -> Any:
+        """Return vLLM's own engine of the transfer, with a sink for its model."""
+
+    def end_update(self, wire: Any) -> None:
+        """Let go of what belongs to the trainer; the connection stays."""
+
+    def own_update(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an update info as vLLM's engine knows it."""
+
+
+class _Step:
+    """What a thread of its own does, so that steps of generation go on.
+
+    Args:
+        work: What it does.
+        undo: Done by its thread when `work` has ended, if nobody waited for that.
+    """
+
+    def __init__(self, work: Callable[[], None], undo: Callable[[], None]) -> None:
+        self.error = ""
+        self.over = False
+        self._work, self._undo = work, undo
+        self._left = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="weightsync-update", daemon=True).start()
+
+    def leave(self) -> bool:
+        """Wait for it no longer; return whether it was over, so that its thread undoes nothing."""
+        with self._lock:
+            self._left = True
+            return self.over
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            logger.exception("weightsync: a step of an update failed")
+            self.error = f"{type(error).__name__}: {error}"[:500]
+        with self._lock:
+            self.over = True
+            left = self._left
+        if left:
+            self._undo()
+
+
+class UpdateReceiver:
+    """Takes one update at a time. Every call returns at once; calls come from one thread.
+
+    Args:
+        engine: Our backend in this worker.
+        keeps: Whether this rank keeps what comes.
+    """
+
+    def __init__(self, engine: TransferEngine, *, keeps: bool) -> None:
+        self._engine = engine
+        self._keeps = keeps
+        self._wire: Any = None
+        self._sink = UpdateSink(keeps=keeps)
+        self._step: _Step | None = None
+        #: What comes next: its tensors, and the info as the wire knows it.
+        self._next: tuple[Sequence[TensorKind], Any] | None = None
+
+    def call(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Do or begin a step of an update, or tell how the last one is.
+
+        Args:
+            args: `step`, and what it needs.
+
+        Raises:
+            RefusedCallError: It cannot be now, with the remedy.
+        """
+        steps: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "open": self._open,
+            "check": self._check,
+            "receive": self._receive,
+            "offer": self._offer,
+            "drop": self._drop,
+            "leave": self._leave,
+        }
+        step = str(args.get("step", ""))
+        if step != "poll":
+            steps[step](args)
+        return self._report()
+
+    def _report(self) -> dict[str, Any]:
+        raised = self._step.error if self._step is not None else ""
+        return {
+            "open": self._wire is not None,
+            "running": not self._idle,
+            "arrived": self._sink.arrived,
+            # Whether the transfer itself failed, and not only what was made of it.
+            "raised": bool(raised),
+            "failure": raised or self._sink.failure,
+            "files": [file.name for file in self._sink.files],
+        }
+
+    def _open(self, args: Mapping[str, Any]) -> None:
+        """Meet the trainer; what was open before is closed."""
+        self._leave({})
+        wire = self._engine.make_wire(self._sink)
+        info = wire.parse_init_info(dict(args["info"]))
+        self._wire = wire
+        self._begin(lambda: wire.init_transfer_engine(info), lambda: _shut(wire))
+
+    def _check(self, args: Mapping[str, Any]) -> None:
+        """Refuse what cannot be received, before any rank waits for the trainer."""
+        self._check_idle()
+        if self._wire is None:
+            msg = "there is no connection to a trainer; call init_weight_transfer_engine first"
+            raise RefusedCallError(msg)
+        info = args["info"]
+        self._next = announced(info), self._wire.parse_update_info(self._engine.own_update(info))
+
+    def _receive(self, args: Mapping[str, Any]) -> None:
+        """Receive beside generation what was checked."""
+        del args
+        self._check_idle()
+        wire, sink, begun = self._wire, self._sink, self._next
+        if begun is None:
+            msg = "no update was checked; call update_weights"
+            raise RefusedCallError(msg)
+        self._next, (tensors, info) = None, begun
+
+        def receive() -> None:
+            sink.begin(tensors)
+            with _stream_of(self._engine.device):
+                wire.receive_weights(info)
+            sink.end()
+
+        self._begin(receive, sink.close)
+
+    def _offer(self, args: Mapping[str, Any]) -> None:
+        """Send descriptors of what was kept to the server, and keep it no longer."""
+        self._check_idle()
+        sink = self._sink
+        if sink.failure:
+            raise RefusedCallError(sink.failure)
+        socket, offer = str(args["socket"]), str(args["offer"])
+        self._begin(lambda: _send(sink, socket, offer), sink.close)
+
+    def _drop(self, args: Mapping[str, Any]) -> None:
+        """Forget what has come; the connection stays for the next update."""
+        del args
+        self._check_idle()
+        self._step = None
+        self._sink.close()
+        self._sink = UpdateSink(keeps=self._keeps)
+        if self._wire is not None:
+            self._engine.end_update(self._wire)
+            self._wire.model = self._sink
+
+    def _leave(self, args: Mapping[str, Any]) -> None:
+        """Wait no longer for a trainer, and end the connection to it."""
+        del args
+        self._next = None
+        step, self._step = self._step, None
+        wire, self._wire = self._wire, None
+        sink, self._sink = self._sink, UpdateSink(keeps=self._keeps)
+        # What a thread may still write is closed by that.
+        if step is None or step.leave():
+            sink.close()
+        if wire is not None:
+            # Ending a communicator that waits takes seconds, and is what ends the thread's wait.
+            threading.Thread(
+                target=_shut, args=(wire,), name="weightsync-wire", daemon=True
+            ).start()
+
+    def _begin(self, work: Callable[[], None], undo: Callable[[], None]) -> None:
+        self._step = _Step(lambda: self._on_device(work), undo)
+
+    def _on_device(self, work: Callable[[], None]) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.set_device(self._engine.device)
+        work()
+
+    @property
+    def _idle(self) -> bool:
+        return self._step is None or self._step.over
+
+    def _check_idle(self) -> None:
+        if not self._idle:
+            msg = "this rank is still at the step before; wait for it"
+            raise RefusedCallError(msg)
+
+
+def _shut(wire: Any) -> None:
+    try:
+        wire.shutdown()
+    except Exception:
+        logger.exception("weightsync: a connection to a trainer could not be closed")
+
+
+def _stream_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Keep copies out of the streams that steps of generation use."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream: Any = torch.cuda.Stream
+    return torch.cuda.stream(stream(device))
+
+
+def _send(sink: UpdateSink, socket: str, offer: str) -> None:
+    if not sink.files:
+        return
+    offered: list[OfferedFile] = [(file.name, file.size, file.sealed()) for file in sink.files]
+    with SegmentClient(socket) as client:
+        client.offer(offer, offered)
+    sink.close()
+
+
+def update_receiver(worker: Any) -> UpdateReceiver:
+    """Return the one of a vLLM worker.
+
+    Raises:
+        RefusedCallError: Its backend of weight transfers is none of ours.
+    """
+    found = getattr(worker, _ATTRIBUTE, None)
+    if found is None:
+        engine: Any = getattr(worker, "weight_transfer_engine", None)
+        if not hasattr(engine, "make_wire"):
+            msg = "this rank has no backend that receives weights; name one when vLLM is started"
+            raise RefusedCallError(msg)
+        name = rank_name(worker.parallel_config, worker.rank)
+        found = UpdateReceiver(engine, keeps=name == _KEEPER)
+        setattr(worker, _ATTRIBUTE, found)
+    assert isinstance(found, UpdateReceiver)  # noqa: S101 - nobody else uses the name
+    return found
