@@ -28,3 +28,9 @@ def program() -> Callable[[str, str], str]:
         pytest.skip(reason)
 
     return find
+
+
+@pytest.fixture(scope="session")
+def etcd(program: Callable[[str, str], str]) -> str:
+    """Return the path of etcd."""
+    return program("etcd", "etcd-server")

@@ -32,10 +32,10 @@ class Faults:
 
 
 class FaultProxy:
-    """Passes TCP connections on to a unix socket, on a thread and loop of its own.
+    """Passes TCP connections on to a server, on a thread and loop of its own.
 
     Args:
-        target: `unix:PATH` of the server.
+        target: `unix:PATH` or HOST:PORT of the server.
 
     Attributes:
         faults: What the link does; may be changed at any time.
@@ -49,7 +49,7 @@ class FaultProxy:
         self.address = ""
         self.passed = 0
         self.cuts = 0
-        self._target = target.removeprefix("unix:")
+        self._target = target
         self._open: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -68,7 +68,7 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_unix_connection(self._target)
+            far_reader, far_writer = await self._connect()
         except OSError:
             writer.close()
             return
@@ -79,6 +79,11 @@ class FaultProxy:
         for end in (writer, far_writer):
             self._open.discard(end)
             end.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._target.startswith("unix:"):
+            return await asyncio.open_unix_connection(self._target.removeprefix("unix:"))
+        return await asyncio.open_connection(*self._target.rsplit(":", 1))
 
     async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

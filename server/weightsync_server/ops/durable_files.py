@@ -23,8 +23,10 @@ __all__ = [
     "allocate",
     "append",
     "create",
+    "create_unnamed",
     "flush_directory",
     "fsync",
+    "link",
     "open_written",
     "pwrite",
     "rename",
@@ -41,6 +43,11 @@ _BLOCK = 4096
 def create(path: Path | str) -> int:
     """Return a descriptor of a new file; one that exists is an error."""
     return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
+
+
+def create_unnamed(directory: Path | str) -> int:
+    """Return a descriptor of a new file without a name; `link` may give it one."""
+    return os.open(directory, os.O_WRONLY | os.O_CLOEXEC | os.O_TMPFILE, _MODE)
 
 
 def open_written(path: Path | str, *, new: bool = False) -> int:
@@ -110,6 +117,16 @@ def rename(source: Path | str, target: Path | str) -> None:
     """Give a file another name, in the place of what had it; durable after `flush_directory`."""
     failpoints.hit("file.rename")
     os.replace(source, target)  # noqa: PTH105 - paths come as text too
+
+
+def link(fd: int, target: Path | str) -> None:
+    """Give an unnamed file its name, in one step; durable after `flush_directory`.
+
+    Raises:
+        FileExistsError: Another file has it.
+    """
+    # Python follows the link in /proc only where it is given a directory, which this path ignores.
+    os.link(f"/proc/self/fd/{fd}", target, src_dir_fd=fd, follow_symlinks=True)
 
 
 def unlink(path: Path | str) -> None:

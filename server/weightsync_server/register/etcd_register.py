@@ -1,0 +1,143 @@
+"""A register in etcd: a key is created by one transaction, and read by consensus."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+
+from weightsync.errors import Reason
+from weightsync.etcd.v3 import etcd_pb2 as pb
+from weightsync_server.register.etcd_channels import refusal, refused
+from weightsync_server.register.etcd_lease import EtcdLease
+from weightsync_server.register.membership import Membership
+from weightsync_server.register.register import Creation, check_key, check_prefix, check_value
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from weightsync_server.register.etcd_channels import EtcdChannels
+
+__all__ = ["EtcdRegister"]
+
+#: Keys of one answer: with values of 4 KB they stay far below gRPC's 4 MiB.
+_PAGE = 256
+#: How long a watch lasts until another takes its place, and the pause before, in seconds.
+_WATCH_S, _PAUSE_S = 30.0, 0.2
+#: A member of etcd without a leader ends the watch, instead of staying silent.
+_LEADER = (("hasleader", "true"),)
+
+
+class EtcdRegister:
+    """Keeps keys in etcd; see `Register` for what is promised.
+
+    Args:
+        channels: To etcd's members.
+        url: What names the register.
+        prefix: What all keys begin with, without slashes around it.
+    """
+
+    def __init__(self, channels: EtcdChannels, url: str, prefix: str) -> None:
+        self.url = url
+        self._channels, self._prefix = channels, prefix
+
+    async def create(self, key: str, value: bytes) -> Creation:
+        """Create a key, as in `Register`.
+
+        A transaction whose answer is lost is sent again: if it was done, or another's was, the
+        second one writes nothing and reads what the key holds.
+        """
+        check_value(check_key(key), value)
+        path = self._path(key)
+        absent = pb.Compare(
+            result=pb.Compare.COMPARE_RESULT_EQUAL,
+            target=pb.Compare.COMPARE_TARGET_CREATE,
+            key=path,
+            create_revision=0,
+        )
+        request = pb.TxnRequest(
+            compare=[absent],
+            success=[pb.RequestOp(request_put=pb.PutRequest(key=path, value=value))],
+            failure=[pb.RequestOp(request_range=pb.RangeRequest(key=path))],
+        )
+        reply = await self._channels.call(
+            f"creating {key}", lambda stubs, limit: stubs.kv.Txn(request, timeout=limit)
+        )
+        if reply.succeeded:
+            return Creation(created=True, value=value)
+        return Creation(created=False, value=reply.responses[0].response_range.kvs[0].value)
+
+    async def get(self, key: str) -> bytes | None:
+        """Read a key, as in `Register`."""
+        found = await self._range(f"reading {key}", pb.RangeRequest(key=self._path(check_key(key))))
+        return found.kvs[0].value if found.kvs else None
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        """Read many keys, as in `Register`: all of one revision."""
+        request = self._all(check_prefix(prefix))
+        found: dict[str, bytes] = {}
+        more = True
+        while more:
+            page = await self._range(f"listing {prefix or 'all keys'}", request)
+            found |= {self._key(one.key): one.value for one in page.kvs}
+            if more := page.more:
+                request.key = page.kvs[-1].key + b"\0"
+                request.revision = request.revision or page.header.revision
+        return found
+
+    async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
+        """Be told of changes by etcd, as in `Register`.
+
+        Each stream ends by its deadline, or before by a fault, and another begins, so that there is
+        one way for time-outs, faults and the backstop.
+        """
+        reach, what = self._all(check_prefix(prefix)), f"watching {prefix or 'all keys'}"
+        create = pb.WatchCreateRequest(key=reach.key, range_end=reach.range_end)
+        request = pb.WatchRequest(create_request=create)
+        while True:
+            stubs = self._channels.stubs
+            call = stubs.watch.Watch(timeout=_WATCH_S, metadata=_LEADER)
+            try:
+                await call.write(request)
+                async for news in call:
+                    if news.canceled:
+                        raise refused(Reason.PERMISSION_DENIED, what, news.cancel_reason)
+                    # What changed before the watch was there is read by the caller after this.
+                    if news.created or news.events:
+                        yield frozenset(self._key(event.kv.key) for event in news.events)
+            except grpc.aio.AioRpcError as error:
+                if final := refusal(error, what):
+                    raise final from error
+            except asyncio.InvalidStateError:
+                pass  # no connection, so that the call ended before its request was written
+            finally:
+                call.cancel()
+            self._channels.leave(stubs)
+            await asyncio.sleep(_PAUSE_S)
+
+    async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:
+        """Put a member there, as in `Register`."""
+        check_value(check_key(key), value)
+        lease = EtcdLease(self._channels, key, self._path(key), value, ttl_s)
+        return await Membership(lease, ttl_s).start()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._channels.close()
+
+    async def _range(self, what: str, request: pb.RangeRequest) -> pb.RangeResponse:
+        return await self._channels.call(
+            what, lambda stubs, limit: stubs.kv.Range(request, timeout=limit)
+        )
+
+    def _all(self, prefix: str) -> pb.RangeRequest:
+        start = self._path(prefix)
+        # `0` follows `/`, in which every start ends.
+        return pb.RangeRequest(key=start, range_end=start[:-1] + b"0", limit=_PAGE)
+
+    def _path(self, key: str) -> bytes:
+        return f"/{self._prefix}/{key}".encode()
+
+    def _key(self, path: bytes) -> str:
+        return path.decode().removeprefix(f"/{self._prefix}/")

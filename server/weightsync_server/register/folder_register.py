@@ -1,0 +1,179 @@
+"""A register in a folder of this host: for the server that others ask, and processes beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops import durable_files
+from weightsync_server.ops.os_errors import translate_os_errors
+from weightsync_server.ops.tasks import in_thread
+from weightsync_server.register.folder_members import FolderMembers
+from weightsync_server.register.membership import Membership
+from weightsync_server.register.register import (
+    Creation,
+    check_key,
+    check_prefix,
+    check_value,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+__all__ = ["FolderRegister"]
+
+#: How often a watch looks at the names, and after how long it yields whatever it saw, in seconds.
+_LOOK_S, _BACKSTOP_S = 0.1, 30.0
+#: Separates the names of a key in a file's name; no key has it.
+_SLASH = "+"
+
+
+class FolderRegister:
+    """Creates a key by linking a whole, flushed file; see `Register` for what is promised.
+
+    Good for any number of processes of one host on a file system of that host. Not for several
+    hosts, as over NFS, where a name may be read late and members of other hosts are not seen.
+
+    Args:
+        folder: Made when missing.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID; it cannot be written. NOT_SUPPORTED; its file system
+            cannot link files that have no name yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.url = folder.as_uri()
+        self._records = folder / "records"
+        self._members = FolderMembers(folder / "members")
+        try:
+            for made in (self._records, self._members.folder):
+                made.mkdir(parents=True, exist_ok=True)
+            os.close(durable_files.create_unnamed(self._records))
+            for written in (folder, folder.parent):
+                durable_files.flush_directory(written)
+        except OSError as error:
+            raise _unusable(folder, error) from error
+
+    async def create(self, key: str, value: bytes) -> Creation:
+        """Create a key, as in `Register`."""
+        check_value(check_key(key), value)
+        with translate_os_errors(f"creating {key} in {self.url}"):
+            return await in_thread(self._create, key, value)
+
+    async def get(self, key: str) -> bytes | None:
+        """Read a key, as in `Register`."""
+        check_key(key)
+        with translate_os_errors(f"reading {key} in {self.url}"):
+            return await in_thread(self._get, key)
+
+    async def list(self, prefix: str) -> dict[str, bytes]:
+        """Read many keys, as in `Register`."""
+        check_prefix(prefix)
+        with translate_os_errors(f"reading {self.url}"):
+            return await in_thread(self._list, prefix)
+
+    async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
+        """Look for changes ten times a second, as in `Register`."""
+        check_prefix(prefix)
+        before: dict[str, int] = {}
+        yielded = -_BACKSTOP_S
+        while True:
+            with translate_os_errors(f"watching {self.url}"):
+                now = await in_thread(self._look, prefix)
+            if clock.monotonic() >= yielded + _BACKSTOP_S:
+                yielded = clock.monotonic()
+                yield frozenset()
+            elif changed := before.items() ^ now.items():
+                yield frozenset(key for key, _ in changed)
+            before = now
+            await asyncio.sleep(_LOOK_S)
+
+    async def member(self, key: str, value: bytes, ttl_s: int) -> Membership:
+        """Put a member there, as in `Register`."""
+        check_value(check_key(key), value)
+        if self._path(key).exists():
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID, f"{key} was created and is no member's; use another key"
+            )
+        return await Membership(self._members.lease(key, _name(key), value, ttl_s), ttl_s).start()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, key: str) -> Path:
+        return self._records / _name(key)
+
+    def _create(self, key: str, value: bytes) -> Creation:
+        fd = durable_files.create_unnamed(self._records)
+        try:
+            durable_files.write(fd, value)
+            durable_files.fsync(fd)
+            durable_files.link(fd, self._path(key))
+        except FileExistsError:
+            return Creation(created=False, value=self._read(key))
+        finally:
+            os.close(fd)
+        durable_files.flush_directory(self._records)
+        return Creation(created=True, value=value)
+
+    def _read(self, key: str) -> bytes:
+        data = self._path(key).read_bytes()
+        # Its creator may have died before it did so: nobody may act on what could be lost.
+        durable_files.flush_directory(self._records)
+        return data
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self._read(key)
+        except FileNotFoundError:
+            # A folder that is gone is an error, not a register without keys.
+            durable_files.flush_directory(self._records)
+            return self._members.read(_name(key))
+
+    def _list(self, prefix: str) -> dict[str, bytes]:
+        start = prefix.replace("/", _SLASH)
+        found = {
+            name: (self._records / name).read_bytes()
+            for name in os.listdir(self._records)  # noqa: PTH208 - names are what is wanted
+            if name.startswith(start)
+        }
+        durable_files.flush_directory(self._records)
+        found |= {name: value for name, (_, value) in self._members.alive(start).items()}
+        return {_key(name): found[name] for name in sorted(found)}
+
+    def _look(self, prefix: str) -> dict[str, int]:
+        """Return the keys, each with its file's inode."""
+        start = prefix.replace("/", _SLASH)
+        with os.scandir(self._records) as entries:
+            found = {entry.name: entry.inode() for entry in entries if entry.name.startswith(start)}
+        found |= {name: inode for name, (inode, _) in self._members.alive(start).items()}
+        return {_key(name): inode for name, inode in found.items()}
+
+
+def _name(key: str) -> str:
+    return key.replace("/", _SLASH)
+
+
+def _key(name: str) -> str:
+    return name.replace(_SLASH, "/")
+
+
+def _unusable(folder: Path, error: OSError) -> WeightSyncError:
+    # An older file system takes the request for one to open the directory itself.
+    if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+        return WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            f"the file system of {folder} cannot create a register's keys whole; name a folder "
+            "on a local disk",
+        )
+    return WeightSyncError(
+        Reason.REQUEST_INVALID,
+        f"the register's folder {folder} cannot be written ({error.strerror}); choose another or "
+        "make it this user's",
+    )

@@ -1,0 +1,91 @@
+"""A member's key, renewed until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol, Self
+
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+
+__all__ = ["MemberLease", "Membership"]
+
+logger = logging.getLogger(__name__)
+
+#: Of its time, so that two renewals may fail before the third is too late.
+_RENEWALS = 3
+
+
+class MemberLease(Protocol):
+    """What a register does for one member."""
+
+    key: str
+
+    async def renew(self) -> None:
+        """See that the key is there for another `ttl_s`, as it was or anew.
+
+        Raises:
+            WeightSyncError: It may not be.
+        """
+
+    async def release(self) -> None:
+        """Remove the key.
+
+        Raises:
+            WeightSyncError: It may still be there until its time is over.
+        """
+
+
+class Membership:
+    """Renews a member's key in a task of its own.
+
+    Attributes:
+        valid_until: Others see the key at least until then, by `clock.monotonic`; a member that
+            finds it past, as after it was stopped, cannot rely on what it read before.
+    """
+
+    def __init__(self, lease: MemberLease, ttl_s: int) -> None:
+        if ttl_s < 1:
+            raise WeightSyncError(
+                Reason.REQUEST_INVALID,
+                f"a member is to be renewed within {ttl_s} s; give it a second or more",
+            )
+        self._lease, self._ttl_s = lease, ttl_s
+        self._task: asyncio.Task[None] | None = None
+        self.valid_until = 0.0
+
+    async def start(self) -> Self:
+        """Put the key there and begin to renew it.
+
+        Raises:
+            WeightSyncError: It cannot be put there.
+        """
+        await self._renew()
+        self._task = asyncio.create_task(self._keep(), name=f"member {self._lease.key}")
+        return self
+
+    async def close(self) -> None:
+        """Remove the key; where the register does not answer, its time does that."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        self._task = None
+        with contextlib.suppress(WeightSyncError):
+            await self._lease.release()
+
+    async def _renew(self) -> None:
+        # The register counts from when it is asked, or from later.
+        asked = clock.monotonic()
+        await self._lease.renew()
+        self.valid_until = asked + self._ttl_s
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / _RENEWALS)
+            try:
+                await self._renew()
+            except WeightSyncError as error:
+                logger.warning("member %s was not renewed: %s", self._lease.key, error)

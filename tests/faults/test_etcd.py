@@ -1,0 +1,286 @@
+"""A register in three members of etcd that die, freeze and lose their quorum, and behind TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.certificates import Authority, Pair
+from tests.support.etcd import Etcd, ProtectedEtcd, free_ports
+from tests.support.proxy import FaultProxy
+from tests.support.registers import hints, until_there
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.register import etcd_register, open_register
+from weightsync_server.register.etcd_lease import EtcdLease
+from weightsync_server.register.etcd_tls import EtcdTls
+from weightsync_server.register.register import Creation
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from weightsync_server.register.register import Register
+
+pytestmark = pytest.mark.timeout(120)
+
+#: Longer than any election on a busy host.
+PATIENCE_S = 40.0
+PREFIX = "weightsync/fleet"
+
+
+@pytest.fixture
+def three(etcd: str, tmp_path: Path) -> Iterator[Etcd]:
+    cluster = Etcd(etcd, tmp_path, 3)
+    yield cluster
+    cluster.close()
+
+
+@contextlib.asynccontextmanager
+async def registers(url: str, count: int = 1) -> AsyncIterator[list[Register]]:
+    opened = [open_register(url, timeout_s=PATIENCE_S) for _ in range(count)]
+    yield opened
+    for one in opened:
+        await one.close()
+
+
+async def agree(racers: list[Register], key: str) -> bytes:
+    """Let all create a key at once; return what all of them were answered."""
+    results = await asyncio.gather(
+        *(racer.create(key, b"by %d" % number) for number, racer in enumerate(racers))
+    )
+    assert sum(result.created for result in results) <= 1
+    (value,) = {result.value for result in results}
+    return value
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+async def test_the_leader_leaves_in_mid_create(three: Etcd, how: signal.Signals) -> None:
+    async with registers(three.url(PREFIX), 4) as racers:
+        await agree(racers, "k/warm")
+        leader = three.leader()
+        stopped = asyncio.Event()
+        decided: dict[str, bytes] = {}
+
+        async def decide(lane: int) -> None:
+            # Some are under way when the leader leaves, and each lane goes on after it.
+            for turn in itertools.count():
+                if stopped.is_set():
+                    return
+                key = f"k/{lane}-{turn}"
+                decided[key] = await agree(racers, key)
+
+        lanes = [asyncio.create_task(decide(lane)) for lane in range(8)]
+        while len(decided) < 16:  # noqa: ASYNC110 - the first 16 of many events
+            await asyncio.sleep(0.01)
+        three.signal(leader, how)
+        before = len(decided)
+        while len(decided) < before + 40:
+            assert not any(lane.done() and lane.exception() for lane in lanes)
+            await asyncio.sleep(0.01)
+        stopped.set()
+        await asyncio.gather(*lanes)
+        if how == signal.SIGSTOP:
+            three.signal(leader, signal.SIGCONT)
+        else:
+            three.start(leader)
+        three.wait(leader)
+        # What a frozen leader still had to do changes nothing.
+        for racer in racers:
+            found = await racer.list("k/")
+            assert {key: found[key] for key in decided} == decided
+            assert found.keys() == {*decided, "k/warm"}
+
+
+async def test_without_a_quorum_nothing_is_believed(three: Etcd) -> None:
+    hasty = open_register(three.url(PREFIX), timeout_s=2.0)
+    async with registers(three.url(PREFIX)) as (patient,):
+        await patient.create("applies/1/decision", b"COMMIT")
+        for number in (0, 1):
+            three.signal(number, signal.SIGKILL)
+        for attempt in (
+            hasty.get("applies/1/decision"),
+            hasty.list("applies/"),
+            hasty.create("applies/2/decision", b"COMMIT"),
+            hasty.member("members/m1", b"", 2),
+        ):
+            with pytest.raises(WeightSyncError, match="not answered by etcd within 2 s") as caught:
+                await attempt
+            assert caught.value.reason == Reason.DEADLINE_EXCEEDED
+        for number in (0, 1):
+            three.start(number)
+        assert await patient.get("applies/1/decision") == b"COMMIT"
+        # Done by then or not, the one that was given up is decided the same for everybody.
+        final = await patient.create("applies/2/decision", b"ABORT")
+        assert final in (Creation(True, b"ABORT"), Creation(False, b"COMMIT"))
+        assert await patient.get("applies/2/decision") == final.value
+    await hasty.close()
+
+
+async def test_a_lost_answer_is_found_out(etcd: str, tmp_path: Path) -> None:
+    cluster = Etcd(etcd, tmp_path)
+    proxy = FaultProxy(cluster.addresses[0])
+    try:
+        async with (
+            registers(cluster.url(PREFIX)) as (direct,),
+            registers(f"etcd://{proxy.address}/{PREFIX}") as (behind,),
+        ):
+            await behind.get("a")
+            proxy.faults.lose_replies = True
+            creation = asyncio.create_task(behind.create("a", b"COMMIT"))
+            while await direct.get("a") is None:
+                assert not creation.done()
+                await asyncio.sleep(0.01)
+            proxy.cut()
+            proxy.faults.lose_replies = False
+            assert await creation == Creation(False, b"COMMIT")
+    finally:
+        proxy.close()
+        cluster.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+async def test_a_watch_and_a_member_survive_the_loss_of_each_node(
+    three: Etcd, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not by its backstop: the link to a frozen node has to be found dead.
+    monkeypatch.setattr(etcd_register, "_WATCH_S", 600.0)
+    async with registers(three.url(PREFIX), 2) as (watcher, writer):
+        member = await writer.member("members/m1", b"v1", 20)
+        async with hints(watcher, "applies/") as queue:
+            for number in range(3):
+                three.signal(number, how)
+                key = f"applies/{number}/plan"
+                await writer.create(key, b"")
+                seen: set[str] = set()
+                while key not in seen:
+                    # Empty: the watch was away, and all is to be read.
+                    seen |= await queue.get() or set(await watcher.list("applies/"))
+                if how == signal.SIGKILL:
+                    three.start(number)
+                else:
+                    three.signal(number, signal.SIGCONT)
+                await asyncio.to_thread(three.wait, number)
+        assert await watcher.get("members/m1") == b"v1"
+        await member.close()
+
+
+async def test_a_member_comes_back_when_etcd_had_to_let_it_go(three: Etcd) -> None:
+    async with registers(three.url(PREFIX), 2) as (owner, reader):
+        member = await owner.member("members/m1", b"v1", 2)
+        lease = member._lease
+        assert isinstance(lease, EtcdLease)
+        first = lease._id
+        await lease.release()
+        assert await reader.get("members/m1") is None
+        await until_there(reader, "members/m1")
+        assert lease._id != first
+        await member.close()
+        assert await reader.get("members/m1") is None
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def client(authority: Authority) -> Pair:
+    return authority.sign("member")
+
+
+@pytest.fixture(scope="module")
+def protected(
+    etcd: str, authority: Authority, client: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ProtectedEtcd]:
+    cluster = ProtectedEtcd(etcd, tmp_path_factory.mktemp("protected"), authority, client)
+    yield cluster
+    cluster.close()
+
+
+async def test_tls_with_a_client_certificate(
+    protected: ProtectedEtcd, authority: Authority, client: Pair
+) -> None:
+    tls = EtcdTls(authority.ca, client.certificate, client.key)
+    register = open_register(protected.url(PREFIX), tls, timeout_s=PATIENCE_S)
+    assert (await register.create("a", b"COMMIT")).created
+    assert await register.get("a") == b"COMMIT"
+    await register.close()
+
+
+@pytest.mark.parametrize("wrong", ["ca", "no_certificate", "certificate", "plain"])
+async def test_wrong_tls_is_said_within_the_time(
+    protected: ProtectedEtcd, authority: Authority, client: Pair, tmp_path: Path, wrong: str
+) -> None:
+    url = protected.url(PREFIX)
+    other = Authority(tmp_path / "other")
+    stranger = other.sign("member")
+    tls: EtcdTls | None = {
+        "ca": EtcdTls(other.ca, client.certificate, client.key),
+        "no_certificate": EtcdTls(authority.ca),
+        "certificate": EtcdTls(authority.ca, stranger.certificate, stranger.key),
+        "plain": None,
+    }[wrong]
+    if wrong == "plain":
+        url = url.replace("etcds://", "etcd://")
+    register = open_register(url, tls, timeout_s=1.0)
+    for attempt in (register.create("b", b"COMMIT"), register.get("a")):
+        with pytest.raises(WeightSyncError, match=r"see that .* addresses and TLS fit") as caught:
+            await attempt
+        assert caught.value.reason == Reason.DEADLINE_EXCEEDED
+    await register.close()
+
+
+async def test_nobody_listens_there() -> None:
+    (port,) = free_ports(1)
+    register = open_register(f"etcd://127.0.0.1:{port}/{PREFIX}", timeout_s=1.0)
+    with pytest.raises(WeightSyncError, match=r"not answered by etcd within 1 s .*refused"):
+        await register.create("a", b"")
+    await register.close()
+
+
+async def test_who_has_no_right_is_refused_at_once(
+    etcd: str, authority: Authority, client: Pair, tmp_path: Path
+) -> None:
+    cluster = ProtectedEtcd(etcd, tmp_path, authority, client)
+    tls = EtcdTls(authority.ca, client.certificate, client.key)
+    register = open_register(cluster.url(PREFIX), tls, timeout_s=PATIENCE_S)
+    elsewhere = open_register(cluster.url("elsewhere"), tls, timeout_s=PATIENCE_S)
+    try:
+        for name in ("root", "member"):
+            cluster.ask("auth/user/add", name=name, password="secret")
+            cluster.ask("auth/role/add", name=name)
+            cluster.ask("auth/user/grant", user=name, role=name)
+        start, end = (base64.b64encode(f"/{PREFIX}{end}".encode()).decode() for end in ("/", "0"))
+        cluster.ask(
+            "auth/role/grant",
+            name="member",
+            perm={"permType": "READWRITE", "key": start, "range_end": end},
+        )
+        cluster.ask("auth/enable")
+        # The name in its certificate says who a client is.
+        assert (await register.create("a", b"COMMIT")).created
+        member = await register.member("members/m1", b"", 2)
+        assert set(await register.list("")) == {"a", "members/m1"}
+        await member.close()
+        for attempt in (
+            elsewhere.create("a", b""),
+            elsewhere.get("a"),
+            elsewhere.list(""),
+            elsewhere.member("a", b"", 2),
+            anext(elsewhere.watch("")),
+        ):
+            with pytest.raises(
+                WeightSyncError, match=r"was refused by etcd: .*permission"
+            ) as caught:
+                await attempt
+            assert caught.value.reason == Reason.PERMISSION_DENIED
+    finally:
+        await register.close()
+        await elsewhere.close()
+        cluster.close()

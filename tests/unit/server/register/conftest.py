@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.etcd import Etcd
+from weightsync_server.register import open_register
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from weightsync_server.register.register import Register
+
+
+@pytest.fixture(scope="session")
+def one_etcd(etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    cluster = Etcd(etcd, tmp_path_factory.mktemp("etcd"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(params=["folder", "etcd"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of an empty register of each kind."""
+    if request.param == "folder":
+        return (tmp_path / "register").as_uri()
+    return str(request.getfixturevalue("one_etcd").url(f"tests/{secrets.token_hex(8)}"))
+
+
+@pytest.fixture
+async def another(url: str) -> AsyncIterator[Callable[[], Register]]:
+    """Return what opens the register once more, as another process would."""
+    opened = []
+
+    def open_one() -> Register:
+        opened.append(open_register(url))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        await one.close()
+
+
+@pytest.fixture
+def register(another: Callable[[], Register]) -> Register:
+    return another()

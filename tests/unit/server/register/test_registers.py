@@ -1,0 +1,171 @@
+"""What every register promises, on each kind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.registers import hints, member_process, until_gone, until_there
+from weightsync import clock
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.register import etcd_register, folder_register
+from weightsync_server.register.register import MAX_VALUE_BYTES, Creation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightsync_server.register.register import Register
+
+#: The least that etcd grants.
+TTL_S = 2
+
+
+async def test_the_first_value_stays(register: Register, another: Callable[[], Register]) -> None:
+    assert await register.get("applies/1/decision") is None
+    assert await register.create("applies/1/decision", b"COMMIT") == Creation(True, b"COMMIT")
+    for other in (register, another()):
+        assert await other.create("applies/1/decision", b"ABORT") == Creation(False, b"COMMIT")
+        assert await other.get("applies/1/decision") == b"COMMIT"
+
+
+async def test_one_of_16_creators_wins_and_all_read_it(another: Callable[[], Register]) -> None:
+    racers = [another() for _ in range(16)]
+    for turn in range(15):
+        key = f"applies/{turn}/decision"
+        results = await asyncio.gather(
+            *(racer.create(key, b"by %d" % number) for number, racer in enumerate(racers))
+        )
+        (winner,) = (number for number, result in enumerate(results) if result.created)
+        assert {result.value for result in results} == {b"by %d" % winner}
+        assert set(await asyncio.gather(*(racer.get(key) for racer in racers))) == {
+            b"by %d" % winner
+        }
+
+
+async def test_a_list_is_whole_and_keeps_to_its_prefix(register: Register) -> None:
+    keys = [f"applies/1/done/m{number:03}" for number in range(300)]
+    for key in ["applies/1/plan", "applies/10/plan", "applies/1.0"]:
+        await register.create(key, b"")
+    await asyncio.gather(*(register.create(key, key.encode()) for key in keys))
+    assert await register.list("applies/1/done/") == {key: key.encode() for key in keys}
+    assert list(await register.list("applies/1/done/")) == keys
+    assert set(await register.list("applies/1/")) == {*keys, "applies/1/plan"}
+    assert len(await register.list("")) == 303
+    assert await register.list("versions/") == {}
+
+
+async def test_a_value_over_4_kb_is_refused(register: Register) -> None:
+    most = bytes(range(256)) * 16
+    assert len(most) == MAX_VALUE_BYTES
+    for attempt in (register.create("a", most + b"!"), register.member("a", most + b"!", TTL_S)):
+        with pytest.raises(WeightSyncError, match=r"has 4097 bytes, .* takes 4096; put") as caught:
+            await attempt
+        assert caught.value.reason == Reason.REQUEST_INVALID
+    assert await register.get("a") is None
+    assert (await register.create("a", most)).created
+    assert await register.get("a") == most
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "../a", "a/../b", ".a", "a+b", "a b", "ä", "a\n", "a" * 201]
+)
+async def test_a_key_that_is_no_name_is_refused(register: Register, key: str) -> None:
+    for attempt in (register.create(key, b""), register.get(key), register.member(key, b"", TTL_S)):
+        with pytest.raises(WeightSyncError, match="a register takes no key") as caught:
+            await attempt
+        assert caught.value.reason == Reason.REQUEST_INVALID
+
+
+async def test_the_longest_key_and_a_wrong_prefix(register: Register) -> None:
+    key = "/".join(["a"] * 100) + "b"
+    assert (await register.create(key, b"1")).created
+    assert await register.list("a/a/") == {key: b"1"}
+    with pytest.raises(WeightSyncError, match="ends within a name; add a '/'"):
+        await register.list("a/a")
+    with pytest.raises(WeightSyncError, match="ends within a name; add a '/'"):
+        await anext(register.watch("a/a"))
+
+
+async def test_a_watch_hears_of_what_is_below_its_prefix(
+    register: Register, another: Callable[[], Register]
+) -> None:
+    writer = another()
+    async with hints(register, "applies/") as queue:
+        await writer.create("versions/1", b"")
+        await writer.create("applies/1/plan", b"")
+        assert await queue.get() == {"applies/1/plan"}
+        member = await writer.member("applies/1/ready/m1", b"", TTL_S)
+        assert await queue.get() == {"applies/1/ready/m1"}
+        await member.close()
+        assert await queue.get() == {"applies/1/ready/m1"}
+
+
+async def test_a_watch_asks_for_all_to_be_read_now_and_then(
+    register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_register, "_WATCH_S", 0.5)
+    monkeypatch.setattr(folder_register, "_BACKSTOP_S", 0.5)
+    async with hints(register, "applies/") as queue:
+        for _ in range(3):
+            assert await queue.get() == frozenset()
+
+
+async def test_a_member_stays_until_it_is_closed(
+    register: Register, another: Callable[[], Register]
+) -> None:
+    reader = another()
+    member = await register.member("members/m1", b"v1", TTL_S)
+    begin = clock.monotonic()
+    while clock.monotonic() < begin + 2.5 * TTL_S:
+        assert await reader.get("members/m1") == b"v1"
+        assert await reader.list("members/") == {"members/m1": b"v1"}
+        await asyncio.sleep(0.1)
+    assert member.valid_until > begin + TTL_S
+    await member.close()
+    await member.close()
+    assert await reader.get("members/m1") is None
+    assert await reader.list("members/") == {}
+
+
+async def test_the_second_member_of_a_name_takes_its_place(register: Register) -> None:
+    first = await register.member("members/m1", b"first", TTL_S)
+    second = await register.member("members/m1", b"second", TTL_S)
+    await asyncio.sleep(TTL_S)
+    assert await register.get("members/m1") == b"second"
+    await first.close()
+    assert await register.get("members/m1") == b"second"
+    await second.close()
+    assert await register.get("members/m1") is None
+
+
+async def test_a_member_never_takes_a_key_that_was_created(register: Register) -> None:
+    await register.create("applies/1/decision", b"COMMIT")
+    with pytest.raises(WeightSyncError, match="was created and is no member's"):
+        await register.member("applies/1/decision", b"ABORT", TTL_S)
+    assert await register.get("applies/1/decision") == b"COMMIT"
+    with pytest.raises(WeightSyncError, match="give it a second or more"):
+        await register.member("members/m1", b"", 0)
+
+
+async def test_a_killed_member_is_gone_after_its_time(register: Register, url: str) -> None:
+    with member_process(url, "members/m1", "v1", TTL_S) as process:
+        async with hints(register, "members/") as queue:
+            process.kill()
+            process.wait(10)
+            # The last renewal was at most a third of its time ago.
+            assert await register.get("members/m1") == b"v1"
+            assert await queue.get() == {"members/m1"}
+            await until_gone(register, "members/m1")
+            assert await register.list("members/") == {}
+
+
+async def test_a_stopped_member_is_gone_and_comes_back(register: Register, url: str) -> None:
+    with member_process(url, "members/m1", "v1", TTL_S) as process:
+        process.send_signal(signal.SIGSTOP)
+        await until_gone(register, "members/m1")
+        process.send_signal(signal.SIGCONT)
+        await until_there(register, "members/m1")
+        assert await register.get("members/m1") == b"v1"

@@ -1,0 +1,1 @@
+"""Generated from protos/weightsync/etcd/v3 by `make generate`: not edited by hand."""
