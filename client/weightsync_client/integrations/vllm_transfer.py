@@ -25,7 +25,7 @@ from weightsync_client.integrations.adapter_client import (
 from weightsync_client.integrations.step_push import PushedStep, StepOptions, push_iterable
 from weightsync_client.options import DEFAULT_ADDRESS, ApplyOptions, PushOptions
 from weightsync_client.rpc.validate import text, whole_number
-from weightsync_client.source.weight_sources import check_whole
+from weightsync_client.source.weight_sources import check_owned, check_whole, full_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +166,7 @@ class WeightSyncTrainerEngine:
             ClientError: Of the push or the apply; a note says so if the version exists.
             Exception: Of the source, or of `client`, with a note that the version is served.
         """
-        tensors = _read(self.source)
+        tensors = full_pairs(self.source)
         try:
             if self.is_sender:
                 self._send(tensors)
@@ -208,22 +208,7 @@ def _check_source(source: Any) -> None:
             "WeightSource, such as vLLM's ModuleSource(model)",
         )
     check_whole(source)
-    if hasattr(source, "owned_names"):
-        # From vLLM 0.33 on, where every rank knows what each has.
-        known = [about.name for about in source.metadata]
-        missing = set(known).difference(source.owned_names(0))
-        if missing:
-            raise refuse(
-                Reason.REQUEST_INVALID,
-                f"rank 0 lacks {len(missing)} of the {len(known)} tensors of this source, such as "
-                f"{min(missing)!r}, and it sends for all; give it a source with all of them",
-            )
-
-
-def _read(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Begin a pass: a `WeightSource` is itself iterable up to vLLM 0.32."""
-    pairs = source.iter_full() if hasattr(source, "iter_full") else source
-    return iter(pairs)
+    check_owned(source, 0)
 
 
 def _call_verbs(client: _Verbs, version: int) -> None:

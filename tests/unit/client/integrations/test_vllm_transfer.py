@@ -332,7 +332,7 @@ def test_what_is_away_is_found_before_the_first_send(
         (None, "source must give all weights, in full, each time"),
         (iter([("a", torch.ones(1))]), "source must give all weights, in full, each time"),
         (_NewSource(full=False), "source must give all weights, in full, each time"),
-        (_NewSource(owners=(1,)), "rank 0 lacks 1 of the 2 tensors of this source, such as 'b'"),
+        (_NewSource(owners=(1,)), "rank 0 lacks 1 of the 2 tensors of the model, such as 'b'"),
         (_Part(), "this source lacks 2 of the 3 tensors of the model, such as 'b'"),
     ],
 )
