@@ -23,4 +23,16 @@ install --group dev
 # Tests read its code that calls our adapter. It is not on the path of Python: to be imported it
 # needs Ray and more, and it brings packages called `tests` and `scripts`.
 install --no-deps --upgrade --target "$VENV/opt/verl" verl
-install --no-build-isolation --editable '.[server,vllm,otel]'
+install --no-build-isolation --editable '.[server,objects,vllm,otel]'
+
+echo "Object stores that tests start"
+# Moto speaks S3. It needs an older python-dateutil than the rest, so it has a folder of its own.
+pip install -q --disable-pip-version-check --no-deps --upgrade --target "$VENV/opt/moto" \
+  moto==5.2.5 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 python-dateutil==2.9.0.post0 \
+  six==1.17.0 flask==3.1.3 flask-cors==6.0.5 blinker==1.9.0 itsdangerous==2.2.0 werkzeug==3.1.9 \
+  responses==0.26.3 xmltodict==1.0.4
+# Azurite speaks Azure's protocol; without it the tests of az:// are skipped.
+if command -v npm >/dev/null; then
+  npm install --silent --no-audit --no-fund --prefix "$VENV/opt/azurite" azurite@3.35.0 ||
+    echo "azurite could not be installed: tests of az:// are skipped"
+fi

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightsync_server.catalog.accepted_tensors import AcceptedTensors
@@ -208,6 +209,17 @@ def _join(model: Model) -> None:
     model.collector.on_surplus = model.compactor.consider
     model.slots.on_unleased = model.orphans.settle
     model.slots.on_wait = model.compactor.stand_back
+    model.epochs.on_rise = partial(_catch_up, model)
+
+
+async def _catch_up(model: Model) -> None:
+    """Take up what other servers have committed to the same store."""
+    table = model.table
+    for commit in await model.store.committed_elsewhere(table.name):
+        if table.find(commit.version) is None:
+            record = VersionRecord.committed(commit)
+            record.base = table.find(commit.base_version)
+            table.add(record)
 
 
 async def _load(model: Model, records: Iterable[CommitRecord]) -> None:

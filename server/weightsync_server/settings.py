@@ -113,7 +113,8 @@ class Settings(BaseSettings):
     )
     store: str = Field(
         "",
-        description="Where versions are kept: file:///PATH or memory://. Default: state_dir/store.",
+        description="Where versions are kept: file:///PATH, s3://BUCKET/PREFIX, gs://..., az://... "
+        "or memory://. Default: state_dir/store.",
     )
     metrics: str = Field(
         "127.0.0.1:9551", description="HOST:PORT of /metrics; port 0: any; empty: none."

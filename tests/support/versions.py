@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from weightsync.model.digest import tensor_digest
 from weightsync.model.layout import build_header, check_version
 from weightsync.model.manifest import Manifest, ShardEntry
+from weightsync_server.store.objects.object_keys import is_location
+from weightsync_server.store.objects.shard_transfer import upload
 from weightsync_server.store.store_records import CommitRecord
 
 if TYPE_CHECKING:
     from weightsync_server.store.protocol import Store
 
-__all__ = ["Version", "make_version"]
+__all__ = ["Version", "make_version", "put_shard"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,18 @@ class Version:
     def write(self, store: Store) -> None:
         """Put the shards where a fetcher would."""
         for index, data in enumerate(self.shards):
-            target = store.shard_path(self.record.model, self.record.version, index)
-            if target is not None:
-                Path(target).parent.mkdir(parents=True, exist_ok=True)
-                Path(target).write_bytes(data)
+            put_shard(store.shard_path(self.record.model, self.record.version, index), data)
+
+
+def put_shard(target: str | None, data: bytes) -> None:
+    """Put a shard where a fetcher would; None: its store keeps none."""
+    if target is None:
+        return
+    if is_location(target):
+        upload(memoryview(data), target, lambda: None)
+        return
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    Path(target).write_bytes(data)
 
 
 def make_version(version: int = 1, shards: int = 2, tensors: int = 3, **facts: Any) -> Version:

@@ -10,7 +10,7 @@ from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.ops.tasks import to_end
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from weightsync_server.store.protocol import Store
 
@@ -19,6 +19,9 @@ __all__ = ["Epochs"]
 logger = logging.getLogger(__name__)
 
 _MAX_HOLDER_BYTES = 256
+
+
+async def _nothing() -> None: ...
 
 
 class Epochs:
@@ -35,6 +38,8 @@ class Epochs:
         self._model = model
         self._store = store
         self._observers: list[Callable[[], None]] = []
+        #: Awaited after each rise: what writers of earlier epochs committed elsewhere.
+        self.on_rise: Callable[[], Awaitable[None]] = _nothing
 
     async def open(self, committed: int = 0) -> None:
         """Read the persisted epoch; it never falls.
@@ -68,11 +73,14 @@ class Epochs:
             return await to_end(asyncio.ensure_future(self._rise(holder)))
 
     async def _rise(self, holder: str) -> int:
-        await self._store.write_epoch(self._model, self.newest + 1)
-        self.newest += 1
+        # Another server that uses the store may have gone further.
+        epoch = max(self.newest, await self._store.read_epoch(self._model)) + 1
+        await self._store.write_epoch(self._model, epoch)
+        self.newest = epoch
         for observer in self._observers:
             observer()
         logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
+        await self.on_rise()
         return self.newest
 
     def check(self, epoch: int) -> int:

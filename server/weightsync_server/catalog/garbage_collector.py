@@ -76,7 +76,8 @@ class GarbageCollector:
             force: The way back of a rollback may go.
 
         Raises:
-            WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE.
+            WeightSyncError: VERSION_UNKNOWN, VERSION_IN_USE; EPOCH_STALE: of the servers that
+                share the store, another one may.
         """
         record = self._table.get(version)
         need = self.need(record)
@@ -117,6 +118,9 @@ class GarbageCollector:
         records = [r for r in self._table.list() if r.durability == pb.DURABILITY_COMMITTED]
         surplus = self._retention.surplus(records, self._kept)
         self.on_surplus(surplus, self._retention.versions)
+        if surplus.doomed and not await self._commits.collects():
+            # The server that has the epoch does.
+            return
         for record in surplus.doomed:
             there = self._table.find(record.version) is record
             if there and not self._kept(record) and not self.need(record):

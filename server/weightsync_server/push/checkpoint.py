@@ -44,10 +44,14 @@ class Checkpointer:
 
     def next_watermark(self, shard: ShardState) -> int:
         """Return the number of received bytes at which it is worth it again."""
+        if not self._reservation.in_parts:
+            return shard.entry.size
         return min(shard.received + self._limits.keep_bytes, shard.entry.size)
 
     def lags(self, shard: ShardState) -> bool:
         """Return whether so much is not durable yet that a crash would lose too much."""
+        if not self._reservation.in_parts:
+            return False
         lag = shard.received - shard.durable_bytes
         return lag > self._limits.loss_bytes - self._limits.keep_bytes
 
@@ -58,6 +62,8 @@ class Checkpointer:
             WeightSyncError: DISK_EXHAUSTED, FAULT, FETCHER_FAILED, SHUTTING_DOWN.
         """
         least = self._limits.keep_bytes
+        if not self._reservation.in_parts:
+            return
         while shard.received - shard.durable_bytes >= least and not shard.complete:
             await self._step(shard, segment)
 
@@ -72,6 +78,8 @@ class Checkpointer:
         """Make all that came of a shard durable; what cannot be made so is logged."""
         segment = shard.segment
         if segment is None or not shard.headed:
+            return
+        if not (self._reservation.in_parts or shard.complete):
             return
         try:
             while shard.durable_bytes < shard.received:

@@ -45,6 +45,11 @@ class PushReservation:
         return self._store.durable and (existing is None or existing.commit is None)
 
     @property
+    def in_parts(self) -> bool:
+        """What came of a shard can be kept before all of it is here."""
+        return self._store.local
+
+    @property
     def slot(self) -> Slot:
         """Where its shards go: the slot of its version or, of a delta, memory of their own."""
         delta = self._state.delta

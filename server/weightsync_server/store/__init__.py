@@ -18,7 +18,8 @@ def open_store(url: str, server: str = "") -> Store:
     """Return the store that `url` names, not yet opened.
 
     Args:
-        url: `file:///absolute/path`, a plain path, or `memory://`.
+        url: `file:///absolute/path`, a plain path, `memory://`, or a bucket: `s3://bucket/prefix`,
+            `gs://bucket/prefix`, `az://container/prefix`.
         server: Identity of the server, under which its open pushes lie there.
 
     Raises:
@@ -27,16 +28,33 @@ def open_store(url: str, server: str = "") -> Store:
     # Fetcher processes import modules of this package and must start without asyncio and gRPC.
     from weightsync_server.store.local.local_store import LocalStore
     from weightsync_server.store.memory_store import MemoryStore
+    from weightsync_server.store.objects.object_keys import is_location
 
     if url == "memory://":
         return MemoryStore()
     if "://" not in url and url:
         return LocalStore(Path(url), server)
     parts = urlsplit(url)
+    if is_location(url):
+        return _object_store(url, server)
     plain = not (parts.netloc or parts.query or parts.fragment)
     if parts.scheme == "file" and plain and parts.path.startswith("/"):
         return LocalStore(Path(unquote(parts.path)), server)
     raise WeightSyncError(
         Reason.NOT_SUPPORTED,
-        f"no store can be opened at {url!r}; use file:///absolute/path, a plain path or memory://",
+        f"no store can be opened at {url!r}; use file:///absolute/path, a plain path, "
+        "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or memory://",
     )
+
+
+def _object_store(url: str, server: str) -> Store:
+    try:
+        from weightsync_server.store.objects.object_store import ObjectStore
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise WeightSyncError(
+            Reason.NOT_SUPPORTED,
+            "a store in a bucket needs obstore; pip install 'weightsync[objects]'",
+        ) from None
+    return ObjectStore(url, server)

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["TEMPORARY", "read_document", "replace", "write_document"]
+__all__ = [
+    "TEMPORARY",
+    "decode_document",
+    "encode_document",
+    "read_document",
+    "replace",
+    "write_document",
+]
 
 #: Suffix of files that count for nothing; `Store.open` removes them.
 TEMPORARY = ".tmp"
@@ -50,8 +57,13 @@ def write_document(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: As `replace`.
     """
+    replace(path, encode_document(document))
+
+
+def encode_document(document: Mapping[str, Any]) -> bytes:
+    """Return a JSON document that proves its own integrity; equal ones have equal bytes."""
     body = json.dumps(document, separators=(",", ":"))
-    replace(path, f'{{"xxh3_128":"{_digest(body)}","document":{body}}}'.encode())
+    return f'{{"xxh3_128":"{_digest(body)}","document":{body}}}'.encode()
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -61,7 +73,16 @@ def read_document(path: Path) -> dict[str, Any]:
         OSError: It cannot be read.
         ValueError: It is damaged.
     """
-    frame = json.loads(path.read_bytes())
+    return decode_document(path.read_bytes())
+
+
+def decode_document(data: bytes) -> dict[str, Any]:
+    """Return what `encode_document` encoded.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    frame = json.loads(data)
     try:
         document = frame["document"]
         good = frame["xxh3_128"] == _digest(json.dumps(document, separators=(",", ":")))

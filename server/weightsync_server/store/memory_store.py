@@ -20,6 +20,7 @@ class MemoryStore:
     """Keeps manifests, epochs and marks in memory, and no shard: only slots hold bytes."""
 
     durable = False
+    local = True
     url = "memory://"
     lost = ()
 
@@ -89,6 +90,16 @@ class MemoryStore:
     async def delete(self, model: str, version: int) -> None:
         """Forget a version."""
         self._versions.pop(_check(model, version), None)
+
+    async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
+        """Return nothing: no other server has it."""
+        check_model(model)
+        return []
+
+    async def collects(self, model: str) -> bool:
+        """Return True: no other server has it."""
+        check_model(model)
+        return True
 
     async def read_epoch(self, model: str) -> int:
         """Return the newest epoch written; 0 before the first."""

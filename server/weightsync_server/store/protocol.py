@@ -25,10 +25,13 @@ class Store(Protocol):
 
     Attributes:
         durable: Whether a committed version survives a crash.
+        local: Whether shards are files of this host, which can be kept in parts while they arrive
+            and read again for little.
         url: Where it is.
     """
 
     durable: bool
+    local: bool
     url: str
 
     @property
@@ -55,7 +58,11 @@ class Store(Protocol):
     def shard_path(
         self, model: str, version: int, shard: int, *, delta: bool = False
     ) -> str | None:
-        """Return the path to persist a shard to and load it from; None: this store keeps none."""
+        """Return the place to persist a shard to and load it from; None: this store keeps none.
+
+        It is a path, or what `objects.object_keys.is_location` knows. Of a version that is not
+        committed it is where a shard is persisted to; of a committed one, where it lies.
+        """
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
@@ -106,6 +113,16 @@ class Store(Protocol):
     async def delete(self, model: str, version: int) -> None:
         """Remove a version, its commit record first. An unknown one is fine."""
 
+    async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
+        """Return versions that exist, by number, those of other servers with them, where it knows.
+
+        Raises:
+            WeightSyncError: The store cannot be used.
+        """
+
+    async def collects(self, model: str) -> bool:
+        """Return whether this server may remove versions: of several, one may."""
+
     async def read_epoch(self, model: str) -> int:
         """Return the newest epoch written; 0 before the first.
 
@@ -117,7 +134,7 @@ class Store(Protocol):
         """Record an epoch: when this returns, older writers can no longer commit.
 
         Raises:
-            WeightSyncError: EPOCH_STALE when a newer one is recorded.
+            WeightSyncError: EPOCH_STALE when a newer one is recorded, or another server has it.
         """
 
     async def read_marks(self, model: str) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class LocalStore:
     """
 
     durable = True
+    local = True
 
     def __init__(self, root: Path, server: str = "") -> None:
         self._root = root.absolute()
@@ -155,6 +156,16 @@ class LocalStore:
         """Remove a version, its commit record first. An unknown one is fine."""
         directory = self._directory(model, version)
         await self._change(model, f"deleting version {version} of {model}", _delete, directory)
+
+    async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
+        """Return nothing: a folder is looked through when it is opened, and recovered with that."""
+        check_model(model)
+        return []
+
+    async def collects(self, model: str) -> bool:
+        """Return True: a folder does not know who has an epoch."""
+        check_model(model)
+        return True
 
     async def read_epoch(self, model: str) -> int:
         """Return the newest epoch written; 0 before the first."""

@@ -12,6 +12,7 @@ from weightsync import clock, failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import MAX_VERSION
 from weightsync_server.ops import durable_files
+from weightsync_server.store.based_versions import based
 from weightsync_server.store.documents import TEMPORARY, read_document, write_document
 from weightsync_server.store.local.open_pushes import is_foreign, read_push
 from weightsync_server.store.local.version_files import COMMIT, lengths, remove_unnamed
@@ -70,20 +71,11 @@ def recover(root: Path, server: str = "") -> tuple[list[CommitRecord], list[str]
 
 def _based(model: Path, records: list[CommitRecord], lost: list[str]) -> list[CommitRecord]:
     """Return the versions that can be read; a delta without its base is put aside."""
-    good: dict[int, CommitRecord] = {}
-    # A base was there before what is based on it, and so has the lower number.
-    for record in records:
-        base = good.get(record.base_version)
-        if record.base_version and (
-            base is None
-            or (base.content_digest, base.layout_digest)
-            != (record.base_content_digest, record.layout_digest)
-        ):
-            why = f"its base, version {record.base_version}, is not there or another one"
-            lost.append(str(_quarantine(model / f"v{record.version}", why)))
-        else:
-            good[record.version] = record
-    return list(good.values())
+    good, others = based(records)
+    for record in others:
+        why = f"its base, version {record.base_version}, is not there or another one"
+        lost.append(str(_quarantine(model / f"v{record.version}", why)))
+    return good
 
 
 def _claim(root: Path) -> None:

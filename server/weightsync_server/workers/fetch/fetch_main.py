@@ -18,6 +18,7 @@ from weightsync import failpoints
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import ShardEntry
 from weightsync_server.ops.os_errors import read_fault, write_fault
+from weightsync_server.store.objects.object_keys import is_location
 from weightsync_server.workers.fetch import checkpoint_tasks, shard_tasks
 from weightsync_server.workers.runtime import child_end, frames
 from weightsync_server.workers.runtime.mappings import MAX_MAPS, Maps
@@ -118,6 +119,9 @@ class _Child:
         stop: threading.Event,
     ) -> bytes:
         op, view = request["op"], views[0]
+        place = request.get("target") or request.get("source")
+        if place is not None and op not in _OF_DELTAS and is_location(place):
+            return _on_object(request, place, view, stop)
         if op in _OF_DELTAS:
             return self._on_delta(request, views, fds, stop)
         if "shard" in request:
@@ -163,8 +167,10 @@ class _Child:
             delta_tasks.copy(views[1], views[0], stop)
             return b""
         shard = ShardEntry(*request["delta"])
-        fd = self._open(request["source"], fds) if "source" in request else None
-        source = views[-1][: shard.size] if fd is None else delta_tasks.read(fd, shard, stop)
+        if "source" in request:
+            source = self._delta(request["source"], shard, fds, stop)
+        else:
+            source = views[-1][: shard.size]
         layouts = request["segments"]
         if request["op"] == "inspect":
             canonical = delta_tasks.canonical(layouts[0][0], views[0])
@@ -172,6 +178,17 @@ class _Child:
         canonical = delta_tasks.canonical(layouts[1][0], views[1])
         delta_tasks.patch(views[0], request["index"], canonical, source, stop)
         return b""
+
+    def _delta(
+        self, place: str, shard: ShardEntry, fds: list[int], stop: threading.Event
+    ) -> memoryview:
+        from weightsync_server.workers.fetch import delta_tasks
+
+        if is_location(place):
+            from weightsync_server.workers.fetch import object_tasks
+
+            return object_tasks.read(shard.size, place, stop)
+        return delta_tasks.read(self._open(place, fds), shard, stop)
 
     def _collect(self, view: memoryview, fd: int, stop: threading.Event) -> None:
         # Not at the top: only one process in a server has a device.
@@ -211,6 +228,27 @@ def _on_shard(request: dict[str, Any], view: memoryview, stop: threading.Event) 
     if request["op"] == "restore":
         return checkpoint_tasks.restore(view, shard, request["source"], stop).to_bytes(8, "big")
     raise ValueError(f"unknown op {request['op']!r}")
+
+
+def _on_object(
+    request: dict[str, Any], place: str, view: memoryview, stop: threading.Event
+) -> bytes:
+    # Not at the top: what speaks with buckets is an extra.
+    from weightsync_server.workers.fetch import object_tasks
+
+    op = request["op"]
+    if op == "persist":
+        object_tasks.persist(view, place, stop)
+    elif op == "keep":
+        object_tasks.keep(view, ShardEntry(*request["shard"]), request["begin"], place, stop)
+    elif op == "restore":
+        good = object_tasks.restore(view, ShardEntry(*request["shard"]), place, stop)
+        return good.to_bytes(8, "big")
+    elif op == "load":
+        object_tasks.load(view, place, stop)
+    else:
+        raise ValueError(f"unknown op {op!r} on an object")
+    return b""
 
 
 def _raise_limit() -> None:

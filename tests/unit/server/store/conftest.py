@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.object_servers import ObjectServer, azurite, azurite_program, moto
 from tests.support.versions import Version, make_version
 from weightsync_server.store import open_store
+from weightsync_server.store.objects.object_client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from weightsync_server.store.protocol import Store
 
@@ -40,3 +42,54 @@ def persisted(store: Store) -> Callable[..., Version]:
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Return a server that speaks S3."""
+    with moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def az(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """Return a server that speaks Azure's protocol."""
+    if azurite_program() is None:
+        pytest.skip("azurite is not installed: it needs npm")
+    with azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that has this test reach a server, through another port if one is given."""
+
+    def reach(server: ObjectServer, port: int = 0) -> None:
+        for name, value in server.environment(port).items():
+            monkeypatch.setenv(name, value)
+        connect.cache_clear()
+
+    yield reach
+    connect.cache_clear()
+
+
+@pytest.fixture
+def bucket(s3: ObjectServer, reached: Callable[..., None], tmp_path: Path) -> str:
+    """Return the URL of an empty place in a bucket."""
+    reached(s3)
+    return f"{s3.url}/{tmp_path.name}"
+
+
+@pytest.fixture(params=["local", "memory", "s3", "az"])
+async def any_store(
+    request: pytest.FixtureRequest, root: Path, reached: Callable[..., None]
+) -> Store:
+    """Return an opened store of each kind."""
+    urls = {"local": str(root), "memory": "memory://"}
+    if request.param not in urls:
+        server: ObjectServer = request.getfixturevalue(request.param)
+        reached(server)
+        urls[request.param] = f"{server.url}/{root.parent.name}"
+    opened = open_store(urls[request.param])
+    assert await opened.open() == []
+    return opened

@@ -1,7 +1,9 @@
-"""What every store does, the local one and the one in memory."""
+"""What every store does: a folder, memory, and buckets that speak two protocols."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +21,7 @@ if TYPE_CHECKING:
 
     from weightsync_server.store.protocol import Store
 
-
-@pytest.fixture(params=["local", "memory"])
-async def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    store = open_store("memory://" if request.param == "memory" else str(tmp_path / "store"))
-    await store.open()
-    return store
+_OBJECTS = "weightsync_server.store.objects"
 
 
 def test_a_url_names_a_store(tmp_path: Path) -> None:
@@ -40,13 +37,24 @@ def test_a_url_names_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "s3://bucket/x", "file://host/x", "file://x", "memory://x", "http://a/b", "file:///a?b"],
+    [
+        "",
+        "s3:///x",
+        "s3://user@bucket/x",
+        "s3://bucket/../x",
+        "gs://b/x?y",
+        "file://host/x",
+        "file://x",
+        "memory://x",
+        "http://a/b",
+        "file:///a?b",
+    ],
 )
 def test_other_urls_are_refused_with_what_is_supported(url: str) -> None:
     with pytest.raises(WeightSyncError) as caught:
         open_store(url)
     assert caught.value.reason == Reason.NOT_SUPPORTED
-    assert "memory://" in caught.value.message
+    assert "s3://" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -159,3 +167,19 @@ async def test_marks_are_replaced_whole(any_store: Store) -> None:
 async def test_the_memory_store_keeps_no_shard() -> None:
     store = MemoryStore()
     assert store.shard_path("m", 1, 0) is None
+
+
+def test_a_bucket_without_its_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for name in [name for name in sys.modules if name.startswith(_OBJECTS)]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(WeightSyncError) as caught:
+        open_store("s3://bucket/x")
+    assert caught.value.reason is Reason.NOT_SUPPORTED
+    assert "weightsync[objects]" in caught.value.message
+
+
+def test_fetchers_load_obstore_for_buckets_alone() -> None:
+    code = "import sys, weightsync_server.workers.fetch.fetch_main; print('obstore' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,89 @@
+"""Which versions of a model a bucket has: records are read once, because they never change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.store.objects.object_keys import RecordName, record_name
+from weightsync_server.store.objects.stored_versions import StoredVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightsync_server.store.objects.object_client import ObjectClient
+    from weightsync_server.store.objects.object_fences import ObjectFence
+
+__all__ = ["ObjectCatalog"]
+
+logger = logging.getLogger(__name__)
+
+
+class ObjectCatalog:
+    """The versions of one model.
+
+    Args:
+        client: The store.
+        model: Its name.
+        fence: Tells which records count.
+
+    Attributes:
+        known: The versions that exist, as of the last look.
+        damaged: A sentence for each version whose record cannot be read.
+    """
+
+    def __init__(self, client: ObjectClient, model: str, fence: ObjectFence) -> None:
+        self.known: dict[int, StoredVersion] = {}
+        self.damaged: dict[int, str] = {}
+        self._client = client
+        self._model = model
+        self._fence = fence
+
+    async def refresh(self) -> None:
+        """Look which versions exist now."""
+        names = await self._fence.records()
+        floor = await self._fence.floor()
+        found = await self._read({name for name in names if floor.counts(name)})
+        self.known = {version.name.version: version for version in found}
+
+    async def find(self, version: int) -> StoredVersion | None:
+        """Return one version as it is in the store now, or None."""
+        prefix = f"{self._model}/versions/{version}"
+        listed = await self._client.list_under(prefix)
+        names = {record_name(f"{version}{key[len(prefix) :]}") for key in listed} - {None}
+        floor = await self._fence.floor()
+        found = await self._read({name for name in names if name and floor.counts(name)})
+        if version in self.damaged:
+            raise WeightSyncError(Reason.DATA_CORRUPT, self.damaged[version])
+        return found[0] if found else None
+
+    async def _read(self, names: Iterable[RecordName]) -> list[StoredVersion]:
+        """Return the versions of those records that are still there, by number."""
+        ordered = sorted(names)
+        bodies, folds, facts = await asyncio.gather(
+            *(
+                self._client.get_all([self.key(folder, name) for name in ordered])
+                for folder in ("versions", "full", "facts")
+            )
+        )
+        found = []
+        for name in ordered:
+            body = bodies.get(self.key("versions", name))
+            if body is None:
+                continue
+            try:
+                version = StoredVersion.parse(name, body, folds.get(self.key("full", name)))
+            except ValueError as error:
+                why = f"{self._model}/v{name.version} is damaged (the commit record: {error})"
+                logger.error("version %s", why)  # noqa: TRY400 - the sentence says it all
+                self.damaged[name.version] = why
+            else:
+                found.append(version.with_facts(facts.get(self.key("facts", name))))
+                self.damaged.pop(name.version, None)
+        return found
+
+    def key(self, folder: str, name: RecordName) -> str:
+        """Return the key of one of a version's objects."""
+        return f"{self._model}/{folder}/{name.path}"

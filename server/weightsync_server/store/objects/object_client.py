@@ -1,0 +1,287 @@
+"""The object store as everything here sees it: keys, bytes, and one kind of refusal.
+
+Requests are made by obstore, whose threads do the input and output: nothing here blocks an event
+loop. Credentials are looked for where obstore looks for them, and are never read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from datetime import datetime, timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions, store
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.store.objects.object_keys import SCHEMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from obstore.store import ObjectStore as Bucket
+
+__all__ = ["ABSENT", "ObjectClient", "ObjectFacts", "connect", "refusing", "split_url"]
+
+#: Azure once answered the second one.
+_EXISTS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
+#: Its own class is what obstore documents, Python's is what it raises.
+ABSENT = (FileNotFoundError, exceptions.NotFoundError)
+
+#: One request and all its repetitions: shorter than a fetcher's task may take.
+_RETRIES: Any = {
+    "max_retries": 12,
+    "retry_timeout": timedelta(seconds=45),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=5),
+        "base": 2,
+    },
+}
+_CLIENT = {"connect_timeout": "5s", "timeout": "30s", "user_agent": "weightsync"}
+#: Obstore forgets those of the environment where it is given any: AWS_ALLOW_HTTP and so on.
+_CLIENT_SETTINGS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "timeout",
+)
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+#: Of creates whose outcome is not known.
+_ATTEMPTS = 5
+_AT_ONCE = 32
+
+
+class ObjectFacts(NamedTuple):
+    """What the store says of an object.
+
+    Attributes:
+        size: Its bytes.
+        modified: When it was put, by the store's clock.
+    """
+
+    size: int
+    modified: datetime
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the bucket's URL, and the key in it without slashes at its ends.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED for a URL that names no bucket, or more than a key.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES or not parts.netloc or set(parts.netloc) & set("@:"):
+        raise _not_a_url(url)
+    key = parts.path.strip("/")
+    folders = key.split("/") if key else []
+    if parts.query or parts.fragment or any(part in ("", ".", "..") for part in folders):
+        raise _not_a_url(url)
+    return f"{parts.scheme}://{parts.netloc}", key
+
+
+@cache
+def connect(bucket: str) -> Bucket:
+    """Return a client of a bucket; no request is made.
+
+    Raises:
+        WeightSyncError: REQUEST_INVALID for settings in the environment that obstore refuses.
+    """
+    scheme, _, name = bucket.partition("://")
+    given = {key: os.environ.get(_VARIABLES[scheme] + key.upper()) for key in _CLIENT_SETTINGS}
+    client = _CLIENT | {key: value for key, value in given.items() if value}
+    options: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES}
+    with refusing(f"reaching {bucket}"):
+        if scheme == "s3":
+            return store.S3Store(name, **options)
+        if scheme == "gs":
+            return store.GCSStore(name, **options)
+        return store.AzureStore(name, **options)
+
+
+class ObjectClient:
+    """Objects under one URL. Keys are relative to it.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://...` or `az://...`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._bucket, self._prefix = split_url(url)
+        self.url = f"{self._bucket}/{self._prefix}".rstrip("/")
+
+    async def get(self, key: str) -> bytes | None:
+        """Return an object's bytes; None: there is none."""
+        with refusing(f"reading {key}"):
+            try:
+                found = await obstore.get_async(self._store, self._path(key))
+                return bytes(await found.bytes_async())
+            except ABSENT:
+                return None
+
+    async def get_begin(self, key: str, size: int) -> bytes:
+        """Return the first bytes of an object; fewer where it is shorter or not there."""
+        with refusing(f"reading {key}"):
+            try:
+                found = await obstore.get_range_async(
+                    self._store, self._path(key), start=0, end=size
+                )
+            except ABSENT:
+                return b""
+        return bytes(found)
+
+    async def get_all(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the bytes of those objects that are there."""
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(key: str) -> bytes | None:
+            async with gate:
+                return await self.get(key)
+
+        bodies = await asyncio.gather(*map(one, keys))
+        return {key: body for key, body in zip(keys, bodies, strict=True) if body is not None}
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Put an object in the place of what is there."""
+        with refusing(f"writing {key}"):
+            await obstore.put_async(self._store, self._path(key), data, use_multipart=False)
+
+    async def create(self, key: str, data: bytes) -> bytes:
+        """Put an object where there is none; return the bytes that are there then, ours or not.
+
+        What a store answers is believed only after the object was read back: a reply may be lost,
+        and "it exists" may mean that another request for it was under way.
+
+        Raises:
+            WeightSyncError: FAULT; whether the object is there is not known.
+        """
+        failure: WeightSyncError | None = None
+        for attempt in range(_ATTEMPTS):
+            try:
+                if await self.try_create(key, data):
+                    return data
+            except WeightSyncError as error:
+                failure = error
+            if (found := await self.get(key)) is not None:
+                return found
+            await asyncio.sleep(0.05 * 2**attempt)
+        raise failure or WeightSyncError(
+            Reason.FAULT, f"{self.url} says that {key} exists, and does not have it; try again"
+        )
+
+    async def try_create(self, key: str, data: bytes) -> bool:
+        """Put an object where there is none; return whether the store says that it did."""
+        try:
+            with refusing(f"creating {key}"):
+                await obstore.put_async(self._store, self._path(key), data, mode="create")
+        except _EXISTS:
+            return False
+        return True
+
+    async def is_empty(self) -> bool:
+        """Return whether there is no object at all."""
+        with refusing(f"listing {self.url}"):
+            async for batch in obstore.list(self._store, self._prefix or None, chunk_size=1):
+                if batch:
+                    return False
+        return True
+
+    async def list_under(self, prefix: str) -> dict[str, ObjectFacts]:
+        """Return all objects whose key begins with `prefix` and a slash."""
+        found: dict[str, ObjectFacts] = {}
+        path = self._path(prefix)
+        with refusing(f"listing {prefix}"):
+            async for batch in obstore.list(self._store, path):
+                for meta in batch:
+                    key = f"{prefix}{meta['path'][len(path) :]}"
+                    found[key] = ObjectFacts(meta["size"], meta["last_modified"])
+        return found
+
+    async def folders(self) -> list[str]:
+        """Return the first parts of all keys that have more than one."""
+        with refusing(f"listing {self.url}"):
+            found = await obstore.list_with_delimiter_async(self._store, self._prefix or None)
+        return sorted(path.rpartition("/")[2] for path in found["common_prefixes"])
+
+    async def head(self, key: str) -> ObjectFacts | None:
+        """Return what the store says of an object; None: there is none."""
+        with refusing(f"asking for {key}"):
+            try:
+                meta = await obstore.head_async(self._store, self._path(key))
+            except ABSENT:
+                return None
+        return ObjectFacts(meta["size"], meta["last_modified"])
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; those that are not there are fine."""
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(key: str) -> None:
+            async with gate:
+                with contextlib.suppress(*ABSENT):
+                    await obstore.delete_async(self._store, self._path(key))
+
+        with refusing(f"removing {len(keys)} objects"):
+            await asyncio.gather(*map(one, keys))
+
+    @property
+    def _store(self) -> Bucket:
+        return connect(self._bucket)
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raise what obstore raises in the block as a refusal, but for "not found" and "exists".
+
+    Of the store's own words those stay out that may tell a signed address.
+
+    Args:
+        what: The act, as the subject of a sentence.
+
+    Raises:
+        WeightSyncError: FAULT; REQUEST_INVALID where settings or rights are wrong.
+    """
+    try:
+        yield
+    except (*ABSENT, *_EXISTS):
+        raise
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"{what} is not allowed with the credentials found; give them the rights that "
+            "docs/security.md lists",
+        ) from None
+    except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID, f"{what} failed: {error}; correct the URL or the environment"
+        ) from error
+    except exceptions.BaseError as error:
+        raise WeightSyncError(
+            Reason.FAULT,
+            f"{what} failed: the object store does not answer as it should ({_gist(error)}); check "
+            "its address, the network and the credentials, then try again",
+        ) from None
+
+
+def _gist(error: Exception) -> str:
+    first = str(error).partition("\n")[0].partition("<")[0]
+    return re.sub(r"\?\S*", "", first)[:300].strip(" :")
+
+
+def _not_a_url(url: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.NOT_SUPPORTED,
+        f"no store can be opened at {url!r}; use s3://bucket/prefix, gs://bucket/prefix or "
+        "az://container/prefix without user, port or query; addresses come from the environment",
+    )

@@ -1,0 +1,137 @@
+"""Epochs and floors: who may commit, on a store that can only create keys.
+
+A new writer creates `epochs/<n>`, lists the versions, and creates `floors/<n>` with the names of
+those that count. A committer creates its record, then lists the epochs: either it finds no newer
+one, and then the newer writer's list has the record; or it does, and then the floor decides. Who
+finds an epoch without its floor makes the floor itself, so nobody waits for a writer that died
+between the two. A floor is created once, like everything here: all see the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.store.objects.object_keys import RecordName, numbered, record_name
+from weightsync_server.store.protocol import check_epoch
+
+if TYPE_CHECKING:
+    from weightsync_server.store.objects.object_client import ObjectClient
+
+__all__ = ["Floor", "ObjectFence"]
+
+
+class Floor(NamedTuple):
+    """What counts of all epochs before one.
+
+    Attributes:
+        epoch: That epoch.
+        names: The records of older epochs that count.
+    """
+
+    epoch: int
+    names: frozenset[RecordName]
+
+    def counts(self, name: RecordName) -> bool:
+        """Tell whether a record makes its version exist."""
+        return name.epoch >= self.epoch or name in self.names
+
+
+class ObjectFence:
+    """The epochs of one model.
+
+    Args:
+        client: The store.
+        model: Its name.
+        server: Identity of this server.
+    """
+
+    def __init__(self, client: ObjectClient, model: str, server: str) -> None:
+        self._client = client
+        self._model = model
+        self._server = server
+
+    async def newest(self) -> int:
+        """Return the newest epoch; 0: there is none."""
+        return max(await self._numbers("epochs"), default=0)
+
+    async def holder(self) -> str:
+        """Return the identity of the server that acquired the newest epoch; empty: none did."""
+        newest = await self.newest()
+        body = await self._client.get(self._key("epochs", newest)) if newest else None
+        return str(self._read("epochs", newest, body).get("server")) if body is not None else ""
+
+    async def acquire(self, epoch: int) -> None:
+        """Make an epoch the newest: when this returns, no older writer can commit any more.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE: a newer one is there, or another server has this one.
+        """
+        check_epoch(epoch, await self.newest())
+        ours = encode_document({"server": self._server})
+        if await self._client.create(self._key("epochs", epoch), ours) != ours:
+            raise WeightSyncError(
+                Reason.EPOCH_STALE,
+                f"epoch {epoch} went to another server that uses this store; acquire one again if "
+                "this writer shall take over",
+                metadata={"epoch": str(epoch)},
+            )
+        await self.floor()
+
+    async def records(self) -> set[RecordName]:
+        """Return the names of all records, whether they count or not."""
+        prefix = f"{self._model}/versions"
+        found = (
+            record_name(key[len(prefix) + 1 :]) for key in await self._client.list_under(prefix)
+        )
+        return {name for name in found if name is not None}
+
+    async def floor(self) -> Floor:
+        """Return the newest floor; it is made, with those below it, where it is missing.
+
+        What it tells of a record that was listed before is final.
+        """
+        floors, epochs = await self._numbers("floors"), await self._numbers("epochs")
+        last = await self._floor(max(floors)) if floors else Floor(0, frozenset())
+        for epoch in sorted(epoch for epoch in epochs if epoch > last.epoch):
+            last = await self._make(epoch, last)
+        return last
+
+    async def _make(self, epoch: int, last: Floor) -> Floor:
+        names = {n for n in await self.records() if n.epoch < epoch and last.counts(n)}
+        body = encode_document({"versions": [name.path for name in sorted(names)]})
+        found = await self._client.create(self._key("floors", epoch), body)
+        return self._parsed(epoch, found)
+
+    async def _floor(self, epoch: int) -> Floor:
+        key = self._key("floors", epoch)
+        if (body := await self._client.get(key)) is None:
+            raise WeightSyncError(Reason.DATA_CORRUPT, f"{key} was removed; restore the store")
+        return self._parsed(epoch, body)
+
+    def _parsed(self, epoch: int, body: bytes) -> Floor:
+        paths = self._read("floors", epoch, body).get("versions")
+        names = [record_name(str(path)) for path in paths] if isinstance(paths, list) else [None]
+        if None in names:
+            raise _damaged(self._key("floors", epoch))
+        return Floor(epoch, frozenset(name for name in names if name is not None))
+
+    def _read(self, folder: str, number: int, body: bytes) -> dict[str, object]:
+        try:
+            return decode_document(body)
+        except ValueError as error:
+            raise _damaged(self._key(folder, number)) from error
+
+    async def _numbers(self, folder: str) -> list[int]:
+        found = map(numbered, await self._client.list_under(f"{self._model}/{folder}"))
+        return [number for number in found if number is not None]
+
+    def _key(self, folder: str, number: int) -> str:
+        return f"{self._model}/{folder}/{number}.json"
+
+
+def _damaged(key: str) -> WeightSyncError:
+    return WeightSyncError(
+        Reason.DATA_CORRUPT, f"{key} is damaged; restore it from another copy of the store"
+    )

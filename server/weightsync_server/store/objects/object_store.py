@@ -1,0 +1,200 @@
+"""A store in a bucket. Several servers may use it: epochs and floors say which of them commits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.ops.tasks import to_end
+from weightsync_server.store.based_versions import based
+from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.store.objects.model_objects import ModelObjects
+from weightsync_server.store.objects.object_client import ObjectClient
+from weightsync_server.store.objects.object_keys import shard_key
+from weightsync_server.store.objects.store_probe import claim, probe
+from weightsync_server.store.protocol import MODEL_NAME, check_model, check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping
+
+    from weightsync.model.manifest import Manifest
+    from weightsync_server.store.store_records import CommitRecord, OpenPush, PushRecord
+
+__all__ = ["ObjectStore"]
+
+_T = TypeVar("_T")
+
+
+class ObjectStore:
+    """Keeps versions in a bucket that this server may share with others.
+
+    A cancelled call ends first, then raises. A commit that raises FAULT may have made its version
+    exist, whole; committing the same content again finds it.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`.
+        server: Identity of the server: another one's open pushes are left alone.
+
+    Raises:
+        WeightSyncError: NOT_SUPPORTED: the URL is no such.
+    """
+
+    durable = True
+    local = False
+
+    def __init__(self, url: str, server: str = "") -> None:
+        self._client = ObjectClient(url)
+        self._server = server or "unnamed"
+        self.url = self._client.url
+        self.lost: list[str] = []
+        self._models: dict[str, ModelObjects] = {}
+
+    async def open(self) -> list[CommitRecord]:
+        """Probe the store, and return the committed versions by model and version."""
+        await claim(self._client)
+        await probe(self._client)
+        records: list[CommitRecord] = []
+        self.lost = []
+        for name in await self._client.folders():
+            if MODEL_NAME.fullmatch(name):
+                records += await self._opened(name)
+        return records
+
+    async def _opened(self, name: str) -> list[CommitRecord]:
+        model = self._of(name)
+        async with model.lock:
+            good = await self._whole(name)
+            await model.sweep()
+        return good
+
+    async def _whole(self, name: str) -> list[CommitRecord]:
+        model = self._of(name)
+        await model.catalog.refresh()
+        lost = await model.lost()
+        known = model.catalog.known
+        good, unbased = based(known[n].record for n in sorted(known) if n not in lost)
+        why = "its base is not there or another one"
+        self.lost += lost.values()
+        self.lost += [f"{name}/v{record.version} is damaged ({why})" for record in unbased]
+        return good
+
+    def free_bytes(self) -> int:
+        """Return a number without meaning: a bucket has no end."""
+        return 1 << 62
+
+    def shard_path(self, model: str, version: int, shard: int, *, delta: bool = False) -> str:
+        """Return the place to load a committed shard from, or to persist one with its receipt."""
+        check_version(version)
+        if type(shard) is not int or shard < 0:
+            raise WeightSyncError(Reason.REQUEST_INVALID, f"shard {shard!r} is no index")
+        known = self._of(model).catalog.known.get(version)
+        form = None if known is None else known.delta if delta else known.full
+        if form is not None and shard < len(form.shards):
+            return f"{self.url}/{shard_key(model, form.shards[shard])}"
+        return f"{self.url}/{self._of(model).pushes.receipt_key(version, shard, delta=delta)}"
+
+    async def commit(
+        self, record: CommitRecord, manifest: Manifest, delta: Manifest | None = None
+    ) -> None:
+        """Make a version exist, its shards having been persisted."""
+        check_version(record.version)
+        model = self._of(record.model)
+        await self._change(model, model.commit(record, manifest, delta))
+
+    async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
+        """Keep a delta in full from now on, its whole shards having been persisted."""
+        check_version(record.version)
+        model = self._of(record.model)
+        await self._change(model, model.fold(record, manifest))
+
+    async def discard(self, model: str, version: int) -> None:
+        """Forget a failed push; the bytes of its shards stay until the store is swept."""
+        check_version(version)
+        await self._change(self._of(model), self._of(model).pushes.forget(version))
+
+    async def manifest(self, model: str, version: int) -> Manifest:
+        """Return the manifest of a committed version, proved by the digest in its record."""
+        return await self._of(model).manifest(check_version(version), delta=False)
+
+    async def delta(self, model: str, version: int) -> Manifest:
+        """Return the manifest of the delta shards of a version that is kept as a delta."""
+        return await self._of(model).manifest(check_version(version), delta=True)
+
+    async def tidy(self, model: str, version: int) -> None:
+        """Forget whole shards that were persisted for a fold which is not to be."""
+        check_version(version)
+        pushes = self._of(model).pushes
+        await self._change(self._of(model), pushes.forget_receipts(version, delta=False))
+
+    async def delete(self, model: str, version: int) -> None:
+        """Remove a version, its commit record first. An unknown one is fine."""
+        check_version(version)
+        await self._change(self._of(model), self._of(model).delete(version))
+
+    async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
+        """Return the whole versions of a model, whichever server committed them."""
+        return await self._change(self._of(model), self._whole(model))
+
+    async def collects(self, model: str) -> bool:
+        """Return whether this server has the newest epoch, or nobody has one."""
+        return await self._of(model).collects()
+
+    async def read_epoch(self, model: str) -> int:
+        """Return the newest epoch; 0 before the first."""
+        return await self._of(model).fence.newest()
+
+    async def write_epoch(self, model: str, epoch: int) -> None:
+        """Acquire an epoch: when this returns, older writers can no longer commit."""
+        await self._change(self._of(model), self._of(model).fence.acquire(epoch))
+
+    async def read_marks(self, model: str) -> dict[str, Any]:
+        """Return what `write_marks` wrote last, on any server; empty before the first."""
+        body = await self._client.get(f"{check_model(model)}/marks.json")
+        try:
+            return decode_document(body) if body is not None else {}
+        except ValueError as error:
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT,
+                f"the marks of {model} are damaged ({error}); delete {model}/marks.json",
+            ) from error
+
+    async def write_marks(self, model: str, marks: Mapping[str, Any]) -> None:
+        """Replace the marks, all or nothing."""
+        body = encode_document(dict(marks))
+        put = self._client.put(f"{check_model(model)}/marks.json", body)
+        await self._change(self._of(model), put)
+
+    async def record_push(self, record: PushRecord) -> None:
+        """Write down that a push is open, until its version is committed or discarded."""
+        check_version(record.version)
+        await self._change(self._of(record.model), self._record_push(record))
+
+    async def _record_push(self, record: PushRecord) -> None:
+        model = self._of(record.model)
+        if await model.catalog.find(record.version) is not None:
+            raise WeightSyncError(
+                Reason.VERSION_CONFLICT,
+                f"version {record.version} of {record.model} came through another server that "
+                "uses this store; push it as a higher version",
+            )
+        await model.pushes.record(replace(record, server=self._server))
+
+    async def open_pushes(self, model: str) -> list[OpenPush]:
+        """Return the pushes of this server that were open when it last used the store."""
+        of = self._of(model)
+        return await of.pushes.open(set(of.catalog.known))
+
+    def _of(self, model: str) -> ModelObjects:
+        if model not in self._models:
+            self._models[model] = ModelObjects(self._client, check_model(model), self._server)
+        return self._models[model]
+
+    async def _change(self, model: ModelObjects, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            async with model.lock:
+                return await to_end(asyncio.ensure_future(work))
+        finally:
+            # Of a caller who was cancelled while it waited for its turn.
+            work.close()

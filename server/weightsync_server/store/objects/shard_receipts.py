@@ -1,0 +1,54 @@
+"""What is written down of a shard that was uploaded for a version which is not committed yet."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from weightsync.model.manifest import ShardEntry
+from weightsync_server.store.documents import decode_document, encode_document
+from weightsync_server.store.objects.object_keys import ShardName
+
+__all__ = ["ShardReceipt"]
+
+
+@dataclass(frozen=True)
+class ShardReceipt:
+    """Proves that a whole shard was put.
+
+    Attributes:
+        object: Name of its bytes.
+        name: Name of the shard in its push; empty: it came with no push that can be resumed.
+        header_size: Bytes of its header; 0: as above.
+        header_digest: xxh3-128 of the header, hexadecimal; empty: as above.
+    """
+
+    object: ShardName
+    name: str = ""
+    header_size: int = 0
+    header_digest: str = ""
+
+    @property
+    def entry(self) -> ShardEntry:
+        """Name and sizes of the shard, as its push declared them."""
+        return ShardEntry(self.name, self.object.size, self.header_size)
+
+    def encode(self) -> bytes:
+        """Return what `decode` reads."""
+        return encode_document(asdict(self) | {"object": str(self.object)})
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardReceipt:
+        """Read what `encode` returned.
+
+        Raises:
+            ValueError: It is no receipt.
+        """
+        document = decode_document(data)
+        try:
+            name, header_size = document["name"], document["header_size"]
+            digest = document["header_digest"]
+            if not (type(name) is type(digest) is str and type(header_size) is int):
+                raise ValueError("a receipt has a field of another type")
+            return cls(ShardName.parse(document["object"]), name, header_size, digest)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a receipt is incomplete: {error}") from error
