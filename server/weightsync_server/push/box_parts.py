@@ -111,24 +111,27 @@ class PushBoxes:
                 # Whether all of it was kept; see below.
                 await asyncio.wait([shard.tasks.restore])
                 check_open(self._state)
-            if part.patch_bytes and writer not in shard.writers.boxes:
-                await self._expect_patch(upload, part.patch_bytes, here=shard.complete)
+            if part.patch_bytes:
+                _check_patch(upload, part.patch_bytes)
+            if part.patch_bytes and writer not in shard.writers.boxes and not shard.complete:
+                await self._expect_patch(upload, part.patch_bytes)
         except BaseException:
             # Also of a stream that was cut: what it declared comes again.
             self._count -= len(declared.sent) + len(declared.replicas)
             raise
         check_open(self._state)
+        size = part.patch_bytes or upload.size
         known = shard.writers.boxes.setdefault(writer, upload)
         if known is not upload:
             self._count -= len(upload.given)
             if upload.patch is not None:
                 upload.patch.discard()
-            self._refuse_other(known, upload, part.patch_bytes)
+            self._refuse_other(known, upload, size)
         else:
             writers.declare(writer)
-            if shard.complete:
-                # The shard outlived the server, and the digests that follow prove it again.
-                upload.received_to(upload.size)
+        if known.kept or (known is upload and shard.complete):
+            # The shard outlived the server, and the digests that follow prove it again.
+            known.keep(size)
         if len(shard.writers.boxes) == writers.count and shard.tasks.covering is None:
             # A task of the push: whoever declared the last of it may leave at any time.
             shard.tasks.covering = self._pipeline.start(
@@ -148,20 +151,14 @@ class PushBoxes:
         """Let go of all of them, once nothing works on them."""
         self._declared, self._count = {}, 0
 
-    async def _expect_patch(self, upload: BoxUpload, size: int, *, here: bool) -> None:
-        # In one shard all may have changed, and what tells of it comes on top.
-        if size > upload.size + _PATCH_BYTES + _BOX_BYTES * len(upload.sent):
-            raise refused(
-                f"writer {upload.writer} has {size} bytes of changes for boxes of {upload.size} in "
-                f"shard {upload.shard}; send those"
-            )
-        if not here:
-            upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
+    async def _expect_patch(self, upload: BoxUpload, size: int) -> None:
+        upload.patch = await self._bases.patch(upload.writer, upload.shard, size)
         upload.size, upload.sends_changes = size, True
 
-    def _refuse_other(self, known: BoxUpload, upload: BoxUpload, patch_bytes: int) -> None:
-        facts = upload.sent, upload.replicas, patch_bytes or upload.size
-        if (known.sent, known.replicas, known.size) != facts:
+    def _refuse_other(self, known: BoxUpload, upload: BoxUpload, size: int) -> None:
+        boxes = upload.sent, upload.replicas
+        # Of what was kept it sends nothing, whichever way it would.
+        if (known.sent, known.replicas) != boxes or (known.size != size and not known.kept):
             raise WeightSyncError(
                 Reason.LAYOUT_INVALID,
                 f"writer {upload.writer} declared other boxes of shard {upload.shard} before, or "
@@ -186,6 +183,15 @@ def _upload(shard: ShardState, declared: _Declared, writer: int) -> BoxUpload:
     size = sum(span.size for span in spans)
     facts = tuple(sent), tuple(replicas), tuple(spans), size, given
     return BoxUpload(writer, shard.index, *facts)
+
+
+def _check_patch(upload: BoxUpload, size: int) -> None:
+    # In one shard all may have changed, and what tells of it comes on top.
+    if size > upload.size + _PATCH_BYTES + _BOX_BYTES * len(upload.sent):
+        raise refused(
+            f"writer {upload.writer} has {size} bytes of changes for boxes of {upload.size} in "
+            f"shard {upload.shard}; send those"
+        )
 
 
 def _checked_header(shard: ShardState, tensors: tuple[TensorEntry, ...], *, partial: bool) -> bytes:

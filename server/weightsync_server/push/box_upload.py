@@ -68,6 +68,7 @@ class BoxUpload:
         gpu_copy: Copies the bytes of `sent` from the writer's GPU.
         by_server: The server has copied them by itself: the writer gives no digests of them.
         wants_digests: It gets them instead.
+        kept: The shard outlived the server: no bytes of it are to come.
         borrower: Process that was given the shard's memory to write them, 0 where the kernel does
             not tell which; None: none was.
         owner: The stream that sends them now.
@@ -86,6 +87,7 @@ class BoxUpload:
     gpu_copy: asyncio.Task[None] | None = None
     by_server: bool = False
     wants_digests: bool = False
+    kept: bool = False
     borrower: int | None = None
     owner: object | None = None
     received: int = 0
@@ -136,6 +138,15 @@ class BoxUpload:
     def received_to(self, end: int) -> None:
         """Take note that all bytes before `end` are in the segment."""
         self.received = end
+
+    def keep(self, size: int) -> None:
+        """Take note that no bytes are to come, of so many that the writer has of it.
+
+        It may tell other numbers in turn: as its boxes are, or of what changed in them.
+        """
+        self.kept = True
+        # Never less: nowhere may a byte be written that was here.
+        self.size = self.received = max(self.size, size)
 
     def give(self, first: int, digests: bytes) -> None:
         """Take digests of the writer.

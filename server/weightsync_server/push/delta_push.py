@@ -55,7 +55,7 @@ class DeltaPush:
     Attributes:
         base: As given.
         scratch: Memory of its shards.
-        pushed: What was pushed, once the version is made.
+        pushed: What was pushed, once the version is made, until the push has ended.
     """
 
     def __init__(
@@ -158,12 +158,14 @@ class DeltaPush:
             await asyncio.wait([self._base_build])
 
     def end(self) -> None:
-        """Let go of the base and give the memory back; further calls do nothing."""
+        """Let go of the base and of what came, give the memory back; further calls do nothing."""
         if not self._ended:
             self._ended = True
             self.base.holds -= 1
             self._model.slots.discard(self.scratch)
             self._model.slots.wake()
+            # Pushes that have ended are remembered by the hundred.
+            self._shards, self._manifest, self.pushed = {}, None, None
 
     # Inside
 

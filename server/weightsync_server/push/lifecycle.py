@@ -193,8 +193,8 @@ class PushLifecycle:
         # Whoever waits may be cancelled before it hears of it: then the idle timeout ends the push.
         self.touch()
 
-    def mark_recorded(self) -> None:
-        """The push is written down."""
+    def mark_resumable(self) -> None:
+        """The push is written down, and goes on from what the store keeps of it."""
         self._state.recorded = True
 
     def suspend(self, checkpoints: dict[int, ShardCheckpoint]) -> None:

@@ -101,18 +101,20 @@ async def _open(push: Push, deadline_s: float | None) -> None:
 
 async def _record(push: Push) -> None:
     state, model = push.state, push.model
-    part = state.writers is not None and state.delta is not None
-    if state.existing is not None or not model.store.durable or part:
-        # What it repeats is committed already; what the store does not keep cannot survive. Of a
-        # part that several writers bring it keeps deltas alone, which are no shards of theirs.
+    if state.existing is not None or not model.store.durable:
+        # What it repeats is committed already; what the store does not keep cannot survive.
         return
     record, request = state.record, state.request.SerializeToString().hex()
-    delta = state.delta is not None
+    # Of some tensors the store keeps a delta alone, which is not what the writers send.
+    resumable = not state.request.partial
+    delta = state.delta is not None and resumable
     await model.store.record_push(
         PushRecord(state.id, record.model, record.version, record.epoch, request, delta)
     )
     check_open(state)
-    push.lifecycle.mark_recorded()
+    # In any case it is written down, so that other servers leave it alone.
+    if resumable:
+        push.lifecycle.mark_resumable()
 
 
 def _slot_wait_s(limits: PushLimits, deadline_s: float | None) -> float:

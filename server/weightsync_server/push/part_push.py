@@ -157,6 +157,7 @@ class PartPush(DeltaPush):
         """See `DeltaPush`."""
         if not self._ended:
             self._model.slots.discard(self._composed)
+            self._tensors, self._made = {}, {}
         super().end()
 
     def _awaited(self, index: int) -> _Awaited:

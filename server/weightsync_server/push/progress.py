@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.push.task_set import is_running
 
 if TYPE_CHECKING:
     from weightsync_server.push.shard_state import ShardState
     from weightsync_server.push.state import PushState
     from weightsync_server.store.store_records import ShardCheckpoint
 
-__all__ = ["has_all", "missing", "progress", "received", "status"]
+__all__ = ["has_all", "is_reading_back", "missing", "progress", "received", "status"]
 
 _NAMED = 10
 #: Numbers of writers that GetStatus tells.
@@ -85,6 +86,11 @@ def has_all(state: PushState, writer: int) -> bool:
     each = [shard.writers.boxes.get(writer) for shard in state.shards.values()]
     whole = len(each) == state.shard_count
     return whole and all(boxes is not None and boxes.complete for boxes in each)
+
+
+def is_reading_back(state: PushState) -> bool:
+    """Whether the server still reads what it kept of the push, for which its writers wait."""
+    return any(is_running(shard.tasks.restore) for shard in state.shards.values())
 
 
 def status(state: PushState) -> pb.PushStatus:

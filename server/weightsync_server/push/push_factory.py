@@ -17,7 +17,7 @@ from weightsync_server.push.lifecycle import PushLifecycle
 from weightsync_server.push.part_push import PartPush
 from weightsync_server.push.parts import Push
 from weightsync_server.push.pipeline import ShardPipeline
-from weightsync_server.push.progress import has_all, received
+from weightsync_server.push.progress import has_all, is_reading_back, received
 from weightsync_server.push.reservation import PushReservation
 from weightsync_server.push.state import PushState
 from weightsync_server.push.suspension import suspend
@@ -130,6 +130,7 @@ class PushFactory:
                 limits.writer_timeout_s,
                 partial(received, state),
                 partial(has_all, state),
+                partial(is_reading_back, state),
                 lambda error: lifecycle.fail(error, "aborted"),
             )
         push = Push(

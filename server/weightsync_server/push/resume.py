@@ -71,7 +71,12 @@ class RecoveredPushes:
                     raise self._epochs.stale(record.epoch)
                 if record.version <= self._table.highest:
                     raise self._table.not_above(record.version)
-                found.append(self._suspended(survivor))
+                request = pb.BeginPushRequest.FromString(bytes.fromhex(record.request))
+                if request.partial:
+                    raise WeightSyncError(
+                        Reason.PUSH_ABORTED, "its writers bring some tensors, and begin again"
+                    )
+                found.append(self._suspended(survivor, request))
             except WeightSyncError as error:
                 logger.info(
                     "the push of version %d cannot go on: %s", record.version, error.message
@@ -79,9 +84,8 @@ class RecoveredPushes:
                 await self._store.discard(record.model, record.version)
         return found
 
-    def _suspended(self, survivor: OpenPush) -> Push:
+    def _suspended(self, survivor: OpenPush, request: pb.BeginPushRequest) -> Push:
         written = survivor.record
-        request = pb.BeginPushRequest.FromString(bytes.fromhex(written.request))
         record = VersionRecord(
             self._table.name, written.version, written.epoch, dict(request.metadata)
         )

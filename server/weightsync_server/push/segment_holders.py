@@ -7,11 +7,15 @@ from pathlib import Path
 
 __all__ = ["holds"]
 
+#: What links to descriptors of memfds begin with.
+_MEMFD = "/memfd:"
+
 
 def holds(pid: int, fd: int) -> bool:
-    """Return whether a process is seen to have a memfd open or mapped.
+    """Return whether a process is seen to have a memfd open or mapped; blocks.
 
     False also where its descriptors are not ours to see: of another user, of another namespace.
+    No other file of the process is touched: one on a mount that hangs would keep us for ever.
 
     Args:
         pid: The process.
@@ -28,12 +32,13 @@ def holds(pid: int, fd: int) -> bool:
 def _is_open(folder: Path, ours: os.stat_result) -> bool:
     for descriptor in folder.iterdir():
         try:
-            theirs = descriptor.stat()
+            # What a link says the kernel knows by itself; a stat asks the file system of the file.
+            is_memory = str(descriptor.readlink()).startswith(_MEMFD)
+            if is_memory and os.path.samestat(descriptor.stat(), ours):
+                return True
         except OSError:
             # Closed meanwhile.
             continue
-        if os.path.samestat(theirs, ours):
-            return True
     return False
 
 

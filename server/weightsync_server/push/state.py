@@ -61,7 +61,7 @@ class PushState:
         shard_count: Shards that there will be; 0: not known yet.
         declared_bytes: Sum of the shards' sizes so far.
         streams: Streams open now.
-        recorded: It is written down and survives a crash, as far as its bytes are durable.
+        recorded: It is written down to survive a crash, as far as its bytes are durable.
         recovered: It was open in an earlier life of the server.
         suspended: After a restart, or when nobody sent it for a while, what was made durable of
             it, by shard; None: it is not suspended.

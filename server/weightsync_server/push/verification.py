@@ -49,7 +49,8 @@ async def check_taken_back(
             return
         await asyncio.sleep(_LOOK_S)
     if not segment.taken_back():
-        writers = _left(segment, uploads)
+        # In a thread: a trainer may have tens of thousands of descriptors.
+        writers = await asyncio.to_thread(_left, segment, uploads)
         who = " or ".join(f"writer {writer}" for writer in writers)
         metadata = {"writer": str(writers[0])} if len(writers) == 1 else {}
         raise WeightSyncError(

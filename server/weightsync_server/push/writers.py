@@ -27,6 +27,7 @@ class Writers:
         timeout_s: How long one may bring nothing, in seconds; late by at most an eighth.
         progress: Bytes that a writer has brought so far.
         complete: Whether it has brought everything.
+        busy: Whether all of them may wait for the server now.
         fail: Called with the reason, at most once.
 
     Attributes:
@@ -42,6 +43,7 @@ class Writers:
         timeout_s: float,
         progress: Callable[[int], int],
         complete: Callable[[int], bool],
+        busy: Callable[[], bool],
         fail: Callable[[Refusal], None],
     ) -> None:
         self.absent = set(range(count))
@@ -51,6 +53,7 @@ class Writers:
         self._timeout_s = timeout_s
         self._progress = progress
         self._complete = complete
+        self._busy = busy
         self._fail = fail
         self._calls: Counter[int] = Counter()
         self._seen: dict[int, tuple[int, int]] = {}
@@ -93,6 +96,8 @@ class Writers:
         waiting = {writer for writer in waited_for if self._complete(writer)}
         if waiting == waited_for:
             waiting = set()
+        if self._busy():
+            waiting = waited_for
         for writer in waited_for:
             brought = self._calls[writer], self._progress(writer)
             if brought != self._seen.get(writer) or writer in waiting:

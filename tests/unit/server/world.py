@@ -231,6 +231,7 @@ async def world(
     *,
     fetchers: FetchApi | None = None,
     store: str = "",
+    identity: str = "",
     slots: int = 2,
     limits: Mapping[str, float] | None = None,
     retention: Retention | None = None,
@@ -240,7 +241,7 @@ async def world(
 ) -> AsyncIterator[World]:
     fetchers = fetchers or Threads()
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
-    keeper = open_store(store or f"file://{folder / 'store'}")
+    keeper = open_store(store or f"file://{folder / 'store'}", identity)
     records = await keeper.open()
     server = SegmentServer(folder / "segments.sock")
     budget = SegmentBudget(memory)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.unit.server.deltas.pushing import until
+from tests.unit.server.deltas.pushing import history, push_delta, until
 from tests.unit.server.push.boxes import Writer, push_all, sharded, version
 from tests.unit.server.world import Shard, World, content, make_shard, world
 from weightsync.delta import parse_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.v1 import weightsync_pb2 as pb
+from weightsync_server.store.local.local_store import LocalStore
+from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -277,3 +280,69 @@ async def test_without_memory_for_the_delta_nothing_is_opened(tmp_path: Path) ->
         assert caught.value.reason is Reason.MEMORY_EXHAUSTED
         assert here.model.table.get(1).holds == 0
         assert here.pushes.status() == []
+
+
+async def half(here: World, writers: Sequence[Writer]) -> None:
+    """Have two writers bring shard 0, and the first of them shard 1 as well."""
+    first, second = writers
+    for writer in writers:
+        await writer.begin(here, partial=True, base_version=1)
+    await first.stream(here)
+    await second.stream(here, list(second.held[0].all()))
+    push = here.pushes.find(first.push_id)
+    await until(lambda: push.state.shards[0].verified)
+
+
+async def test_another_server_on_the_store_leaves_it_alone(tmp_path: Path) -> None:
+    old = version()
+    new = changed(old, NAMES, 7)
+    async with world(tmp_path, identity="one") as here:
+        await here.push(old)
+        first, second = sharded(part_of(new), 2)
+        await half(here, [first, second])
+        other = LocalStore(tmp_path / "store", "another")
+        await other.open()
+        with pytest.raises(WeightSyncError, match="through another server") as caught:
+            await other.record_push(PushRecord("x" * 32, "m", 2, 0, ""))
+        assert caught.value.reason is Reason.VERSION_CONFLICT
+        await other.discard("m", 2)
+        await second.stream(here, list(second.held[1].all()))
+        answers = await asyncio.gather(first.commit(here), second.commit(here))
+        assert {answer.content_digest for answer in answers} == {content(new)}
+    async with world(tmp_path, identity="one") as here:
+        assert here.model.table.get(2).content_digest == content(new)
+
+
+async def test_after_a_crash_it_begins_again(tmp_path: Path) -> None:
+    old = version()
+    new = changed(old, NAMES, 7)
+    writers = sharded(part_of(new), 2)
+    crashed = tmp_path / "crashed"
+    async with world(tmp_path, identity="one") as here:
+        await here.push(old)
+        await half(here, writers)
+        await asyncio.to_thread(shutil.copytree, tmp_path / "store", crashed / "store")
+        assert (crashed / "store" / "m" / "v2" / "push.json").exists()
+    async with world(crashed, identity="one") as here:
+        assert here.pushes.status() == []
+        assert not (crashed / "store" / "m" / "v2").exists()
+        answers = await push_part(here, writers, [{"base_version": 1}] * 2)
+        assert {(answer.version, answer.content_digest) for answer in answers} == {
+            (2, content(new))
+        }
+
+
+async def test_an_ended_push_keeps_nothing_of_what_it_was_made_of(tmp_path: Path) -> None:
+    old, new = history(1)
+    async with world(tmp_path, slots=3) as here:
+        await here.push(old)
+        await push_delta(here, old, new)
+        await here.push(version())
+        writers = sharded(part_of(changed(version(), NAMES, 7)), 2)
+        await push_part(here, writers, [{"base_version": 3}] * 2)
+        for number in (2, 4):
+            push = here.pushes.find(here.model.table.get(number).push_id)
+            assert push.state.delta is not None
+            # Hundreds of them are remembered.
+            facts = vars(push.state.delta).items()
+            assert [name for name, value in facts if isinstance(value, dict) and value] == []

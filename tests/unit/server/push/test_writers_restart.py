@@ -228,3 +228,68 @@ async def test_changes_go_whole_after_a_restart(tmp_path: Path, shards: list[Sha
         assert caught.value.reason is Reason.BASE_MISMATCH
         answers = await asyncio.gather(*(go_on(here, writer) for writer in writers))
         assert {answer.content_digest for answer in answers} == {content(shards)}
+
+
+@pytest.mark.parametrize("patch_bytes", [1, 450, 4000])
+async def test_what_was_kept_is_declared_as_changes_and_then_whole(
+    tmp_path: Path, shards: list[Shard], patch_bytes: int
+) -> None:
+    writers = sharded(shards, 2)
+    limits = {"writer_timeout_s": 30}
+    async with life(tmp_path, limits=limits) as here:
+        await here.push(version(1, shards=3), 1)
+        await half(here, writers)
+    async with life(tmp_path, limits=limits) as here:
+        first = writers[0]
+        kept, lost = first.held[:2]
+        changes = [kept.boxes(), lost.boxes()]
+        for boxes in changes:
+            boxes.boxes.patch_bytes = patch_bytes
+        # A stream that the restart cut goes on as it was; of what was kept nothing is to come.
+        begun = [*kept.shard.layout(), changes[0], kept.digests()]
+        with pytest.raises(WeightSyncError) as caught:
+            await first.stream(here, [*begun, *lost.shard.layout(), changes[1]])
+        assert caught.value.reason is Reason.BASE_MISMATCH
+        asked = pb.GetPushRequest(push_id=first.push_id, writer=0)
+        (progress,) = here.pushes.get(asked).shards
+        assert progress.received_bytes == progress.size_bytes >= patch_bytes
+        await first.stream(here, begun)
+        answers = await asyncio.gather(*(go_on(here, writer) for writer in writers))
+        assert {answer.content_digest for answer in answers} == {content(shards)}
+        assert here.read(2) == [shard.data for shard in shards]
+
+
+async def test_other_boxes_of_what_was_kept_are_refused(
+    tmp_path: Path, shards: list[Shard]
+) -> None:
+    writers = sharded(shards, 2)
+    async with life(tmp_path) as here:
+        await half(here, writers)
+    other = sharded(shards, 2, along=1)[0].held[0]
+    async with life(tmp_path) as here:
+        await go_on_with(here, writers[0], writers[0].held[0])
+        with pytest.raises(WeightSyncError, match="writer 0 declared other boxes"):
+            await go_on_with(here, writers[0], other)
+
+
+async def go_on_with(here: World, writer: Writer, held: Held) -> None:
+    await writer.stream(here, [*held.shard.layout(), held.boxes()])
+
+
+async def test_while_the_server_reads_back_no_writer_is_late(
+    tmp_path: Path, shards: list[Shard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writers = sharded(shards, COUNT)
+    async with life(tmp_path) as here:
+        await half(here, writers)
+    async with life(tmp_path) as here:
+        restore = here.model.fetch.restore
+
+        async def slow(*args: Any) -> int:
+            # Longer than a writer may bring nothing.
+            await asyncio.sleep(1.0)
+            return await restore(*args)
+
+        monkeypatch.setattr(here.model.fetch, "restore", slow)
+        answers = await all_go_on(here, writers)
+        assert {answer.content_digest for answer in answers} == {content(shards)}, answers
