@@ -88,7 +88,7 @@ class RequestVersions:
             # Its tokens come behind the answers of the ranks, so that these are here as well.
             await self._live.settled()
         intervals = tuple(self._since.walk())
-        if None in self._labels or not all(interval.labelled for interval in intervals):
+        if None in self._labels or not _tell_apart(intervals):
             return _numbers(interval.version for interval in intervals)
         if not labels <= {interval.label for interval in intervals}:
             return ()
@@ -121,6 +121,16 @@ def watch(llm: Any, live: LiveVersions) -> None:
         await update(new_version)
 
     llm.update_weight_version = update_weight_version
+
+
+def _tell_apart(intervals: Sequence[LiveInterval]) -> bool:
+    """Whether each label is of one version: a trainer's own may be anything."""
+    versions: dict[str, int] = {}
+    return all(
+        interval.labelled
+        and versions.setdefault(interval.label, interval.version) == interval.version
+        for interval in intervals
+    )
 
 
 def _contributed(intervals: Sequence[LiveInterval], labels: set[str]) -> Iterator[int]:

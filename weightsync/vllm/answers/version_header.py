@@ -98,7 +98,7 @@ class _Answer:
             await self._send(message)
 
     async def _begin(self, message: Any) -> None:
-        if _streams(message["headers"]):
+        if _streams(message.get("headers", ())):
             self._start, self._last = message, LastEvent()
         else:
             await self._send(_named(message, await self._versions.so_far()))
@@ -149,14 +149,15 @@ def _streams(headers: Any) -> bool:
     """Whether it is an event stream that can be read."""
     fields = {name.lower(): value for name, value in headers}
     kind = fields.get(b"content-type", b"").lower()
-    return kind.startswith(b"text/event-stream") and b"content-encoding" not in fields
+    fixed = b"content-encoding" in fields or b"content-length" in fields
+    return kind.startswith(b"text/event-stream") and not fixed
 
 
 def _named(start: Any, versions: tuple[int, ...]) -> Any:
     if not versions:
         return start
     named = (_VERSION, _text(versions).encode())
-    return {**start, "headers": [*start["headers"], named]}
+    return {**start, "headers": [*start.get("headers", ()), named]}
 
 
 def _text(versions: tuple[int, ...]) -> str:

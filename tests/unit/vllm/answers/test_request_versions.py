@@ -174,6 +174,19 @@ async def test_a_label_of_a_trainer_stands_for_the_version_that_is_served() -> N
     assert await versions.so_far() == (41, 42)
 
 
+async def test_of_a_label_that_two_versions_had_all_that_were_live_are_named() -> None:
+    world = World()
+    await world.llm.update_weight_version("latest")
+    versions = world.asked("a")
+    world.llm.token("a")
+    world.go(42)
+    await world.llm.update_weight_version("latest")
+    assert await versions.so_far() == (41, 42)
+    after = world.asked("b")
+    world.llm.token("b")
+    assert await after.so_far() == (42,)
+
+
 async def test_a_label_that_came_by_another_way_is_not_guessed_at() -> None:
     world = World()
     versions = world.asked("a")

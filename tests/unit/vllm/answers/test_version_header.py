@@ -46,6 +46,7 @@ class Site:
                 routing.Route("/stream", self._stream),
                 routing.Route("/created", self._created),
                 routing.Route("/zipped", self._zipped),
+                routing.Route("/sized", self._sized),
                 routing.Route("/models", self._models),
             ]
         )
@@ -127,6 +128,10 @@ class Site:
         return responses.StreamingResponse(
             self._events(), media_type="text/event-stream", headers=zipped
         )
+
+    async def _sized(self, request: Any) -> Any:
+        text = "".join([event async for event in self._events()])
+        return responses.Response(text, media_type="text/event-stream")
 
     async def _models(self, request: Any) -> Any:
         return responses.JSONResponse({"data": []})
@@ -211,9 +216,12 @@ async def test_a_stream_that_begins_before_its_first_token_names_versions_at_its
     assert _events(text)[-1]["weightsync_version"] == "41,42"
 
 
-async def test_what_is_compressed_and_what_the_engine_did_not_make_stays_as_it_is() -> None:
+@pytest.mark.parametrize("path", ["/zipped", "/sized"])
+async def test_what_is_compressed_or_has_its_length_and_what_the_engine_did_not_make_stays(
+    path: str,
+) -> None:
     site = Site()
-    asking = site.watched("/zipped")
+    asking = site.watched(path)
     await site.step(41)
     await site.end()
     await asking
