@@ -86,10 +86,11 @@ def test_what_another_process_has_on_the_gpu_is_kept_bit_for_bit() -> None:
             "shapes": [list(shape) for shape in _SHAPES.values()],
             "ipc_handles": handles,
         }
-        for args in ({"step": "open", "info": {}}, {"step": "check", "info": info}):
+        opened, checked = {"step": "open", "info": {}}, {"step": "check", "info": info}
+        for args in (opened, checked, {"step": "reserve"}):
             receiver.call(args)
             _until_done(receiver)
-        receiver.call({"step": "receive"})
+        receiver.call({"step": "receive", "limit_s": 60.0})
         report = _until_done(receiver)
         trainer.kill()
     assert (report["failure"], report["arrived"]) == ("", len(_SHAPES))

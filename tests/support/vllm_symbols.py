@@ -206,6 +206,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         Symbol((f"{_TRANSFER}.{home}_engine:{name}#self.model.load_weights",), "their tensors")
         for home, name in (("nccl", "NCCLWeightTransferEngine"), ("ipc", "IPCWeightTransferEngine"))
     ),
+    Symbol(
+        (f"{_TRANSFER}.nccl_engine:NCCLWeightTransferEngine#self.model_update_group.broadcast",),
+        "refusing what a connection that ends would begin",
+    ),
     Symbol(("vllm.v1.worker.gpu_worker:Worker#self.weight_transfer_engine",), "our engine"),
     *_each(
         _LLM,

@@ -13,6 +13,7 @@ from weightsync_server.engine.ranks import QUICK_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from concurrent.futures import Future
 
     from weightsync.shm.segment_socket import OfferedFile, SegmentServer
 
@@ -40,15 +41,27 @@ async def offered(
         await ask(path, offer)
         async with asyncio.timeout(QUICK_S):
             files = await asyncio.wrap_future(future)
-    except (TimeoutError, EOFError, OSError) as error:
-        raise WeightSyncError(
-            Reason.ENGINE_AWAY,
-            f"{what} did not arrive on {path} ({error!r}); share its folder",
-        ) from error
-    finally:
-        future.cancel()
+    except BaseException as error:
+        # They may have come all the same, or come now.
+        if not future.cancel():
+            future.add_done_callback(_close_unused)
+        if isinstance(error, (TimeoutError, EOFError, OSError)):
+            raise WeightSyncError(
+                Reason.ENGINE_AWAY,
+                f"{what} did not arrive on {path} ({error!r}); share its folder",
+            ) from error
+        raise
     try:
         yield files
     finally:
-        for _, _, fd in files:
-            os.close(fd)
+        _close(files)
+
+
+def _close_unused(future: Future[list[OfferedFile]]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        _close(future.result())
+
+
+def _close(files: Sequence[OfferedFile]) -> None:
+    for _, _, fd in files:
+        os.close(fd)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: How often it is looked whether there is an engine to watch, seconds.
 _LOOK_S = 0.5
+_FAULT = "a fault in the server; its log tells why"
 
 
 class UpdateCommitter:
@@ -77,6 +78,8 @@ class UpdateCommitter:
                             await self._answer(feed, update)
                 except WeightSyncError as error:
                     logger.debug("weight updates are not watched: %s", error.message)
+                except Exception:
+                    logger.exception("weight updates are watched anew")
             await asyncio.sleep(_LOOK_S)
 
     async def _answer(self, feed: UpdateFeed, update: WaitingUpdate) -> None:
@@ -87,7 +90,7 @@ class UpdateCommitter:
             failure = error.message
         except Exception:
             logger.exception("update %s failed", update.update_id)
-            failure = "a fault in the server; its log tells why"
+            failure = _FAULT
         if failure:
             logger.warning("update %s is not served: %s", update.update_id, failure)
         await feed.end(update.update_id, version, failure)
@@ -101,10 +104,11 @@ class UpdateCommitter:
         )
         try:
             await self._applier.apply(request)
-        except WeightSyncError as error:
+        except Exception as error:
             # Nobody asked for it by number, so "newest" must not mean what the trainer was refused.
             if self._model.serving.live != record.version:
-                await reject(self._model.serving, record.version, error.message)
+                why = error.message if isinstance(error, WeightSyncError) else _FAULT
+                await reject(self._model.serving, record.version, why)
             raise
         return record.version
 

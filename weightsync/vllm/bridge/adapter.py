@@ -22,6 +22,7 @@ from weightsync.engine import (
 )
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.checkpoint import offer_files
+from weightsync.vllm.bridge.device_turns import DeviceTurns
 from weightsync.vllm.bridge.generation import GenerationControl
 from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
 from weightsync.vllm.bridge.pause_lease import PauseLease
@@ -83,11 +84,13 @@ class VllmEngine:
         #: Whether what was started last is what vLLM itself has loaded, and nobody had proved.
         self._unproved = False
         able = self._vllm.capabilities
+        self._turns = DeviceTurns(self._device_in_use, self._workers.settle)
         self.updates = ReceivedUpdates(
             lambda args: self._whole(self._workers.call(UPDATE, args)),
             self._vllm.transfer_backend,
             self.condition,
             EngineSettings.load().update_timeout_s,
+            self._turns,
         )
         # Where the verbs of vLLM's transfers find it.
         llm.weightsync_updates = self.updates
@@ -314,7 +317,12 @@ class VllmEngine:
                 await self._fence("the ranks did not tell one version after a switch")
         return outcome
 
+    def _device_in_use(self) -> bool:
+        paused = self._changes.locked() or bool(self._lease.id)
+        return paused or self._switching.running or self._workers.touching > 0
+
     def _check_free(self) -> None:
+        self._turns.check_free()
         if self._lease.id or self._switching.running:
             raise WeightSyncError(
                 Reason.APPLY_BUSY, "another apply has paused this engine; wait for it"
@@ -344,6 +352,7 @@ class VllmEngine:
         if self._workers.failure:
             raise WeightSyncError(Reason.ENGINE_AWAY, self._workers.failure)
         if method in TOUCH_WEIGHTS:
+            self._turns.check_free()
             self._sleep.check_awake()
         if method == COMMIT and self._generation.generating:
             raise WeightSyncError(

@@ -9,12 +9,15 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weightsync import clock
 from weightsync.engine import EngineState, WaitingUpdate
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.update_steps import UpdateSteps
+from weightsync.vllm.bridge.update_steps import UpdateSteps, failed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+
+    from weightsync.vllm.bridge.device_turns import DeviceTurns
 
 __all__ = ["ReceivedUpdates"]
 
@@ -33,6 +36,7 @@ class _Update:
 
     Attributes:
         update_id: Its name.
+        heard_at: When the last verb for it came or was answered, by `clock.monotonic`.
         failure: Why it can never become a version; "": nothing is known against it.
         parts: Calls of update_weights that were received.
         waiting: Whether the server may take it.
@@ -40,6 +44,7 @@ class _Update:
     """
 
     update_id: str
+    heard_at: float
     failure: str = ""
     parts: int = 0
     waiting: bool = False
@@ -57,6 +62,7 @@ class ReceivedUpdates:
         backend: Of vLLM's transfer.
         condition: Returns the engine's state and the reason for it.
         limit_s: Longest time in which nothing comes, seconds.
+        turns: When ranks may wait for a trainer.
     """
 
     def __init__(
@@ -65,12 +71,17 @@ class ReceivedUpdates:
         backend: str,
         condition: Callable[[], tuple[EngineState, str]],
         limit_s: float,
+        turns: DeviceTurns,
     ) -> None:
         self._steps = UpdateSteps(call, limit_s)
+        self._limit_s = limit_s
+        self._turns = turns
         self._backend = backend
         self._condition = condition
         self._lock = asyncio.Lock()
         self._update: _Update | None = None
+        self._stray = False
+        self._dropping: asyncio.Task[None] | None = None
         self._watcher: asyncio.Queue[WaitingUpdate | None] | None = None
         self._watched = asyncio.Event()
 
@@ -83,8 +94,10 @@ class ReceivedUpdates:
             WeightSyncError: ENGINE_REFUSED with the ranks' reason, APPLY_BUSY.
         """
         async with self._exclusive():
+            self._check_no_other()
             self._update = None
-            await self._steps.meet("open", "did not meet the trainer", info=dict(info))
+            async with self._turns.trainer(self._limit_s):
+                await self._steps.meet("open", "did not meet the trainer", info=dict(info))
 
     async def leave(self) -> None:
         """End the connection, and what has come of an update."""
@@ -93,12 +106,14 @@ class ReceivedUpdates:
             await self._steps.ask("leave")
 
     async def start(self) -> None:
-        """Begin an update; what an earlier one, which was never finished, has brought is dropped.
+        """Begin an update; an earlier one that failed, or was never finished, is dropped.
 
         Raises:
-            WeightSyncError: ENGINE_AWAY: nobody would make a version of it; APPLY_BUSY.
+            WeightSyncError: ENGINE_AWAY: nobody would make a version of it; APPLY_BUSY: of another
+                one verbs came within the limit, or one is under way.
         """
         async with self._exclusive():
+            self._check_no_other()
             with contextlib.suppress(TimeoutError):
                 # A server that has just come watches a moment later.
                 async with asyncio.timeout(_WATCHED_S):
@@ -111,25 +126,43 @@ class ReceivedUpdates:
                     Reason.ENGINE_REFUSED,
                     "there is no connection to a trainer; call init_weight_transfer_engine first",
                 )
-            self._update = _Update(f"update-{secrets.token_hex(8)}")
+            self._update = _Update(f"update-{secrets.token_hex(8)}", clock.monotonic())
+            self._expect_verb(self._update, self._limit_s)
 
     async def receive(self, info: Mapping[str, Any]) -> None:
         """Return when every rank has received the tensors that `info` announces.
+
+        A trainer has begun to send when it calls this, so that a refusal ends the connection: what
+        was sent would be taken for what the next call announces.
 
         Raises:
             WeightSyncError: ENGINE_REFUSED: a rank has not, and the whole update is void;
                 REQUEST_INVALID: none was begun; APPLY_BUSY.
         """
+        if self._lock.locked():
+            # The verb under way ends what it does; the connection ends then.
+            self._stray = True
+            raise _with_remedy(_busy())
         async with self._exclusive():
-            update = self._begun()
             try:
-                # No rank waits for the trainer before all of them can.
+                update = self._begun()
+                # Before any rank waits for the trainer.
                 await self._steps.ask("check", info=dict(info))
-                await self._steps.meet("receive", "did not receive the update")
+                await self._steps.reserve()
+                async with self._turns.trainer(self._limit_s):
+                    reports = await self._steps.meet("receive", "did not receive the update")
             except BaseException as error:
-                update.failure = str(error) or "it was interrupted"
+                await asyncio.shield(self._part(str(error) or "it was interrupted"))
+                if isinstance(error, WeightSyncError):
+                    raise _with_remedy(error) from error
                 raise
+            if failure := failed(reports, "did not receive the update"):
+                # All of it came, so that the connection is as it was.
+                update.failure = failure.message
+                await self._steps.forget()
+                raise failure
             update.parts += 1
+            update.heard_at = clock.monotonic()
 
     async def finish(self, label: str) -> None:
         """Return when the engine serves, as a version, all that came since `start`.
@@ -219,13 +252,57 @@ class ReceivedUpdates:
     @contextlib.asynccontextmanager
     async def _exclusive(self) -> AsyncIterator[None]:
         if self._lock.locked():
+            raise _busy()
+        async with self._lock:
+            try:
+                yield
+            finally:
+                if self._stray:
+                    self._stray = False
+                    await self._part("update_weights was called again before it was answered")
+
+    async def _part(self, why: str) -> None:
+        """End the connection, on which more may have been sent than was received."""
+        if self._update is not None:
+            self._update.failure = self._update.failure or why
+        await self._steps.leave()
+
+    def _check_no_other(self) -> None:
+        update = self._update
+        if update is None or update.failure:
+            return
+        left_s = update.heard_at + self._limit_s - clock.monotonic()
+        if left_s > 0:
             raise WeightSyncError(
                 Reason.APPLY_BUSY,
-                "another verb of a weight transfer is under way; wait for its answer",
-                retry_after_s=1.0,
+                "another update is begun and not finished; finish it, call "
+                "shutdown_weight_transfer_engine to drop it, or wait: it is dropped when no verb "
+                f"comes for {self._limit_s:g} s (WEIGHTSYNC_UPDATE_TIMEOUT)",
+                retry_after_s=left_s,
             )
-        async with self._lock:
-            yield
+
+    def _expect_verb(self, update: _Update, seconds: float) -> None:
+        """Drop what an update has brought when no verb comes for it any more."""
+        asyncio.get_running_loop().call_later(seconds, self._look_after, update)
+
+    def _look_after(self, update: _Update) -> None:
+        if self._update is not update or update.failure:
+            return
+        left_s = update.heard_at + self._limit_s - clock.monotonic()
+        if self._lock.locked() or left_s > 0:
+            self._expect_verb(update, left_s if left_s > 0 else self._limit_s)
+        else:
+            # Kept, for the loop itself keeps no task.
+            self._dropping = asyncio.ensure_future(self._drop_idle(update))
+
+    async def _drop_idle(self, update: _Update) -> None:
+        if self._lock.locked():
+            self._expect_verb(update, self._limit_s)
+            return
+        async with self._exclusive():
+            update.failure = f"no verb came for {self._limit_s:g} s"
+            logger.warning("weightsync: %s is dropped: %s", update.update_id, update.failure)
+            await self._steps.forget()
 
     def _check_server(self) -> asyncio.Queue[WaitingUpdate | None]:
         state, reason = self._condition()
@@ -254,6 +331,7 @@ class ReceivedUpdates:
                 Reason.ENGINE_REFUSED,
                 f"this update has failed ({self._update.failure}); begin another one",
             )
+        self._update.heard_at = clock.monotonic()
         return self._update
 
     def _waiting(self, update_id: str) -> _Update:
@@ -278,3 +356,23 @@ class ReceivedUpdates:
             update.failure = failure
             update.waiting = False
             update.outcome.set_exception(WeightSyncError(Reason.ENGINE_REFUSED, failure))
+
+
+def _busy() -> WeightSyncError:
+    return WeightSyncError(
+        Reason.APPLY_BUSY,
+        "another verb of a weight transfer is under way; wait for its answer",
+        retry_after_s=1.0,
+    )
+
+
+def _with_remedy(error: WeightSyncError) -> WeightSyncError:
+    """Return a refusal with what the trainer is to do about the connection, which has ended."""
+    if "init_weight_transfer_engine" in error.message:
+        return error
+    return WeightSyncError(
+        error.reason,
+        f"{error.message}; the connection was ended, for more may have been sent: call "
+        "init_weight_transfer_engine and send the update again",
+        retry_after_s=error.retry_after_s,
+    )

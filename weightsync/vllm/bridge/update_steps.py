@@ -12,13 +12,15 @@ from weightsync.errors import Reason, WeightSyncError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-__all__ = ["UpdateSteps"]
+__all__ = ["UpdateSteps", "failed"]
 
 #: How soon ranks are asked how far they are, seconds; then more seldom, because each question comes
 #: between two steps of generation.
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 #: How long ranks get to end a step that another one has failed at, seconds.
 _LAST_S = 2.0
+#: How long ranks may take to get memory, seconds.
+_RESERVE_S = 600.0
 
 
 class UpdateSteps:
@@ -37,8 +39,10 @@ class UpdateSteps:
         self._call = call
         self._limit_s = limit_s
 
-    async def meet(self, step: str, wrong: str, **args: Any) -> None:
+    async def meet(self, step: str, wrong: str, **args: Any) -> list[dict[str, Any]]:
         """Do a step of the connection to a trainer, which ends unless every rank is equally far.
+
+        Returns what the ranks report; what came may be wrong all the same, see `failed`.
 
         Args:
             step: Its name.
@@ -49,14 +53,35 @@ class UpdateSteps:
             WeightSyncError: ENGINE_REFUSED; a rank has failed.
         """
         try:
-            await self.ask(step, **args)
+            # A rank that cannot be asked ends it by itself, and a little later.
+            await self.ask(step, limit_s=self._limit_s + _LAST_S, **args)
             reports = await self._wait(wrong)
         except BaseException:
             await asyncio.shield(self.leave())
             raise
         if any(report["raised"] for report in reports):
             await self.leave()
-        _check(reports, wrong)
+            _check(reports, wrong)
+        return reports
+
+    async def reserve(self) -> None:
+        """Get the memory for what was checked.
+
+        A rank that has none takes part in what follows all the same, which it then drops.
+
+        Raises:
+            WeightSyncError: ENGINE_REFUSED; a rank does not begin, or hangs.
+        """
+        await self.ask("reserve")
+        until, pause_s = clock.monotonic() + _RESERVE_S, _FIRST_POLL_S
+        while running := [r["rank"] for r in await self.ask("poll") if r["running"]]:
+            if clock.monotonic() > until:
+                raise WeightSyncError(
+                    Reason.ENGINE_REFUSED,
+                    f"rank {running[0]} got no memory for the update within {_RESERVE_S:g} s",
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, _LAST_POLL_S)
 
     async def run(self, step: str, wrong: str, **args: Any) -> None:
         """Do a step that is no matter of a connection; as `meet` otherwise."""
@@ -118,9 +143,17 @@ class UpdateSteps:
             pause_s = min(pause_s * 1.2, _LAST_POLL_S)
 
 
+def failed(reports: list[dict[str, Any]], wrong: str) -> WeightSyncError | None:
+    """Return the refusal where a rank reports a failure; None: all is well."""
+    for report in reports:
+        if report["failure"]:
+            return WeightSyncError(
+                Reason.ENGINE_REFUSED, f"rank {report['rank']} {wrong}: {report['failure']}"
+            )
+    return None
+
+
 def _check(reports: list[dict[str, Any]], wrong: str) -> None:
-    failed = next((report for report in reports if report["failure"]), None)
-    if failed is not None:
-        raise WeightSyncError(
-            Reason.ENGINE_REFUSED, f"rank {failed['rank']} {wrong}: {failed['failure']}"
-        )
+    failure = failed(reports, wrong)
+    if failure is not None:
+        raise failure

@@ -44,6 +44,7 @@ class WorkerCalls:
         committed: Digest that every rank reported after the last commit; None: no commit since the
             resume.
         commits: How many times ranks were asked to write.
+        touching: Calls under way that read or write live parameters.
         versions: The label of each content digest that is known to have one.
     """
 
@@ -57,6 +58,7 @@ class WorkerCalls:
         self.failure = ""
         self.committed: str | None = None
         self.commits = 0
+        self.touching = 0
         self.versions: dict[str, int] = {}
         self._vllm = vllm
         self._count = len(ranks)
@@ -75,6 +77,8 @@ class WorkerCalls:
             self.committed = ""
             self.commits += 1
         named = self._pairing.name(args)
+        touches = method in TOUCH_WEIGHTS
+        self.touching += touches
         try:
             replies = self._pairing.own(await self._vllm.rpc(method, named), named)
         except Exception as error:
@@ -83,6 +87,8 @@ class WorkerCalls:
             self.failure = f"a worker call failed inside vLLM ({error_text(error)}); restart vLLM"
             await self._on_failure(self.failure)
             raise WeightSyncError(Reason.ENGINE_AWAY, self.failure) from error
+        finally:
+            self.touching -= touches
         if method == COMMIT:
             self.committed = agreed(replies, self._count)
             if self.committed and (version := int(args.get("version", 0))):

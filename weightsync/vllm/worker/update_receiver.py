@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +10,9 @@ import torch
 
 from weightsync.shm.segment_socket import SegmentClient
 from weightsync.vllm.worker.rank_job import RefusedCallError
+from weightsync.vllm.worker.trainer_connection import TrainerConnection
 from weightsync.vllm.worker.update_sink import UpdateSink, announced
+from weightsync.vllm.worker.update_step import UpdateStep
 from weightsync.vllm.worker_protocol import rank_name
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from weightsync.vllm.worker.update_file import TensorKind
 
 __all__ = ["UpdateReceiver", "update_receiver"]
-
-logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_weightsync_updates"
 #: The rank that keeps what all of them get.
@@ -44,41 +43,6 @@ class TransferEngine(Protocol):
         """Return an update info as vLLM's engine knows it."""
 
 
-class _Step:
-    """What a thread of its own does, so that steps of generation go on.
-
-    Args:
-        work: What it does.
-        undo: Done by its thread when `work` has ended, if nobody waited for that.
-    """
-
-    def __init__(self, work: Callable[[], None], undo: Callable[[], None]) -> None:
-        self.error = ""
-        self.over = False
-        self._work, self._undo = work, undo
-        self._left = False
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="weightsync-update", daemon=True).start()
-
-    def leave(self) -> bool:
-        """Wait for it no longer; return whether it was over, so that its thread undoes nothing."""
-        with self._lock:
-            self._left = True
-            return self.over
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:
-            logger.exception("weightsync: a step of an update failed")
-            self.error = f"{type(error).__name__}: {error}"[:500]
-        with self._lock:
-            self.over = True
-            left = self._left
-        if left:
-            self._undo()
-
-
 class UpdateReceiver:
     """Takes one update at a time. Every call returns at once; calls come from one thread.
 
@@ -90,9 +54,9 @@ class UpdateReceiver:
     def __init__(self, engine: TransferEngine, *, keeps: bool) -> None:
         self._engine = engine
         self._keeps = keeps
-        self._wire: Any = None
+        self._connection: TrainerConnection | None = None
         self._sink = UpdateSink(keeps=keeps)
-        self._step: _Step | None = None
+        self._step: UpdateStep | None = None
         #: What comes next: its tensors, and the info as the wire knows it.
         self._next: tuple[Sequence[TensorKind], Any] | None = None
 
@@ -108,6 +72,7 @@ class UpdateReceiver:
         steps: dict[str, Callable[[Mapping[str, Any]], None]] = {
             "open": self._open,
             "check": self._check,
+            "reserve": self._reserve,
             "receive": self._receive,
             "offer": self._offer,
             "drop": self._drop,
@@ -119,10 +84,12 @@ class UpdateReceiver:
         return self._report()
 
     def _report(self) -> dict[str, Any]:
+        # Asked first: a step that ends meanwhile is one that still runs, and not one that is well.
+        running = not self._idle
         raised = self._step.error if self._step is not None else ""
         return {
-            "open": self._wire is not None,
-            "running": not self._idle,
+            "open": self._connection is not None and self._connection.open,
+            "running": running,
             "arrived": self._sink.arrived,
             # Whether the transfer itself failed, and not only what was made of it.
             "raised": bool(raised),
@@ -135,42 +102,51 @@ class UpdateReceiver:
         self._leave({})
         wire = self._engine.make_wire(self._sink)
         info = wire.parse_init_info(dict(args["info"]))
-        self._wire = wire
-        self._begin(lambda: wire.init_transfer_engine(info), lambda: _shut(wire))
+        connection = self._connection = TrainerConnection(wire)
+        self._begin(lambda: wire.init_transfer_engine(info), connection.end)
 
     def _check(self, args: Mapping[str, Any]) -> None:
         """Refuse what cannot be received, before any rank waits for the trainer."""
         self._check_idle()
-        if self._wire is None:
-            msg = "there is no connection to a trainer; call init_weight_transfer_engine first"
-            raise RefusedCallError(msg)
+        wire = self._open_connection().wire
         info = args["info"]
-        self._next = announced(info), self._wire.parse_update_info(self._engine.own_update(info))
+        self._next = announced(info), wire.parse_update_info(self._engine.own_update(info))
+
+    def _reserve(self, args: Mapping[str, Any]) -> None:
+        """Get the memory for what was checked; that is no time in which the trainer is late."""
+        del args
+        self._check_idle()
+        sink, (tensors, _) = self._sink, self._checked()
+        self._begin(lambda: sink.begin(tensors), sink.close)
 
     def _receive(self, args: Mapping[str, Any]) -> None:
         """Receive beside generation what was checked."""
-        del args
         self._check_idle()
-        wire, sink, begun = self._wire, self._sink, self._next
-        if begun is None:
-            msg = "no update was checked; call update_weights"
-            raise RefusedCallError(msg)
-        self._next, (tensors, info) = None, begun
+        connection, sink, (_, info) = self._open_connection(), self._sink, self._checked()
+        self._next = None
 
         def receive() -> None:
-            sink.begin(tensors)
-            with _stream_of(self._engine.device):
-                wire.receive_weights(info)
+            try:
+                with _stream_of(self._engine.device):
+                    connection.wire.receive_weights(info)
+            except BaseException as error:
+                sink.fail(f"{type(error).__name__}: {error}"[:500])
+                raise
             sink.end()
 
-        self._begin(receive, sink.close)
+        step = self._begin(receive, sink.close)
+        step.watch(lambda: sink.arrived, float(args["limit_s"]), connection.end)
 
     def _offer(self, args: Mapping[str, Any]) -> None:
         """Send descriptors of what was kept to the server, and keep it no longer."""
         self._check_idle()
         sink = self._sink
-        if sink.failure:
-            raise RefusedCallError(sink.failure)
+        error = self._step.error if self._step is not None else ""
+        if why := sink.failure or error:
+            raise RefusedCallError(why)
+        if not sink.whole:
+            msg = "not all tensors that were announced came; send the update again"
+            raise RefusedCallError(msg)
         socket, offer = str(args["socket"]), str(args["offer"])
         self._begin(lambda: _send(sink, socket, offer), sink.close)
 
@@ -178,31 +154,32 @@ class UpdateReceiver:
         """Forget what has come; the connection stays for the next update."""
         del args
         self._check_idle()
-        self._step = None
+        self._step = self._next = None
         self._sink.close()
         self._sink = UpdateSink(keeps=self._keeps)
-        if self._wire is not None:
-            self._engine.end_update(self._wire)
-            self._wire.model = self._sink
+        if self._connection is not None and self._connection.open:
+            self._engine.end_update(self._connection.wire)
+            self._connection.wire.model = self._sink
 
     def _leave(self, args: Mapping[str, Any]) -> None:
         """Wait no longer for a trainer, and end the connection to it."""
         del args
         self._next = None
         step, self._step = self._step, None
-        wire, self._wire = self._wire, None
+        connection, self._connection = self._connection, None
         sink, self._sink = self._sink, UpdateSink(keeps=self._keeps)
+        if connection is not None:
+            connection.refuse()
         # What a thread may still write is closed by that.
         if step is None or step.leave():
             sink.close()
-        if wire is not None:
-            # Ending a communicator that waits takes seconds, and is what ends the thread's wait.
-            threading.Thread(
-                target=_shut, args=(wire,), name="weightsync-wire", daemon=True
-            ).start()
+        if connection is not None:
+            # What is under way ends by that.
+            threading.Thread(target=connection.end, name="weightsync-wire", daemon=True).start()
 
-    def _begin(self, work: Callable[[], None], undo: Callable[[], None]) -> None:
-        self._step = _Step(lambda: self._on_device(work), undo)
+    def _begin(self, work: Callable[[], None], undo: Callable[[], None]) -> UpdateStep:
+        self._step = UpdateStep(lambda: self._on_device(work), undo)
+        return self._step
 
     def _on_device(self, work: Callable[[], None]) -> None:
         if self._engine.device.type == "cuda":
@@ -218,12 +195,17 @@ class UpdateReceiver:
             msg = "this rank is still at the step before; wait for it"
             raise RefusedCallError(msg)
 
+    def _open_connection(self) -> TrainerConnection:
+        if self._connection is None or not self._connection.open:
+            msg = "there is no connection to a trainer; call init_weight_transfer_engine first"
+            raise RefusedCallError(msg)
+        return self._connection
 
-def _shut(wire: Any) -> None:
-    try:
-        wire.shutdown()
-    except Exception:
-        logger.exception("weightsync: a connection to a trainer could not be closed")
+    def _checked(self) -> tuple[Sequence[TensorKind], Any]:
+        if self._next is None:
+            msg = "no update was checked; call update_weights"
+            raise RefusedCallError(msg)
+        return self._next
 
 
 def _stream_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:

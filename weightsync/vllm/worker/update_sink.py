@@ -58,8 +58,9 @@ def _kind(name: object, dtype_name: object, shape: object) -> TensorKind:
 class UpdateSink:
     """Takes what a transfer brings, file after file, and says whether all of it came.
 
-    It raises nothing: a rank that left a collective transfer would leave the others and the trainer
-    waiting. What is wrong is kept as `failure`, and what comes after that is dropped.
+    It raises nothing while its transfer goes on: a rank that left a collective transfer would leave
+    the others and the trainer waiting. What is wrong is kept as `failure`, and what comes after
+    that is dropped.
 
     Args:
         keeps: Whether this rank keeps the tensors; every rank gets all of them, and one is enough.
@@ -75,15 +76,21 @@ class UpdateSink:
         self.arrived = 0
         self.failure = ""
         self._keeps = keeps
+        self._left = False
         self._file: UpdateFile | None = None
         self._missing: dict[str, TensorKind] = {}
         self._known: set[str] = set()
 
+    @property
+    def whole(self) -> bool:
+        """Whether all that was announced has come."""
+        return not self._missing
+
     def begin(self, tensors: Sequence[TensorKind]) -> None:
-        """Expect these tensors, each once, and no other."""
+        """Expect these tensors, each once, and no other; memory for them is reserved on return."""
         self._missing = {kind[0]: kind for kind in tensors}
         if twice := self._known & self._missing.keys():
-            self._fail(f"tensor {min(twice)[:100]!r} came before in this update; send each once")
+            self.fail(f"tensor {min(twice)[:100]!r} came before in this update; send each once")
         self._known |= self._missing.keys()
         if not self._keeps or self.failure:
             return
@@ -91,10 +98,17 @@ class UpdateSink:
             self._file = UpdateFile(f"update-{len(self.files):05d}.safetensors", tensors)
             self.files.append(self._file)
         except (WeightSyncError, OSError) as error:
-            self._fail(str(error))
+            self.fail(str(error))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Take tensors, as a model's loader would; returns their names."""
+        """Take tensors, as a model's loader would; returns their names.
+
+        Raises:
+            RuntimeError: Its transfer was left, and what comes are no tensors of it.
+        """
+        if self._left:
+            msg = "this update was given up"
+            raise RuntimeError(msg)
         names = set()
         for name, tensor in weights:
             names.add(name)
@@ -106,11 +120,19 @@ class UpdateSink:
         """Take note that nothing more comes of what was begun."""
         if self._missing:
             some = min(self._missing)[:100]
-            self._fail(
+            self.fail(
                 f"{len(self._missing)} of the tensors that were announced did not come, such as "
                 f"{some!r}; send the update again"
             )
         self._file = None
+
+    def fail(self, why: str) -> None:
+        """Take note of what is wrong, one sentence; the first counts."""
+        self.failure = self.failure or why
+
+    def leave(self) -> None:
+        """Take nothing any more: who brings it has ended, and what it still brings is anything."""
+        self._left = True
 
     def close(self) -> None:
         """Give the memory back; nothing may come any more."""
@@ -121,9 +143,9 @@ class UpdateSink:
     def _take(self, name: str, tensor: torch.Tensor) -> None:
         kind = self._missing.pop(name, None)
         if kind is None:
-            self._fail(f"tensor {name[:100]!r} came without being announced")
+            self.fail(f"tensor {name[:100]!r} came without being announced")
         elif (tensor.dtype, tuple(tensor.shape)) != kind[1:]:
-            self._fail(
+            self.fail(
                 f"tensor {name[:100]!r} came as {tensor.dtype} of shape {list(tensor.shape)}, "
                 f"announced as {kind[1]} of shape {list(kind[2])}"
             )
@@ -132,7 +154,4 @@ class UpdateSink:
                 failpoints.hit("worker.arrive")
                 self._file.write(name, tensor)
             except Exception as error:  # noqa: BLE001 - see the class
-                self._fail(f"tensor {name[:100]!r} could not be kept ({error})")
-
-    def _fail(self, why: str) -> None:
-        self.failure = self.failure or why
+                self.fail(f"tensor {name[:100]!r} could not be kept ({error})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,6 @@ from weightsync_server.engine import ModelParts, UpdateCommitter, update_committ
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
-    from pathlib import Path
 
 _Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -30,12 +30,17 @@ class _Feed:
     Attributes:
         ended: Version and error of each update, in order.
         cut: Bytes that the files of the next updates lack at their ends.
+        sends: Whether it sends files when it is asked to.
+        answers: Whether it says so.
+        faults: How many of the next answers fail as nobody expects.
     """
 
     def __init__(self) -> None:
         self.ended: list[tuple[int, str]] = []
         self.cut = 0
         self.sends = True
+        self.answers = True
+        self.faults = 0
         self.watchers = 0
         self._waiting: asyncio.Queue[WaitingUpdate] = asyncio.Queue()
         self._parts: list[_Tensors] = []
@@ -73,11 +78,18 @@ class _Feed:
                 offered.append((f"update-{index}", os.fstat(fd).st_size, fd))
             with SegmentClient(segment_socket) as client:
                 await asyncio.to_thread(client.offer, offer_id, offered)
+        if not self.answers:
+            # They are there by then, and nobody has looked.
+            await asyncio.sleep(0.1)
+            raise WeightSyncError(Reason.ENGINE_AWAY, "the answer was lost")
         return [name for name, _, _ in offered]
 
     async def end(self, update_id: str, version: int, error: str) -> None:
         del update_id
         self.ended.append((version, error))
+        if self.faults:
+            self.faults -= 1
+            raise ZeroDivisionError
 
 
 @pytest.fixture
@@ -197,8 +209,32 @@ async def test_a_fault_ends_the_update_and_not_the_watch(
     with monkeypatch.context() as patch:
         patch.setattr(it.applier, "apply", faulty)
         assert "its log tells why" in (await feed.update(checkpoint(2)))[1]
+    # What the trainer was refused is not what "newest" means.
+    assert _info(it, 2).serving == pb.SERVING_REJECTED
+    assert (await it.apply()).version == 1
     assert await feed.update(checkpoint(3)) == (3, "")
     assert it.engine.live == tensors(3)
+
+
+async def test_a_watch_that_fails_is_begun_anew(it: Plant, feed: _Feed) -> None:
+    feed.faults = 1
+    assert (await feed.update(checkpoint(2)))[0] == 2
+    await until(lambda: feed.watchers == 1 and not feed.faults)
+    assert await feed.update(checkpoint(3)) == (3, "")
+
+
+async def test_files_that_came_are_closed_when_the_call_fails(it: Plant, feed: _Feed) -> None:
+    def memory() -> int:
+        links = []
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                links.append(str(fd.readlink()))
+        return sum("memfd:update" in link for link in links)
+
+    feed.answers = False
+    assert (await feed.update(checkpoint(2)))[0] == 0
+    await until(lambda: memory() == 0)
+    _nothing_changed(it)
 
 
 async def test_an_engine_that_receives_nothing_is_not_watched(tmp_path: Path, feed: _Feed) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.engine import EngineState, PauseSpec
+from weightsync.engine import EngineState, PauseSpec, SwitchOrder
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge import worker_calls
 from weightsync.vllm.bridge.adapter import VllmEngine
@@ -788,3 +788,44 @@ async def test_a_commit_that_comes_while_a_lease_ends_is_asked_about() -> None:
     await _until(lambda: _state(engine) is EngineState.FENCED)
     assert "resume" not in llm.log
     await asyncio.gather(*commits)
+
+
+async def test_a_trainer_that_sends_and_an_apply_exclude_each_other() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    entered, ends = asyncio.Event(), asyncio.Event()
+
+    async def send() -> None:
+        async with engine._turns.trainer(10):
+            entered.set()
+            await ends.wait()
+
+    sending = asyncio.create_task(send())
+    await entered.wait()
+    order = SwitchOrder("b", "a", 8, "cd" * 16, DIGEST, 1.0)
+    wanted = [engine.pause(PauseSpec(), 10), engine.switch(order)]
+    wanted += [engine.call_workers(f"weightsync_{w}", {}) for w in ("prepare", "commit", "check")]
+    llm.log.clear()
+    for work in wanted:
+        error = await _refused(work)
+        assert (error.reason, error.retry_after_s) == (Reason.APPLY_BUSY, 1.0)
+    assert llm.log == []
+    assert _state(engine) is EngineState.SERVING
+    ends.set()
+    await sending
+    # And the other way round: during a call, and from its pause to its resume.
+    entered.clear()
+    llm.gate.clear()
+    checking = asyncio.create_task(engine.call_workers("weightsync_check", {}))
+    await asyncio.sleep(0.01)
+    sending = asyncio.create_task(send())
+    await asyncio.sleep(0.05)
+    assert not engine._turns.receiving
+    lease = await engine.pause(PauseSpec(), 10)
+    llm.gate.set()
+    await checking
+    await asyncio.sleep(0.05)
+    assert not engine._turns.receiving
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    await asyncio.wait_for(entered.wait(), 10)
+    await sending

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,14 @@ from safetensors.torch import load
 from weightsync.engine import EngineState
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.shm.segment_socket import SegmentServer
+from weightsync.vllm.bridge.device_turns import DeviceTurns
 from weightsync.vllm.bridge.received_updates import ReceivedUpdates
 from weightsync.vllm.worker.rank_job import RefusedCallError
 from weightsync.vllm.worker.update_receiver import UpdateReceiver
+from weightsync.vllm.worker.update_sink import UpdateSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
-
-    from weightsync.vllm.worker.update_sink import UpdateSink
 
 _SENT = {"a": torch.arange(4.0), "b": torch.tensor([1, 2], dtype=torch.int8)}
 
@@ -108,8 +109,11 @@ class _Site:
         self.ranks = [_Rank(number) for number in range(2)]
         self.segments = SegmentServer(socket)
         self.state = EngineState.SERVING
+        self.applies = False
+        self.settled = 0
+        self.turns = DeviceTurns(lambda: self.applies, self._settle)
         self.updates = ReceivedUpdates(
-            self._call, "weightsync_nccl", lambda: (self.state, "as the test says"), 0.3
+            self._call, "weightsync_nccl", lambda: (self.state, "as the test says"), 0.3, self.turns
         )
         self.taken: list[dict[str, torch.Tensor]] = []
         self.says = ""
@@ -118,6 +122,10 @@ class _Site:
     async def _call(self, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         await asyncio.sleep(0)
         return [rank.call(args) for rank in self.ranks]
+
+    async def _settle(self) -> None:
+        assert self.turns.receiving
+        self.settled += 1
 
     async def serve(self) -> None:
         """Take every update as a server does, and say what became of it."""
@@ -196,7 +204,7 @@ async def test_a_rank_that_fails_voids_the_update_and_the_connection(
 ) -> None:
     site.ranks[rank].fault = "broken"
     said = await _refusal(site.send())
-    assert said == f"rank 0/0/{rank} did not receive the update: RuntimeError: broken"
+    assert said.startswith(f"rank 0/0/{rank} did not receive the update: RuntimeError: broken; ")
     assert "has failed" in await _refusal(site.updates.finish(""))
     assert site.taken == []
     assert "call init_weight_transfer_engine" in await _refusal(site.updates.start())
@@ -243,7 +251,13 @@ async def test_a_trainer_that_does_not_come_is_not_waited_for_for_ever(site: _Si
 
 
 def _open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+    """Return how many descriptors there are of memory for updates."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        # Others of the process come and go.
+        with contextlib.suppress(FileNotFoundError):
+            names.append(str(link.readlink()))
+    return sum(name.startswith("/memfd:weightsync-update") for name in names)
 
 
 async def test_the_connection_and_the_memory_of_an_update_are_given_back(site: _Site) -> None:
@@ -271,7 +285,6 @@ async def test_verbs_come_one_after_the_other(site: _Site) -> None:
 
 async def test_verbs_out_of_order_are_refused(site: _Site) -> None:
     invalid = Reason.REQUEST_INVALID
-    assert "start_weight_update" in await _refusal(site.updates.receive(_info(_SENT)), invalid)
     assert "start_weight_update" in await _refusal(site.updates.finish(""), invalid)
     await site.updates.start()
     assert "no tensor has come" in await _refusal(site.updates.finish(""), invalid)
@@ -279,11 +292,146 @@ async def test_verbs_out_of_order_are_refused(site: _Site) -> None:
     assert "over 256 bytes" in await _refusal(site.updates.finish("x" * 257), invalid)
 
 
+async def _ended(site: _Site, refusal: str) -> None:
+    """Check that what a trainer has sent already can be taken for nothing that comes later."""
+    assert "call init_weight_transfer_engine and send the update again" in refusal
+    for rank in site.ranks:
+        assert await asyncio.to_thread(rank.closed.wait, 10)
+    assert "call init_weight_transfer_engine" in await _refusal(site.updates.start())
+    await site.updates.open({})
+    await site.send()
+
+
+async def test_tensors_of_no_update_end_the_connection(site: _Site) -> None:
+    said = await _refusal(site.updates.receive(_info(_SENT)), Reason.REQUEST_INVALID)
+    assert "start_weight_update" in said
+    await _ended(site, said)
+
+
+async def test_tensors_that_no_rank_receives_end_the_connection(site: _Site) -> None:
+    await site.updates.start()
+    info = _info(_SENT)
+    info["names"][1] = info["names"][0]
+    said = await _refusal(site.updates.receive(info))
+    assert "is announced twice" in said
+    assert "has failed" in await _refusal(site.updates.finish(""))
+    await _ended(site, said)
+
+
+async def test_tensors_of_an_update_that_has_failed_end_the_connection(site: _Site) -> None:
+    await site.updates.start()
+    await site.updates.receive(_info({"a": _SENT["a"]}))
+    again = await _refusal(site.updates.receive(_info({"a": _SENT["a"]})))
+    assert "came before in this update" in again
+    assert "init_weight_transfer_engine" not in again
+    said = await _refusal(site.updates.receive(_info({"b": _SENT["b"]})))
+    assert "has failed" in said
+    await _ended(site, said)
+
+
+async def test_tensors_that_come_during_a_verb_end_the_connection_after_it(site: _Site) -> None:
+    site.ranks[1].gate.clear()
+    await site.updates.start()
+    receiving = asyncio.create_task(site.updates.receive(_info({"a": _SENT["a"]})))
+    await asyncio.sleep(0)
+    said = await _refusal(site.updates.receive(_info({"b": _SENT["b"]})), Reason.APPLY_BUSY)
+    site.ranks[1].gate.set()
+    await receiving
+    assert "called again before it was answered" in await _refusal(site.updates.finish(""))
+    await _ended(site, said)
+
+
+async def test_memory_of_an_update_that_failed_is_given_back(site: _Site) -> None:
+    before = _open_files()
+    for fault in ("broken", ""):
+        await site.updates.start()
+        await site.updates.receive(_info({"a": _SENT["a"]}))
+        assert _open_files() > before
+        site.ranks[0].fault = fault
+        if not fault:
+            site.ranks[0].sent.clear()
+        await _refusal(site.updates.receive(_info({"b": _SENT["b"]})))
+        assert _open_files() == before
+        site.ranks[0].fault = ""
+        if fault:
+            await site.updates.open({})
+
+
+async def test_memory_of_an_update_that_nobody_finishes_is_given_back(
+    site: _Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = _open_files()
+    await site.updates.start()
+    await site.updates.receive(_info(_SENT))
+    assert _open_files() > before
+    async with asyncio.timeout(10):
+        while _open_files() > before:  # noqa: ASYNC110 - nobody tells when it is dropped
+            await asyncio.sleep(0.02)
+    assert "is dropped: no verb came for 0.3 s" in caplog.text
+    assert "no verb came" in await _refusal(site.updates.finish(""))
+    # That is no matter of the connection to the trainer.
+    await site.send()
+
+
+async def test_two_trainers_are_never_one_update(site: _Site) -> None:
+    await site.updates.start()
+    await site.updates.receive(_info({"a": _SENT["a"]}))
+    for verb in (site.updates.start(), site.updates.open({})):
+        assert "another update is begun" in await _refusal(verb, Reason.APPLY_BUSY)
+    await site.updates.receive(_info({"b": _SENT["b"]}))
+    await site.updates.finish("")
+    assert [list(found) for found in site.taken] == [["a", "b"]]
+
+
 async def test_an_update_that_was_not_finished_is_dropped_by_the_next(site: _Site) -> None:
     await site.updates.start()
     await site.updates.receive(_info({"a": _SENT["a"]}))
+    await asyncio.sleep(0.4)
     await site.send({"b": _SENT["b"]})
     assert [list(found) for found in site.taken] == [["b"]]
+
+
+async def test_a_trainer_waits_for_an_apply_and_an_apply_for_no_trainer(site: _Site) -> None:
+    await site.updates.start()
+    site.applies, settled = True, site.settled
+    receiving = asyncio.create_task(site.updates.receive(_info(_SENT)))
+    await asyncio.sleep(0.05)
+    assert not site.turns.receiving
+    site.ranks[1].gate.clear()
+    site.applies = False
+    async with asyncio.timeout(10):
+        while site.ranks[0].receiver._sink.arrived < len(_SENT):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+    assert site.settled == settled + 1
+    with pytest.raises(WeightSyncError, match="receives weights from a trainer"):
+        site.turns.check_free()
+    site.ranks[1].gate.set()
+    await receiving
+    site.turns.check_free()
+    await site.updates.finish("")
+
+
+async def test_a_trainer_does_not_wait_for_an_apply_without_end(site: _Site) -> None:
+    await site.updates.start()
+    site.applies = True
+    said = await _refusal(site.updates.receive(_info(_SENT)), Reason.APPLY_BUSY)
+    assert "an apply of this engine is under way" in said
+    site.applies = False
+    await _ended(site, said)
+
+
+async def test_to_get_memory_is_no_time_in_which_a_trainer_is_late(
+    site: _Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = UpdateSink.begin
+
+    def slow(self: UpdateSink, tensors: Any) -> None:
+        time.sleep(1)
+        begin(self, tensors)
+
+    monkeypatch.setattr(UpdateSink, "begin", slow)
+    await site.send()
+    assert len(site.taken) == 1
 
 
 async def test_while_nobody_watches_no_update_is_begun(
