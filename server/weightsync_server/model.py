@@ -209,7 +209,7 @@ def _join(model: Model) -> None:
     model.collector.on_surplus = model.compactor.consider
     model.slots.on_unleased = model.orphans.settle
     model.slots.on_wait = model.compactor.stand_back
-    model.epochs.on_rise = partial(_catch_up, model)
+    model.epochs.catch_up = partial(_catch_up, model)
 
 
 async def _catch_up(model: Model) -> None:
@@ -220,6 +220,10 @@ async def _catch_up(model: Model) -> None:
             record = VersionRecord.committed(commit)
             record.base = table.find(commit.base_version)
             table.add(record)
+    if not model.store.local:
+        await model.pins.open()
+        for record in table.list():
+            model.serving.renew_marks(record)
 
 
 async def _load(model: Model, records: Iterable[CommitRecord]) -> None:

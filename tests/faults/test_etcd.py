@@ -122,6 +122,33 @@ async def test_without_a_quorum_nothing_is_believed(three: Etcd) -> None:
     await hasty.close()
 
 
+async def test_a_key_that_a_late_put_moved_is_put_back(etcd: str, tmp_path: Path) -> None:
+    cluster = Etcd(etcd, tmp_path)
+    async with registers(cluster.url(PREFIX)) as (register,):
+        assert isinstance(register, etcd_register.EtcdRegister)
+
+        def lease(value: bytes) -> EtcdLease:
+            path = f"/{PREFIX}/members/m1".encode()
+            return EtcdLease(register._channels, "members/m1", path, value, 30)
+
+        # As a put of the same member does that was given up, and comes after the one that counts.
+        ours, late = lease(b"v1"), lease(b"v1")
+        await ours.renew()
+        await late.renew()
+        await ours.renew()
+        await late.release()
+        assert await register.get("members/m1") == b"v1"
+        second = lease(b"v2")
+        await second.renew()
+        await ours.renew()
+        assert await register.get("members/m1") == b"v2"
+        await second.release()
+        assert await register.get("members/m1") is None
+        await ours.renew()
+        assert await register.get("members/m1") == b"v1"
+    cluster.close()
+
+
 async def test_a_lost_answer_is_found_out(etcd: str, tmp_path: Path) -> None:
     cluster = Etcd(etcd, tmp_path)
     proxy = FaultProxy(cluster.addresses[0])

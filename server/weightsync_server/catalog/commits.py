@@ -139,7 +139,11 @@ class CommitService:
             )
             kept = delta if delta and delta.kept else None
             await failpoints.reach("commit.store")
-            await self._store.commit(commit, manifest, kept.manifest if kept else None)
+            try:
+                await self._store.commit(commit, manifest, kept.manifest if kept else None)
+            except WeightSyncError as error:
+                self._epochs.doubt(error)
+                raise
             record.commit, record.base = commit, kept.base if kept else None
             record.durability = pb.DURABILITY_COMMITTED
             record.missing = None

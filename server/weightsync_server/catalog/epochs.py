@@ -38,8 +38,9 @@ class Epochs:
         self._model = model
         self._store = store
         self._observers: list[Callable[[], None]] = []
-        #: Awaited after each rise: what writers of earlier epochs committed elsewhere.
-        self.on_rise: Callable[[], Awaitable[None]] = _nothing
+        #: Awaited after each rise and each doubt: what was committed elsewhere.
+        self.catch_up: Callable[[], Awaitable[None]] = _nothing
+        self._doubtful = False
 
     async def open(self, committed: int = 0) -> None:
         """Read the persisted epoch; it never falls.
@@ -80,8 +81,28 @@ class Epochs:
         for observer in self._observers:
             observer()
         logger.info("epoch %d of model %s goes to %r", self.newest, self._model, holder)
-        await self.on_rise()
+        await self.catch_up()
         return self.newest
+
+    def doubt(self, error: WeightSyncError) -> None:
+        """Take note of a refusal by the store after which it may have a version unknown here.
+
+        Else the number of that version would be given, and refused, again and again.
+        """
+        if not self._store.local and error.reason in (Reason.FAULT, Reason.VERSION_CONFLICT):
+            self._doubtful = True
+
+    async def settle(self) -> None:
+        """Take up what was committed elsewhere if there is a doubt.
+
+        Raises:
+            WeightSyncError: The store cannot be used.
+        """
+        if not self._doubtful:
+            return
+        async with self.lock:
+            await self.catch_up()
+            self._doubtful = False
 
     def check(self, epoch: int) -> int:
         """Return the epoch to bind to; 0 stands for the newest.

@@ -115,16 +115,25 @@ class GarbageCollector:
         return in_use or record.version in (self._table.newest, self._serving.rollback_to)
 
     async def _collect(self) -> None:
+        if not await self._commits.collects():
+            # The server that has the epoch does, and folds.
+            return
         records = [r for r in self._table.list() if r.durability == pb.DURABILITY_COMMITTED]
         surplus = self._retention.surplus(records, self._kept)
         self.on_surplus(surplus, self._retention.versions)
-        if surplus.doomed and not await self._commits.collects():
-            # The server that has the epoch does.
-            return
         for record in surplus.doomed:
             there = self._table.find(record.version) is record
             if there and not self._kept(record) and not self.need(record):
-                await self.delete(record.version)
+                await self._delete_surplus(record.version)
+
+    async def _delete_surplus(self, version: int) -> None:
+        try:
+            await self.delete(version)
+        except WeightSyncError as error:
+            if error.reason is not Reason.VERSION_IN_USE:
+                raise
+            # Of another version in the store; it does not keep those that follow.
+            logger.warning("version %d stays for now: %s", version, error.message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a deletion that nobody waits for."""

@@ -14,6 +14,9 @@ __all__ = ["Pins"]
 class Pins:
     """Pins, rejections and the highest number ever used.
 
+    Servers that share a store share these: each change is made to what the store has then. Of two
+    servers that change something at the same moment, the change of one may be lost.
+
     Attributes:
         pinned: Versions that are never collected.
         rejected: Reason by version.
@@ -30,10 +33,8 @@ class Pins:
 
     async def open(self) -> None:
         """Read what was persisted."""
-        marks = await self._store.read_marks(self._model)
-        self.pinned = {int(version) for version in marks.get("pinned", [])}
-        self.rejected = {int(v): str(reason) for v, reason in marks.get("rejected", {}).items()}
-        self.highest = int(marks.get("highest", 0))
+        async with self._lock:
+            await self._read()
 
     async def change(
         self, version: int, *, pinned: bool | None = None, rejected: str | None = None
@@ -46,6 +47,7 @@ class Pins:
             rejected: Reason to reject it; empty: no longer.
         """
         async with self._lock:
+            await self._read()
             pins, reasons = set(self.pinned), dict(self.rejected)
             if pinned is not None:
                 (pins.add if pinned else pins.discard)(version)
@@ -58,7 +60,14 @@ class Pins:
     async def use(self, version: int) -> None:
         """Persist that a number was used, so that it is not used again when its version is gone."""
         async with self._lock:
+            await self._read()
             await self._write(self.pinned, self.rejected, max(self.highest, version))
+
+    async def _read(self) -> None:
+        marks = await self._store.read_marks(self._model)
+        self.pinned = {int(version) for version in marks.get("pinned", [])}
+        self.rejected = {int(v): str(reason) for v, reason in marks.get("rejected", {}).items()}
+        self.highest = max(self.highest, int(marks.get("highest", 0)))
 
     async def _write(self, pins: set[int], reasons: dict[int, str], highest: int) -> None:
         if (pins, reasons, highest) == (self.pinned, self.rejected, self.highest):

@@ -126,6 +126,13 @@ class ServingState:
         record.rejected_reason = self._pins.rejected.get(record.version, "")
         self._settle(record)
 
+    def renew_marks(self, record: VersionRecord) -> None:
+        """Do the same where another server has decided something since."""
+        reason = self._pins.rejected.get(record.version, "")
+        here = record.pinned, record.rejected_reason
+        if record.commit is not None and here != (record.version in self._pins.pinned, reason):
+            self.restore_marks(record)
+
     def _settle(self, record: VersionRecord) -> None:
         if record.version == self.live:
             record.serving = pb.SERVING_LIVE

@@ -108,9 +108,12 @@ async def _record(push: Push) -> None:
     # Of some tensors the store keeps a delta alone, which is not what the writers send.
     resumable = not state.request.partial
     delta = state.delta is not None and resumable
-    await model.store.record_push(
-        PushRecord(state.id, record.model, record.version, record.epoch, request, delta)
-    )
+    opened = PushRecord(state.id, record.model, record.version, record.epoch, request, delta)
+    try:
+        await model.store.record_push(opened)
+    except WeightSyncError as error:
+        model.epochs.doubt(error)
+        raise
     check_open(state)
     # In any case it is written down, so that other servers leave it alone.
     if resumable:

@@ -220,6 +220,7 @@ class PushService:
         self._check_model(request.model)
         epoch = self._model.epochs.check(request.epoch)
         await self._settled(request.version)
+        await self._model.epochs.settle()
         push = await self._joined(request, deadline_s)
         if push is None:
             # No await between here and the entry in _open, nor since it was looked for: of two

@@ -32,8 +32,10 @@ class EtcdLease:
         self._id = 0
 
     async def renew(self) -> None:
-        """Keep the lease alive, or make it and put the key on it."""
+        """Keep the lease alive, or make it, and see that the key is on it."""
         if self._id and await self._channels.call(f"renewing {self.key}", self._keep_alive):
+            if not await self._is_there():
+                await self._put(self._id)
             return
         self._id = 0
         grant = pb.LeaseGrantRequest(ttl=self._ttl_s)
@@ -60,6 +62,27 @@ class EtcdLease:
         async for reply in call:
             left_s = reply.ttl
         return left_s > 0
+
+    async def _is_there(self) -> bool:
+        """Return whether the key is on the lease, or is another member's that took its place.
+
+        A put that was given up may be done late and move the key to a lease that nobody renews.
+        """
+        ours = pb.Compare(
+            result=pb.Compare.COMPARE_RESULT_EQUAL,
+            target=pb.Compare.COMPARE_TARGET_LEASE,
+            key=self._path,
+            lease=self._id,
+        )
+        read = pb.RequestOp(request_range=pb.RangeRequest(key=self._path))
+        request = pb.TxnRequest(compare=[ours], failure=[read])
+        reply = await self._channels.call(
+            f"looking for {self.key}", lambda stubs, limit: stubs.kv.Txn(request, timeout=limit)
+        )
+        if reply.succeeded:
+            return True
+        found = reply.responses[0].response_range.kvs
+        return bool(found) and found[0].value != self._value
 
     async def _put(self, lease: int) -> None:
         created = [

@@ -12,7 +12,13 @@ from weightsync.etcd.v3 import etcd_pb2 as pb
 from weightsync_server.register.etcd_channels import refusal, refused
 from weightsync_server.register.etcd_lease import EtcdLease
 from weightsync_server.register.membership import Membership
-from weightsync_server.register.register import Creation, check_key, check_prefix, check_value
+from weightsync_server.register.register import (
+    Creation,
+    check_key,
+    check_prefix,
+    check_value,
+    not_creatable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -66,7 +72,10 @@ class EtcdRegister:
         )
         if reply.succeeded:
             return Creation(created=True, value=value)
-        return Creation(created=False, value=reply.responses[0].response_range.kvs[0].value)
+        found = reply.responses[0].response_range.kvs[0]
+        if found.lease:
+            raise not_creatable(key)
+        return Creation(created=False, value=found.value)
 
     async def get(self, key: str) -> bytes | None:
         """Read a key, as in `Register`."""

@@ -20,6 +20,7 @@ from weightsync_server.register.register import (
     check_key,
     check_prefix,
     check_value,
+    not_creatable,
 )
 
 if TYPE_CHECKING:
@@ -52,11 +53,12 @@ class FolderRegister:
         self._records = folder / "records"
         self._members = FolderMembers(folder / "members")
         try:
+            above = [one for one in folder.parents if not one.exists()]
             for made in (self._records, self._members.folder):
                 made.mkdir(parents=True, exist_ok=True)
             os.close(durable_files.create_unnamed(self._records))
-            for written in (folder, folder.parent):
-                durable_files.flush_directory(written)
+            for made in (self._records, folder, *above):
+                durable_files.flush_directory(made.parent)
         except OSError as error:
             raise _unusable(folder, error) from error
 
@@ -110,6 +112,8 @@ class FolderRegister:
         return self._records / _name(key)
 
     def _create(self, key: str, value: bytes) -> Creation:
+        if self._members.read(_name(key)) is not None:
+            raise not_creatable(key)
         fd = durable_files.create_unnamed(self._records)
         try:
             durable_files.write(fd, value)

@@ -89,3 +89,6 @@ class Membership:
                 await self._renew()
             except WeightSyncError as error:
                 logger.warning("member %s was not renewed: %s", self._lease.key, error)
+            except Exception:
+                # Whatever it was, the next try may go well, and without one the member is lost.
+                logger.exception("member %s was not renewed", self._lease.key)

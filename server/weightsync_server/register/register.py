@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
     from weightsync_server.register.membership import Membership
 
-__all__ = ["MAX_VALUE_BYTES", "Creation", "Register", "check_key", "check_prefix", "check_value"]
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "Creation",
+    "Register",
+    "check_key",
+    "check_prefix",
+    "check_value",
+    "not_creatable",
+]
 
 MAX_VALUE_BYTES = 4096
 #: Fits a file name, its slashes replaced.
@@ -124,6 +132,11 @@ def check_key(key: str) -> str:
             f"'_' and '-' with '/' between them, {_MAX_KEY} characters at most",
         )
     return key
+
+
+def not_creatable(key: str) -> WeightSyncError:
+    """Return the refusal to create a key that a member has."""
+    return WeightSyncError(Reason.REQUEST_INVALID, f"{key} is a member's; create another key")
 
 
 def check_prefix(prefix: str) -> str:

@@ -87,7 +87,8 @@ class Store(Protocol):
         be read until the store is opened again. Nobody may read its delta shards any more.
 
         Raises:
-            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT.
+            WeightSyncError: VERSION_UNKNOWN, PUSH_INCOMPLETE, DISK_EXHAUSTED, FAULT; EPOCH_STALE:
+                another server that uses the store has the newest epoch.
         """
 
     async def discard(self, model: str, version: int) -> None:
@@ -111,7 +112,12 @@ class Store(Protocol):
         """Remove whole shards that were persisted for a fold which is not to be."""
 
     async def delete(self, model: str, version: int) -> None:
-        """Remove a version, its commit record first. An unknown one is fine."""
+        """Remove a version, its commit record first. An unknown one is fine.
+
+        Raises:
+            WeightSyncError: FAULT. VERSION_IN_USE: another version is based on it. EPOCH_STALE:
+                another server that uses the store has the newest epoch.
+        """
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
         """Return versions that exist, by number, those of other servers with them, where it knows.
@@ -152,7 +158,8 @@ class Store(Protocol):
 
         Raises:
             WeightSyncError: VERSION_CONFLICT when its version comes, or came, through another
-                server; DISK_EXHAUSTED, FAULT.
+                server; EPOCH_STALE: another one that uses the store has its epoch;
+                DISK_EXHAUSTED, FAULT.
         """
 
     async def open_pushes(self, model: str) -> list[OpenPush]:

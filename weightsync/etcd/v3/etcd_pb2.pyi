@@ -33,19 +33,23 @@ class KeyValue(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """The key."""
     value: _builtins.bytes
     """Its value."""
+    lease: _builtins.int
+    """The lease on which it is; 0: none."""
     def __init__(
         self,
         *,
         key: _builtins.bytes = ...,
         value: _builtins.bytes = ...,
+        lease: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lease", b"lease", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
     <url>/weightsync-store.json                    what lies here
     <url>/<model>/epochs/<n>.json, floors/<n>.json who may write, and what counts of older epochs
     <url>/<model>/versions/<v>/<epoch>.json        commit record: created once, never changed
-    <url>/<model>/facts/<v>/<epoch>.json           when and by which push that was
+    <url>/<model>/facts/<v>/<epoch>-<digest>.json  when and by which push that was
     <url>/<model>/full/<v>/<epoch>.json            a version that came as a delta, kept in full now
     <url>/<model>/manifests/<digest>.json
     <url>/<model>/shards/<digest>-<size>           byte for byte what was pushed
@@ -11,6 +11,10 @@
     <url>/<model>/marks.json
 
 The store needs one promise beyond put, get and list: of two that create a key, one is refused.
+
+Commits are fenced by epochs, removals are not, and no tombstone stays of what was removed: a server
+that was frozen in one, and goes on after another has taken over, still removes; and a commit that
+is finished after its version was removed, where the floor has its record, brings it back.
 """
 
 from __future__ import annotations

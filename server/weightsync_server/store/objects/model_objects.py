@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import xxhash
 
+from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.manifest import Manifest
 from weightsync_server.store.documents import encode_document
@@ -67,41 +67,51 @@ class ModelObjects:
         self._swept_at = -_SWEEP_S
 
     async def collects(self) -> bool:
-        """Return whether this server may remove versions: it has the epoch, or nobody has."""
-        return await self.fence.holder() in ("", self._server)
+        """Return whether this server may remove versions: it has the newest epoch."""
+        return await self.fence.holder() == self._server
 
     async def commit(
         self, record: CommitRecord, manifest: Manifest, delta: Manifest | None
     ) -> None:
         """Make a version exist; see `Store.commit`."""
         while True:
-            newest = await self.fence.newest()
+            if not record.adopted:
+                await self.fence.claim(record.epoch)
+            # Before the version is looked for: what does not count of older epochs never will.
+            newest = (await self.fence.floor()).epoch
             if not record.adopted:
                 check_epoch(record.epoch, newest)
             if (known := await self.catalog.find(record.version)) is not None:
-                self._take(record, known)
+                await self._take(known, record, manifest, delta)
                 return
-            name = RecordName(record.version, newest if record.adopted else record.epoch)
+            name = RecordName(record.version, newest)
             version = await self._prepared(name, record, manifest, delta)
             found = await self._client.create(self.catalog.key("versions", name), version.body())
-            floor = await self.fence.floor()
-            if floor.counts(name):
+            if (await self.fence.floor()).counts(name):
                 break
-            if not record.adopted:
-                check_epoch(record.epoch, floor.epoch)
         if found != version.body():
             version = self._parsed(name, found)
-        self._take(record, version)
+        await self._take(version, record, manifest, delta)
         with contextlib.suppress(WeightSyncError):
             # What cannot be removed now is when pushes are looked for.
             await self.pushes.forget(record.version)
 
-    def _take(self, record: CommitRecord, found: StoredVersion) -> None:
-        if found.record.content_digest != record.content_digest:
+    async def _take(
+        self,
+        found: StoredVersion,
+        record: CommitRecord,
+        manifest: Manifest,
+        delta: Manifest | None,
+    ) -> None:
+        """Know a version from now on, if it is what was to be committed, in the same form."""
+        digest, _ = await asyncio.to_thread(_encoded, manifest)
+        theirs = found.record.content_digest, found.record.base_version, found.full.manifest
+        same = theirs == (record.content_digest, record.base_version, digest)
+        if not same or (found.delta is None) != (delta is None):
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,
-                f"version {record.version} of {record.model} is committed with other content; "
-                "push a higher version",
+                f"version {record.version} of {record.model} is committed with other content, or "
+                "in another form; push a higher version",
             )
         self.catalog.known[record.version] = found
 
@@ -126,12 +136,11 @@ class ModelObjects:
         full = StoredForm(digest, () if delta else shards)
         form = StoredForm(changes, shards) if delta else None
         version = StoredVersion(name, record, full, form)
-        await self._client.put(self.catalog.key("facts", name), version.facts())
+        await self._client.put(self.catalog.facts_key(name, version.body()), version.facts())
         return version
 
     async def _put_manifest(self, manifest: Manifest) -> str:
-        body = await asyncio.to_thread(manifest.to_json)
-        digest = xxhash.xxh3_128_hexdigest(body)
+        digest, body = await asyncio.to_thread(_encoded, manifest)
         await self._client.put(self._manifest_key(digest), body)
         return digest
 
@@ -170,6 +179,7 @@ class ModelObjects:
 
     async def fold(self, record: CommitRecord, manifest: Manifest) -> None:
         """Keep a delta in full from now on; see `Store.fold`."""
+        await self._check_changes()
         before = await self.catalog.find(record.version)
         if before is None:
             raise _unknown(self._model, record.version)
@@ -203,42 +213,56 @@ class ModelObjects:
         return await asyncio.to_thread(Manifest.from_json, body)
 
     async def delete(self, version: int) -> None:
-        """Remove a version, its record first; see `Store.delete`."""
+        """Remove a version, its record first; see `Store.delete`.
+
+        No epoch guards a removal itself. A server that is stopped between its checks and its
+        request may, when it goes on, remove what another has based a delta on since; and a commit
+        that is as late as that brings a removed number back, where the floor has it.
+        """
         names = [name for name in await self.fence.records() if name.version == version]
         await self.pushes.forget(version)
         if not names:
             return
-        if not await self.collects():
-            raise WeightSyncError(
-                Reason.EPOCH_STALE,
-                f"another server that uses this store has the newest epoch of {self._model}; "
-                f"delete version {version} there",
-            )
-        gone = await self.catalog.find(version)
-        self.catalog.known.pop(version, None)
+        await self._check_changes()
+        await self.catalog.refresh()
+        gone = self.catalog.known.get(version)
+        if gone is not None:
+            self._check_not_a_base(gone)
         await self._client.delete([self.catalog.key("versions", name) for name in names])
-        keys = [self.catalog.key(folder, name) for folder in ("facts", "full") for name in names]
+        self.catalog.known.pop(version, None)
         with contextlib.suppress(WeightSyncError):
             # The version is gone; what cannot be removed now is when the store is swept.
-            await self._client.delete(keys)
+            facts = await self._client.list_under(f"{self._model}/facts/{version}")
+            await self._client.delete([*facts, *(self.catalog.key("full", one) for one in names)])
             await self._remove_shards(*([gone] if gone is not None else []))
         await self.sweep()
 
+    async def _check_changes(self) -> None:
+        """Refuse to fold or remove what another server may be building on."""
+        await self.fence.claim(await self.fence.newest())
+
+    def _check_not_a_base(self, version: StoredVersion) -> None:
+        base = version.record.version, version.record.content_digest
+        for other in self.catalog.known.values():
+            if (other.record.base_version, other.record.base_content_digest) == base:
+                raise WeightSyncError(
+                    Reason.VERSION_IN_USE,
+                    f"version {base[0]} of {self._model} is the base of version "
+                    f"{other.record.version} in the store; delete that one first",
+                    metadata={"version": str(base[0])},
+                )
+
     async def _remove_shards(self, *gone: StoredVersion) -> None:
-        await self.catalog.refresh()
-        versions = self.catalog.known.values()
-        await remove_unnamed(self._client, self._model, gone, versions, self.pushes)
+        await remove_unnamed(self._client, self._model, gone, self.catalog.all, self.pushes)
 
     async def sweep(self) -> None:
         """Remove what no version needs, now and then, if this server may."""
-        if time.monotonic() - self._swept_at < _SWEEP_S or self.catalog.damaged:
-            # What a record that cannot be read names is not known, and stays.
+        if clock.monotonic() - self._swept_at < _SWEEP_S:
             return
-        self._swept_at = time.monotonic()
+        self._swept_at = clock.monotonic()
         try:
             if await self.collects():
-                await self.catalog.refresh()
-                versions = list(self.catalog.known.values())
+                versions = self.catalog.all
                 await sweep(self._client, self._model, self._clock, versions, self.pushes)
         except WeightSyncError as error:
             logger.warning("what no version of %s needs stays for now: %s", self._model, error)
@@ -261,6 +285,11 @@ class ModelObjects:
 
     def _manifest_key(self, digest: str) -> str:
         return f"{self._model}/manifests/{digest}.json"
+
+
+def _encoded(manifest: Manifest) -> tuple[str, bytes]:
+    body = manifest.to_json()
+    return xxhash.xxh3_128_hexdigest(body), body
 
 
 def _unknown(model: str, version: int) -> WeightSyncError:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store.objects.object_keys import RecordName, record_name
 from weightsync_server.store.objects.stored_versions import StoredVersion
@@ -47,6 +49,20 @@ class ObjectCatalog:
         floor = await self._fence.floor()
         found = await self._read({name for name in names if floor.counts(name)})
         self.known = {version.name.version: version for version in found}
+        for version in self.damaged.keys() - {name.version for name in names}:
+            del self.damaged[version]
+
+    async def all(self) -> list[StoredVersion]:
+        """Return all versions that exist now.
+
+        Raises:
+            WeightSyncError: DATA_CORRUPT: a record cannot be read, so that nobody knows what it
+                needs.
+        """
+        await self.refresh()
+        for why in self.damaged.values():
+            raise WeightSyncError(Reason.DATA_CORRUPT, why)
+        return list(self.known.values())
 
     async def find(self, version: int) -> StoredVersion | None:
         """Return one version as it is in the store now, or None."""
@@ -62,12 +78,18 @@ class ObjectCatalog:
     async def _read(self, names: Iterable[RecordName]) -> list[StoredVersion]:
         """Return the versions of those records that are still there, by number."""
         ordered = sorted(names)
-        bodies, folds, facts = await asyncio.gather(
+        bodies, folds = await asyncio.gather(
             *(
                 self._client.get_all([self.key(folder, name) for name in ordered])
-                for folder in ("versions", "full", "facts")
+                for folder in ("versions", "full")
             )
         )
+        facts_of = {
+            name: self.facts_key(name, body)
+            for name in ordered
+            if (body := bodies.get(self.key("versions", name))) is not None
+        }
+        facts = await self._client.get_all(list(facts_of.values()))
         found = []
         for name in ordered:
             body = bodies.get(self.key("versions", name))
@@ -80,10 +102,18 @@ class ObjectCatalog:
                 logger.error("version %s", why)  # noqa: TRY400 - the sentence says it all
                 self.damaged[name.version] = why
             else:
-                found.append(version.with_facts(facts.get(self.key("facts", name))))
+                found.append(version.with_facts(facts.get(facts_of[name])))
                 self.damaged.pop(name.version, None)
         return found
 
     def key(self, folder: str, name: RecordName) -> str:
         """Return the key of one of a version's objects."""
         return f"{self._model}/{folder}/{name.path}"
+
+    def facts_key(self, name: RecordName, body: bytes) -> str:
+        """Return the key of what a record does not tell: another for each content of the record.
+
+        So who comes too late with a record of the same name leaves the facts of the first alone.
+        """
+        stem = f"{self._model}/facts/{name.version}/{name.epoch}"
+        return f"{stem}-{xxhash.xxh3_128_hexdigest(body)}.json"

@@ -33,17 +33,18 @@ _EXISTS = (exceptions.AlreadyExistsError, exceptions.PreconditionError)
 #: Its own class is what obstore documents, Python's is what it raises.
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 
-#: One request and all its repetitions: shorter than a fetcher's task may take.
+#: One request and all its repetitions, the last of which may begin at the end of that time: shorter
+#: than a fetcher's task may take.
 _RETRIES: Any = {
     "max_retries": 12,
-    "retry_timeout": timedelta(seconds=45),
+    "retry_timeout": timedelta(seconds=30),
     "backoff": {
         "init_backoff": timedelta(milliseconds=100),
         "max_backoff": timedelta(seconds=5),
         "base": 2,
     },
 }
-_CLIENT = {"connect_timeout": "5s", "timeout": "30s", "user_agent": "weightsync"}
+_CLIENT = {"connect_timeout": "5s", "timeout": "20s", "user_agent": "weightsync"}
 #: Obstore forgets those of the environment where it is given any: AWS_ALLOW_HTTP and so on.
 _CLIENT_SETTINGS = (
     "allow_http",
@@ -264,8 +265,9 @@ def refusing(what: str) -> Iterator[None]:
         ) from None
     except (exceptions.UnknownConfigurationKeyError, exceptions.InvalidPathError) as error:
         raise WeightSyncError(
-            Reason.REQUEST_INVALID, f"{what} failed: {error}; correct the URL or the environment"
-        ) from error
+            Reason.REQUEST_INVALID,
+            f"{what} failed: {_gist(error)}; correct the URL or the environment",
+        ) from None
     except exceptions.BaseError as error:
         raise WeightSyncError(
             Reason.FAULT,
@@ -276,7 +278,9 @@ def refusing(what: str) -> Iterator[None]:
 
 def _gist(error: Exception) -> str:
     first = str(error).partition("\n")[0].partition("<")[0]
-    return re.sub(r"\?\S*", "", first)[:300].strip(" :")
+    shown = re.sub(r"\?\S*", "", first)
+    # An address from the environment may have a user and a password.
+    return re.sub(r"//[^\s/]*@", "//", shown)[:300].strip(" :")
 
 
 def _not_a_url(url: str) -> WeightSyncError:

@@ -10,7 +10,7 @@ from weightsync_server.store.objects.object_keys import ShardName, shard_key
 from weightsync_server.store.objects.shard_transfer import REUSED_FOR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from datetime import datetime
 
     from weightsync_server.store.objects.object_client import ObjectClient, ObjectFacts
@@ -39,7 +39,7 @@ async def remove_unnamed(
     client: ObjectClient,
     model: str,
     gone: Iterable[StoredVersion],
-    versions: Iterable[StoredVersion],
+    versions: Callable[[], Awaitable[Iterable[StoredVersion]]],
     pushes: ObjectPushes,
 ) -> None:
     """Remove the bytes that versions had, but for those that others need.
@@ -48,13 +48,14 @@ async def remove_unnamed(
         client: The store.
         model: Name of the model.
         gone: As they were: their records are removed already, or name others now.
-        versions: All that exist.
+        versions: Returns all that exist, when it is asked.
         pushes: Those that are open.
     """
-    versions = list(versions)
+    # Receipts first: they go when the record that needs the same is there.
     needed, _ = await pushes.all_receipts()
-    needed |= {name for version in versions for name in version.kept.shards}
-    manifests = {digest for version in versions for digest in version.manifests}
+    left = list(await versions())
+    needed |= {name for version in left for name in version.kept.shards}
+    manifests = {digest for version in left for digest in version.manifests}
     doomed: set[str] = set()
     for version in gone:
         shards = set(version.full.shards) | set(version.kept.shards)
@@ -68,19 +69,21 @@ async def sweep(
     client: ObjectClient,
     model: str,
     clock: str,
-    versions: Iterable[StoredVersion],
+    versions: Callable[[], Awaitable[Iterable[StoredVersion]]],
     pushes: ObjectPushes,
 ) -> None:
     """Remove what pushes left that never came to their commit, once it is old enough.
 
     Only the server that has the epoch may do that. It lists first what may go, and asks what is
-    needed afterwards.
+    needed afterwards. An old object that is put again between that and its removal is removed: the
+    commit that needs it finds it missing and is refused, unless it was checked and removed at the
+    same moment, by two servers.
 
     Args:
         client: The store.
         model: Name of the model.
         clock: Key of an object of this server.
-        versions: All that exist.
+        versions: Returns all that exist, when it is asked.
         pushes: Those that are open.
     """
     now = await store_time(client, clock)
@@ -94,7 +97,8 @@ async def sweep(
     await client.delete(sorted(abandoned))
     needed, _ = await pushes.all_receipts()
     kept = {shard_key(model, name) for name in needed}
-    for version in versions:
+    # After the receipts: these go when the record that needs the same is there.
+    for version in await versions():
         kept |= {shard_key(model, name) for name in version.kept.shards}
         kept |= {f"{model}/manifests/{digest}.json" for digest in version.manifests}
     doomed = sorted(key for key in old - kept if _is_ours(key))

@@ -51,15 +51,17 @@ class ObjectFence:
         self._client = client
         self._model = model
         self._server = server
+        # The last epoch that this server is known to have, which it has for ever.
+        self._ours = -1
 
     async def newest(self) -> int:
-        """Return the newest epoch; 0: there is none."""
-        return max(await self._numbers("epochs"), default=0)
+        """Return the newest epoch; 0: nobody acquired one."""
+        return max(await self._numbers("epochs") + await self._numbers("floors"), default=0)
 
     async def holder(self) -> str:
-        """Return the identity of the server that acquired the newest epoch; empty: none did."""
+        """Return the identity of the server that has the newest epoch; empty: none is known to."""
         newest = await self.newest()
-        body = await self._client.get(self._key("epochs", newest)) if newest else None
+        body = await self._client.get(self._key("epochs", newest))
         return str(self._read("epochs", newest, body).get("server")) if body is not None else ""
 
     async def acquire(self, epoch: int) -> None:
@@ -68,16 +70,40 @@ class ObjectFence:
         Raises:
             WeightSyncError: EPOCH_STALE: a newer one is there, or another server has this one.
         """
-        check_epoch(epoch, await self.newest())
-        ours = encode_document({"server": self._server})
-        if await self._client.create(self._key("epochs", epoch), ours) != ours:
+        await self._take(epoch)
+        await self.floor()
+
+    async def claim(self, epoch: int) -> None:
+        """See that this server has an epoch, and take it if it is the first to ask.
+
+        Of all servers one has an epoch, and it alone commits, folds and removes under it: epoch 0,
+        which nobody acquires, goes to the first that does any of that.
+
+        Raises:
+            WeightSyncError: EPOCH_STALE, as for `acquire`; DATA_CORRUPT.
+        """
+        if epoch != self._ours:
+            await self._take(epoch)
+
+    async def _take(self, epoch: int) -> None:
+        newest = await self.newest()
+        check_epoch(epoch, newest)
+        ours, key = encode_document({"server": self._server}), self._key("epochs", epoch)
+        # Of one that counted already it must be known who has it.
+        was = 0 < epoch == newest
+        found = await (self._client.get(key) if was else self._client.create(key, ours))
+        if found is None:
+            raise WeightSyncError(
+                Reason.DATA_CORRUPT, f"{key} was removed; restore it, or acquire a new epoch"
+            )
+        if self._read("epochs", epoch, found).get("server") != self._server:
             raise WeightSyncError(
                 Reason.EPOCH_STALE,
-                f"epoch {epoch} went to another server that uses this store; acquire one again if "
-                "this writer shall take over",
+                f"epoch {epoch} of {self._model} belongs to another server that uses this store; "
+                "go on through that server, or acquire an epoch here to take over",
                 metadata={"epoch": str(epoch)},
             )
-        await self.floor()
+        self._ours = epoch
 
     async def records(self) -> set[RecordName]:
         """Return the names of all records, whether they count or not."""

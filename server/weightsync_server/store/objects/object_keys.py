@@ -95,7 +95,8 @@ def is_location(place: str) -> bool:
 
 def is_receipt(place: str) -> bool:
     """Tell whether a place in an object store is that of a receipt, and not of a shard's bytes."""
-    return "pushes" in place.rsplit("/", 4)[1:2]
+    # Before the last slash of a receipt's place there is the number of its version.
+    return is_location(place) and place.rsplit("/", 2)[1] != "shards"
 
 
 def object_of(receipt: str, name: ShardName | str) -> str:

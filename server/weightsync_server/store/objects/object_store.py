@@ -59,26 +59,28 @@ class ObjectStore:
         self.lost = []
         for name in await self._client.folders():
             if MODEL_NAME.fullmatch(name):
-                records += await self._opened(name)
+                good, lost = await self._opened(name)
+                records += good
+                self.lost += lost
         return records
 
-    async def _opened(self, name: str) -> list[CommitRecord]:
+    async def _opened(self, name: str) -> tuple[list[CommitRecord], list[str]]:
         model = self._of(name)
         async with model.lock:
-            good = await self._whole(name)
+            found = await self._whole(name)
             await model.sweep()
-        return good
+        return found
 
-    async def _whole(self, name: str) -> list[CommitRecord]:
+    async def _whole(self, name: str) -> tuple[list[CommitRecord], list[str]]:
+        """Return the versions that can be read, and a sentence for each other one."""
         model = self._of(name)
         await model.catalog.refresh()
         lost = await model.lost()
         known = model.catalog.known
         good, unbased = based(known[n].record for n in sorted(known) if n not in lost)
         why = "its base is not there or another one"
-        self.lost += lost.values()
-        self.lost += [f"{name}/v{record.version} is damaged ({why})" for record in unbased]
-        return good
+        others = [f"{name}/v{record.version} is damaged ({why})" for record in unbased]
+        return good, [*lost.values(), *others]
 
     def free_bytes(self) -> int:
         """Return a number without meaning: a bucket has no end."""
@@ -135,10 +137,11 @@ class ObjectStore:
 
     async def committed_elsewhere(self, model: str) -> list[CommitRecord]:
         """Return the whole versions of a model, whichever server committed them."""
-        return await self._change(self._of(model), self._whole(model))
+        found, _ = await self._change(self._of(model), self._whole(model))
+        return found
 
     async def collects(self, model: str) -> bool:
-        """Return whether this server has the newest epoch, or nobody has one."""
+        """Return whether this server has the newest epoch."""
         return await self._of(model).collects()
 
     async def read_epoch(self, model: str) -> int:
@@ -173,6 +176,8 @@ class ObjectStore:
 
     async def _record_push(self, record: PushRecord) -> None:
         model = self._of(record.model)
+        # Better now than at the commit of all that was sent.
+        await model.fence.claim(record.epoch)
         if await model.catalog.find(record.version) is not None:
             raise WeightSyncError(
                 Reason.VERSION_CONFLICT,

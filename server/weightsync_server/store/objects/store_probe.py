@@ -25,12 +25,13 @@ async def claim(client: ObjectClient) -> None:
     ours = encode_document({"format": 1})
     body = await client.get(MARKER)
     if body is None:
-        if not await client.is_empty():
+        # Another server may have made it a store meanwhile.
+        if not await client.is_empty() and (body := await client.get(MARKER)) is None:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID,
                 f"{client.url} is no WeightSync store and not empty; name a prefix of its own",
             )
-        body = await client.create(MARKER, ours)
+        body = body or await client.create(MARKER, ours)
     try:
         known = decode_document(body).get("format")
     except ValueError:
@@ -49,7 +50,8 @@ async def probe(client: ObjectClient) -> None:
     Raises:
         WeightSyncError: NOT_SUPPORTED.
     """
-    key, first = f"probe/{secrets.token_hex(16)}", b"first"
+    # No model has such a name.
+    key, first = f"_probe/{secrets.token_hex(16)}", b"first"
     try:
         await client.try_create(key, first)
         again = await client.try_create(key, b"second")

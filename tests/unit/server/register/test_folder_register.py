@@ -37,6 +37,15 @@ async def test_a_created_key_survives_a_loss_of_power(
     disk.close()
 
 
+async def test_each_folder_on_the_way_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(durable_files, "flush_directory", flushed.append)
+    FolderRegister(tmp_path / "a" / "b" / "register")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(flushed)
+
+
 @pytest.mark.parametrize("how", ["get", "list", "create"])
 async def test_nobody_reads_what_a_loss_of_power_would_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

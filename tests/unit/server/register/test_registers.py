@@ -11,7 +11,7 @@ import pytest
 from tests.support.registers import hints, member_process, until_gone, until_there
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.register import etcd_register, folder_register
+from weightsync_server.register import etcd_register, folder_register, membership
 from weightsync_server.register.register import MAX_VALUE_BYTES, Creation
 
 if TYPE_CHECKING:
@@ -139,6 +139,38 @@ async def test_the_second_member_of_a_name_takes_its_place(register: Register) -
     assert await register.get("members/m1") == b"second"
     await second.close()
     assert await register.get("members/m1") is None
+
+
+async def test_what_a_member_has_is_not_created(register: Register) -> None:
+    member = await register.member("members/m1", b"v1", TTL_S)
+    with pytest.raises(WeightSyncError, match="is a member's; create another key") as caught:
+        await register.create("members/m1", b"v2")
+    assert caught.value.reason == Reason.REQUEST_INVALID
+    await member.close()
+    assert (await register.create("members/m1", b"v2")).created
+
+
+async def test_no_fault_ends_the_renewal_of_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed = asyncio.Event()
+    calls = 0
+
+    class Faulty:
+        key = "members/m1"
+
+        async def renew(self) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise KeyError("a fault that nobody has thought of")
+            if calls > 2:
+                renewed.set()
+
+        async def release(self) -> None: ...
+
+    monkeypatch.setattr(membership, "_RENEWALS", 100)
+    member = await membership.Membership(Faulty(), 1).start()
+    await renewed.wait()
+    await member.close()
 
 
 async def test_a_member_never_takes_a_key_that_was_created(register: Register) -> None:

@@ -110,7 +110,7 @@ async def test_committing_again_changes_nothing(any_store: Store) -> None:
     again = replace(version.record, commit_time_ns=99, epoch=2)
     await any_store.commit(again, version.manifest)
     assert await any_store.open() == [version.record]
-    other = make_version(content_digest="0" * 32)
+    other = make_version(content_digest="0" * 32, epoch=2)
     with pytest.raises(WeightSyncError) as caught:
         await any_store.commit(other.record, other.manifest)
     assert caught.value.reason == Reason.VERSION_CONFLICT

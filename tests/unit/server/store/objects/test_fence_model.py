@@ -99,7 +99,8 @@ class _World:
 
     async def commit(self, server: str, name: RecordName) -> None:
         fence = self.fence(server)
-        if await fence.newest() > name.epoch:
+        await fence.claim(name.epoch)
+        if (await fence.floor()).epoch > name.epoch:
             return
         body = encode_document({"by": server})
         if await self.bucket.create(f"m/versions/{name.path}", body) != body:

@@ -16,9 +16,18 @@ from tests.support.object_proxy import Fault, object_proxy
 from tests.support.versions import Version, make_version, put_shard
 from weightsync.errors import Reason, WeightSyncError
 from weightsync_server.store import open_store
-from weightsync_server.store.objects import model_objects, object_collector, shard_transfer
+from weightsync_server.store.documents import encode_document
+from weightsync_server.store.objects import (
+    model_objects,
+    object_client,
+    object_collector,
+    shard_transfer,
+)
 from weightsync_server.store.objects.object_client import ObjectClient
+from weightsync_server.store.objects.object_fences import Floor, ObjectFence
+from weightsync_server.store.objects.object_keys import MARKER, is_receipt
 from weightsync_server.store.objects.shard_transfer import download, upload
+from weightsync_server.store.protocol import MODEL_NAME
 from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
@@ -74,9 +83,9 @@ async def test_another_server_finds_what_one_has_committed(bucket: str) -> None:
     assert await asyncio.to_thread(loaded, second, two) == list(two.shards)
 
 
-async def test_two_servers_may_commit_the_same_and_nothing_else(bucket: str) -> None:
+async def test_two_servers_may_adopt_the_same_and_nothing_else(bucket: str) -> None:
     first, second = await opened(bucket, "a"), await opened(bucket, "b")
-    same = make_version(1)
+    same = make_version(1, adopted=True)
     for store in (first, second):
         await asyncio.to_thread(same.write, store)
     later = replace(same.record, commit_time_ns=99, push_id="other", idempotency_key="other")
@@ -84,16 +93,23 @@ async def test_two_servers_may_commit_the_same_and_nothing_else(bucket: str) -> 
         first.commit(same.record, same.manifest), second.commit(later, same.manifest)
     )
     assert await versions(bucket) == [1]
-    other = make_version(1, content_digest="0" * 32)
-    await asyncio.to_thread(other.write, second)
+    other = make_version(1, adopted=True, content_digest="0" * 32)
+    based = replace(same.record, base_version=7, base_content_digest="0" * 32)
+    for record in (other.record, based):
+        with pytest.raises(WeightSyncError) as caught:
+            await second.commit(record, other.manifest)
+        assert caught.value.reason is Reason.VERSION_CONFLICT
     with pytest.raises(WeightSyncError) as caught:
-        await second.commit(other.record, other.manifest)
+        await second.commit(same.record, make_version(2).manifest)
     assert caught.value.reason is Reason.VERSION_CONFLICT
 
 
 async def test_of_racing_commits_with_other_content_one_wins(bucket: str) -> None:
     stores = [await opened(bucket, f"server-{number}") for number in range(6)]
-    made = [make_version(1, content_digest=f"{number:032x}") for number in range(6)]
+    made = [
+        make_version(1, adopted=True, content_digest=f"{number:032x}", push_id=f"{number}")
+        for number in range(6)
+    ]
     for store, version in zip(stores, made, strict=True):
         await asyncio.to_thread(version.write, store)
     outcomes = await asyncio.gather(
@@ -103,7 +119,8 @@ async def test_of_racing_commits_with_other_content_one_wins(bucket: str) -> Non
     refused = [one for one in outcomes if isinstance(one, WeightSyncError)]
     assert [one.reason for one in refused] == [Reason.VERSION_CONFLICT] * 5
     (record,) = await open_store(bucket).open()
-    assert record.content_digest == made[outcomes.index(None)].record.content_digest
+    # With the facts of its own commit.
+    assert record == made[outcomes.index(None)].record
 
 
 async def test_a_late_commit_of_an_older_epoch_never_counts(
@@ -360,7 +377,7 @@ async def test_equal_shards_are_kept_once_and_stay_while_a_version_needs_them(bu
     assert await versions(bucket) == [2]
     await store.delete("m", 2)
     left = {key for key in await keys(bucket) if "clocks" not in key}
-    assert left == set()
+    assert left == {"m/epochs/1.json", "m/floors/1.json"}
 
 
 async def test_shards_of_a_committed_version_are_never_written(bucket: str) -> None:
@@ -405,7 +422,7 @@ async def test_each_server_finds_its_own_open_pushes(bucket: str) -> None:
     assert await second.open_pushes("m") == []
     await again.discard("m", 7)
     assert await again.open_pushes("m") == []
-    await committed(second, 7)
+    await committed(second, 7, adopted=True)
     with pytest.raises(WeightSyncError) as caught:
         await again.record_push(record)
     assert caught.value.reason is Reason.VERSION_CONFLICT
@@ -452,6 +469,159 @@ async def test_only_the_server_that_has_the_epoch_deletes(bucket: str) -> None:
     await second.write_epoch("m", 2)
     await second.delete("m", 1)
     assert await versions(bucket) == []
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+async def test_of_several_servers_one_commits_folds_and_deletes(bucket: str, epoch: int) -> None:
+    first, second = await opened(bucket, "a"), await opened(bucket, "b")
+    if epoch:
+        await first.write_epoch("m", epoch)
+    assert [await store.collects("m") for store in (first, second)] == [bool(epoch), False]
+    one = await committed(first, 1, epoch=epoch)
+    assert [await store.collects("m") for store in (first, second)] == [True, False]
+    two = make_version(2, epoch=epoch)
+    await asyncio.to_thread(two.write, second)
+    attempts: list[Callable[[], Any]] = [
+        lambda: second.record_push(PushRecord("id", "m", 2, epoch, "00")),
+        lambda: second.commit(two.record, two.manifest),
+        lambda: second.fold(one.record, one.manifest),
+        lambda: second.delete("m", 1),
+    ]
+    for attempt in attempts:
+        with pytest.raises(WeightSyncError, match="acquire an epoch here") as caught:
+            await attempt()
+        assert caught.value.reason is Reason.EPOCH_STALE
+    assert await versions(bucket) == [1]
+    # The one that has it is the same after a restart.
+    await committed(await opened(bucket, "a"), 2, epoch=epoch)
+    await second.write_epoch("m", epoch + 1)
+    await committed(second, 3, epoch=epoch + 1)
+    assert [await store.collects("m") for store in (first, second)] == [False, True]
+
+
+async def test_nobody_collects_under_an_epoch_whose_object_is_gone(bucket: str) -> None:
+    first, second = await opened(bucket, "a"), await opened(bucket, "b")
+    await first.write_epoch("m", 1)
+    await second.write_epoch("m", 2)
+    await ObjectClient(bucket).delete(["m/epochs/2.json"])
+    assert [await store.collects("m") for store in (first, second)] == [False, False]
+    with pytest.raises(WeightSyncError) as caught:
+        await committed(await opened(bucket, "b"), 1, epoch=2)
+    assert caught.value.reason is Reason.DATA_CORRUPT
+
+
+async def test_what_a_damaged_record_may_need_is_not_removed(bucket: str) -> None:
+    store = await opened(bucket)
+    await committed(store, 1)
+    await committed(store, 2)
+    shards = {key for key in await keys(bucket) if "/shards/" in key}
+    await ObjectClient(bucket).put("m/versions/2/1.json", b"{}")
+    await store.delete("m", 1)
+    assert await versions(bucket) == []
+    assert {key for key in await keys(bucket) if "/shards/" in key} == shards
+
+
+async def test_a_version_can_be_read_when_its_deletion_failed(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await opened(bucket)
+    made = await committed(store, 1)
+
+    delete = ObjectClient.delete
+
+    async def fails(client: ObjectClient, keys: Any) -> None:
+        if any("/versions/" in key for key in keys):
+            raise WeightSyncError(Reason.FAULT, "the objects stay; try again")
+        await delete(client, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectClient, "delete", fails)
+        with pytest.raises(WeightSyncError, match="objects stay"):
+            await store.delete("m", 1)
+    assert await asyncio.to_thread(loaded, store, made) == list(made.shards)
+
+
+async def test_an_epoch_without_its_floor_does_not_double_a_version(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server adopts while the last commit of the epoch before comes, both of one number."""
+    elsewhere = await opened(f"{bucket}-elsewhere", "a")
+    await committed(elsewhere, 1, epoch=1, content_digest="1" * 32)
+    theirs = await ObjectClient(elsewhere.url).get("m/versions/1/1.json")
+    store, client = await opened(bucket, "b"), ObjectClient(bucket)
+    mine = make_version(1, adopted=True)
+    await asyncio.to_thread(mine.write, store)
+    await client.create("m/epochs/2.json", encode_document({"server": "a"}))
+    floor = ObjectFence.floor
+
+    async def overtaken(fence: ObjectFence) -> Floor:
+        await client.create("m/versions/1/1.json", theirs or b"")
+        return await floor(fence)
+
+    monkeypatch.setattr(ObjectFence, "floor", overtaken)
+    with pytest.raises(WeightSyncError) as caught:
+        await store.commit(mine.record, mine.manifest)
+    assert caught.value.reason is Reason.VERSION_CONFLICT
+    assert {key for key in await keys(bucket) if "/versions/" in key} == {"m/versions/1/1.json"}
+
+
+async def test_a_store_that_another_server_made_meanwhile_is_used(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_empty = ObjectClient.is_empty
+
+    async def late(client: ObjectClient) -> bool:
+        await client.create(MARKER, encode_document({"format": 1}))
+        await client.put("m/marks.json", encode_document({}))
+        return await is_empty(client)
+
+    monkeypatch.setattr(ObjectClient, "is_empty", late)
+    assert await open_store(bucket).open() == []
+
+
+async def test_the_probe_of_a_start_is_no_model(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created: list[str] = []
+    create = ObjectClient.try_create
+
+    async def noted(client: ObjectClient, key: str, data: bytes) -> bool:
+        created.append(key)
+        return await create(client, key, data)
+
+    monkeypatch.setattr(ObjectClient, "try_create", noted)
+    await opened(bucket)
+    folders = {key.partition("/")[0] for key in created if "/" in key}
+    assert folders
+    assert not any(map(MODEL_NAME.fullmatch, folders))
+
+
+def test_what_is_a_receipt_does_not_depend_on_the_prefix() -> None:
+    for root in ("s3://b", "s3://pushes", "s3://b/pushes", "s3://b/shards", "s3://b/pushes/shards"):
+        for model in ("m", "pushes", "shards"):
+            assert not is_receipt(f"{root}/{model}/shards/{'0' * 32}-7")
+            assert is_receipt(f"{root}/{model}/pushes/a/7/delta-0")
+
+
+async def test_what_was_lost_is_named_once(bucket: str) -> None:
+    store = await opened(bucket)
+    await committed(store, 1)
+    await ObjectClient(bucket).put("m/versions/1/1.json", b"{}")
+    again = await opened(bucket)
+    for _ in range(2):
+        assert await again.committed_elsewhere("m") == []
+        assert len(again.lost) == 1
+
+
+async def test_no_password_of_an_address_is_shown(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_client, "_RETRIES", {"max_retries": 0})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@127.0.0.1:1")
+    object_client.connect.cache_clear()
+    with pytest.raises(WeightSyncError) as caught:
+        await open_store(bucket).open()
+    assert "secret" not in caught.value.message
 
 
 async def test_an_old_shard_is_put_again(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,7 +683,11 @@ async def test_a_delta_is_there_for_another_server(bucket: str) -> None:
     assert view == delta.shards[0]
     with pytest.raises(WeightSyncError):
         await other.delta("m", 1)
-    await store.delete("m", 1)
+    with pytest.raises(WeightSyncError) as caught:
+        await store.delete("m", 1)
+    assert caught.value.reason is Reason.VERSION_IN_USE
+    assert await versions(bucket) == [1, 2]
+    await ObjectClient(bucket).delete(["m/versions/1/1.json"])
     again = open_store(bucket)
     assert await again.open() == []
     assert [sentence.partition(" ")[0] for sentence in again.lost] == ["m/v2"]
