@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,18 +91,24 @@ def _folders(root: Path) -> list[Path]:
     ]
 
 
+@contextmanager
+def _serving(root: Path, engine: LlmActor | VllmServer) -> Iterator[WeightSyncServer]:
+    server = WeightSyncServer(root / "run", root / "state", flags=("--store", "memory://"))
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+        server.start()
+        stack.callback(engine.stop)
+        engine.start()
+        server.wait_serving()
+        yield server
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_is_sent_over_ipc_is_a_version(root: Path, packed: bool) -> None:
     folders = _folders(root)
     arguments = {"dtype": "bfloat16", "gpu_memory_utilization": _SHARE, "enforce_eager": True}
     actor = LlmActor(folders[0], root / "run", "weightsync_ipc", arguments, NO_MULTICAST)
-    server = WeightSyncServer(root / "run", root / "state", flags=("--store", "memory://"))
-    with ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start()
-        stack.callback(actor.stop)
-        actor.start()
-        server.wait_serving()
+    with _serving(root, actor) as server:
         trainer = _Trainer(*folders)
         sender = ipc_sender(trainer.model, actor, packed=packed, buffer_bytes=_BUFFER_BYTES)
         _check_sends(server, trainer, sender, lambda: actor.complete("hello world"))
@@ -131,13 +137,7 @@ def test_what_is_sent_over_nccl_is_a_version(root: Path, packed: bool) -> None:
             "WEIGHTSYNC_UPDATE_TIMEOUT": "20",
         },
     )  # fmt: skip
-    server = WeightSyncServer(root / "run", root / "state", flags=("--store", "memory://"))
-    with ExitStack() as stack:
-        stack.callback(server.stop)
-        server.start()
-        stack.callback(vllm.stop)
-        vllm.start()
-        server.wait_serving()
+    with _serving(root, vllm) as server:
         trainer = _Trainer(*folders)
         client = HTTPVLLMWeightSyncClient(vllm.url)
         sender = nccl_sender(trainer.model, client, 1, packed=packed)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightsync_client import Client, ClientError, RefusedError
+from tests.support.serving import wait_serving
+from weightsync_client import Client, RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,24 +44,13 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _serving(client: Client) -> bool:
-    try:
-        return client.health("serving")
-    except ClientError:
-        return False
-
-
 @contextlib.contextmanager
 def _served(folder: Path, model: Path) -> Iterator[Client]:
     """Run a server as a user types it, until the body ends; it must end well then."""
     server = subprocess.Popen([_COMMAND, *_flags(folder, model)])
     try:
         with Client(f"unix:{folder}/server.sock") as client:
-            end = time.monotonic() + _START_S
-            while not _serving(client):
-                assert server.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            wait_serving(server, client, _START_S)
             yield client
     finally:
         server.send_signal(signal.SIGTERM)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from tests.support.object_proxy import Fault, object_proxy
 from tests.support.object_servers import ObjectServer, moto
+from tests.support.serving import wait_serving
 from weightsync import failpoints
 from weightsync_client import Client, ClientError, PushKind, RefusedError
 
@@ -75,22 +76,11 @@ def _served(
     server = subprocess.Popen([_COMMAND, *flags], env=environment)
     try:
         with Client(f"unix:{folder}/server.sock") as client:
-            end = time.monotonic() + _START_S
-            while not _serving(client):
-                assert server.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            wait_serving(server, client, _START_S)
             yield client
     finally:
         server.kill()
         server.wait()
-
-
-def _serving(client: Client) -> bool:
-    try:
-        return client.health("serving")
-    except ClientError:
-        return False
 
 
 def _pulled(client: Client, version: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from examples.transformers_callback import make_model, make_rows
-from weightsync_client import Client, ClientError, Durability
+from tests.support.serving import wait_serving
+from weightsync_client import Client, Durability
 from weightsync_client.integrations import WeightSyncCallback
 
 if TYPE_CHECKING:
@@ -48,14 +48,6 @@ def _example(*arguments: str, processes: int = 1) -> list[str]:
     return done.stdout.splitlines()
 
 
-def _serving(address: str) -> bool:
-    try:
-        with Client(address) as client:
-            return client.health("serving")
-    except ClientError:
-        return False
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
     """A server whose engine serves the example's first checkpoint."""
@@ -71,11 +63,8 @@ def address() -> Iterator[str]:
             ]
         )
         try:
-            end = time.monotonic() + _START_S
-            while not _serving(address):
-                assert server.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            with Client(address) as client:
+                wait_serving(server, client, _START_S)
             yield address
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0

@@ -49,7 +49,7 @@ class ComposedShard:
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _PendingShard:
     shard: ComposedShard | None = None
     composed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -79,7 +79,7 @@ class PartPush(DeltaPush):
         self._composed = model.slots.scratch()
         self._declared_bytes = declared_bytes
         self._shard_count = shard_count
-        self._made: dict[int, _Awaited] = {}
+        self._made: dict[int, _PendingShard] = {}
         #: Each tensor of the base, with its digest.
         self._tensors: Mapping[str, tuple[TensorEntry, bytes]] = {}
 
@@ -130,16 +130,16 @@ class PartPush(DeltaPush):
         entry = ShardEntry(f"delta-{shard.index:05}.safetensors", size, header_size)
         await self._inspect(shard.index, entry, target)
         found = await self._model.fetch.digest(target, entry)
-        awaited = self._awaited(shard.index)
-        awaited.shard = ComposedShard(entry, target, found)
-        awaited.composed.set()
+        pending = self._pending(shard.index)
+        pending.shard = ComposedShard(entry, target, found)
+        pending.composed.set()
 
     async def composed(self, index: int) -> ComposedShard:
         """Return what `compose` made of a shard, once it has."""
-        awaited = self._awaited(index)
-        while awaited.shard is None:
-            await awaited.composed.wait()
-        return awaited.shard
+        pending = self._pending(index)
+        while pending.shard is None:
+            await pending.composed.wait()
+        return pending.shard
 
     async def build(self, container: Manifest) -> Manifest:
         """See `DeltaPush`; what is kept are the shards that were made, not those that came.
@@ -160,8 +160,8 @@ class PartPush(DeltaPush):
             self._tensors, self._made = {}, {}
         super().end()
 
-    def _awaited(self, index: int) -> _Awaited:
-        return self._made.setdefault(index, _Awaited())
+    def _pending(self, index: int) -> _PendingShard:
+        return self._made.setdefault(index, _PendingShard())
 
     def _order(self, shard: ShardState, digests: list[bytes]) -> ComposeOrder:
         brought = {one.tensor for boxes in shard.writers.boxes.values() for one in boxes.sent}

@@ -117,6 +117,14 @@ def wait_kept(server: WeightSyncServer, count: int) -> None:
         time.sleep(0.01)
 
 
+def restarted(server: WeightSyncServer, pushing: Pushing) -> list[Any]:
+    """Kill the server in the middle of a push, and return what each writer got in the end."""
+    server.kill()
+    server.start()
+    pushing.stop.gone_on.set()
+    return pushing.results()
+
+
 @pytest.mark.parametrize("along", [0, 1])
 @pytest.mark.parametrize("same_host", ["never", "auto"])
 @pytest.mark.parametrize("ingest", [0, 2])
@@ -129,11 +137,7 @@ def test_it_goes_on_where_it_was(folder: Path, same_host: str, along: int, inges
     try:
         assert pushing.stop.reached.wait(30)
         wait_kept(server, 2)
-        server.kill()
-        server.start()
-        pushing.stop.gone_on.set()
-        results = pushing.results()
-        for result in results:
+        for result in (results := restarted(server, pushing)):
             assert isinstance(result, PushResult), results
             assert result.durable
         with Client(server.address, retry=RETRY) as client:
@@ -188,11 +192,7 @@ def test_what_is_not_kept_begins_again(folder: Path, store: str, partial: bool) 
     pushing = Pushing(server).begin(whole, **options)
     try:
         assert pushing.stop.reached.wait(30)
-        server.kill()
-        server.start()
-        pushing.stop.gone_on.set()
-        results = pushing.results()
-        for result in results:
+        for result in (results := restarted(server, pushing)):
             assert isinstance(result, PushResult), results
         everything = whole | ({"frozen": state(3)["layer.0"]} if partial else {})
         with Client(server.address, retry=RETRY) as client:
@@ -216,11 +216,7 @@ def test_changes_go_whole_where_the_base_has_left_memory(folder: Path) -> None:
         options: dict[str, Any] = {"delta": "auto", "chunk_bytes": 400, "idempotency_key": "run/2"}
         pushing.begin(whole, after=1, **options)
         assert pushing.stop.reached.wait(30)
-        server.kill()
-        server.start()
-        pushing.stop.gone_on.set()
-        results = pushing.results()
-        for result in results:
+        for result in (results := restarted(server, pushing)):
             assert isinstance(result, PushResult), results
             assert (result.kind, result.fallback_reason) == (PushKind.FULL, "base_mismatch")
         with Client(server.address, retry=RETRY) as client:

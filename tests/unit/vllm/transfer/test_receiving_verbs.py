@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
 import os
-import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.support.hostile_pickle import pickled_handles
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.transfer import transfer_verbs
 from weightsync.vllm.transfer.receiving_verbs import ANSWERS
@@ -123,19 +122,10 @@ async def test_a_draft_alone_is_refused() -> None:
         await _llm("weightsync_nccl").start_draft_weight_update()
 
 
-class _Opened:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
 async def test_a_pickle_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     made = tmp_path / "made"
-    text = base64.b64encode(pickle.dumps(_Opened(str(made)))).decode()
-    info = {"names": [], "dtype_names": [], "shapes": [], "ipc_handles_pickled": text}
+    info = pickled_handles(made)
     llm = _llm("weightsync_ipc")
     with pytest.raises(ValueError, match=r"what is unpickled runs code.*weightsync_nccl"):
         await llm.update_weights(_update(info))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import inspect
-import os
-import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +13,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.support.hostile_pickle import pickled_handles
 from weightsync.vllm.transfer.transfer_verbs import _ANSWERS, answer_verbs
 
 if TYPE_CHECKING:
@@ -142,19 +140,10 @@ async def test_a_connection_and_a_draft_are_refused() -> None:
     assert llm.asked == []
 
 
-class _Opened:
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
 async def test_a_pickle_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     made = tmp_path / "made"
-    text = base64.b64encode(pickle.dumps(_Opened(str(made)))).decode()
-    info = {"names": [], "dtype_names": [], "shapes": [], "ipc_handles_pickled": text}
+    info = pickled_handles(made)
     with pytest.raises(ValueError, match="no tensor or handle is taken here"):
         await _llm("weightsync").update_weights(_update(info))
     assert not made.exists()
