@@ -31,8 +31,10 @@ pip install -q --disable-pip-version-check --no-deps --upgrade --target "$VENV/o
   moto==5.2.5 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 python-dateutil==2.9.0.post0 \
   six==1.17.0 flask==3.1.3 flask-cors==6.0.5 blinker==1.9.0 itsdangerous==2.2.0 werkzeug==3.1.9 \
   responses==0.26.3 xmltodict==1.0.4
-# Azurite speaks Azure's protocol; without it the tests of az:// are skipped.
+# Azurite speaks Azure's protocol, and s3rver is an S3 that overwrites what it was asked to create;
+# without them the tests of az:// and of that refusal are skipped.
 if command -v npm >/dev/null; then
-  npm install --silent --no-audit --no-fund --prefix "$VENV/opt/azurite" azurite@3.35.0 ||
-    echo "azurite could not be installed: tests of az:// are skipped"
+  npm install --silent --no-audit --no-fund --prefix "$VENV/opt/azurite" \
+    azurite@3.35.0 s3rver@3.7.1 ||
+    echo "azurite and s3rver could not be installed: tests that need them are skipped"
 fi

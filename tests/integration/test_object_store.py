@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.object_proxy import Fault, object_proxy
-from tests.support.object_servers import ObjectServer, moto
+from tests.support.object_servers import ObjectServer, moto, s3rver
 from tests.support.serving import wait_serving
 from weightsync import failpoints
 from weightsync_client import Client, ClientError, PushKind, RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -201,11 +201,32 @@ def test_a_server_survives_a_store_that_throttles(folder: Path, bucket: ObjectSe
 
 
 def test_a_store_that_is_not_there_is_one_sentence(folder: Path, bucket: ObjectServer) -> None:
-    flags = ["--store", "s3://nobody-made-this/x", "--state-dir", f"{folder}/s"]
-    flags += ["--listen", f"unix:{folder}/l.sock", "--run-dir", f"{folder}/r", "--metrics", ""]
+    said = _refusal(folder, "s3://nobody-made-this/x", bucket.environment())
+    assert said.startswith("weightsync-server: ")
+
+
+def test_a_store_that_overwrites_is_refused_at_start(folder: Path, tmp_path: Path) -> None:
+    with s3rver(tmp_path) as server:
+        said = _refusal(folder, f"{server.url}/x", server.environment())
+    assert "wrote over an object although it was asked to create it" in said
+    assert "use a store that keeps this promise" in said
+
+
+def test_an_address_without_a_scheme_is_refused_at_start(
+    folder: Path, bucket: ObjectServer
+) -> None:
+    address = f"127.0.0.1:{bucket.port}"
+    said = _refusal(folder, bucket.url, {**bucket.environment(), "AWS_ENDPOINT_URL": address})
+    assert "AWS_ENDPOINT_URL is no address of an object store; write http://" in said
+
+
+def _refusal(folder: Path, store: str, environment: Mapping[str, str]) -> str:
+    """Start a server that refuses a store; return the last line that it says."""
+    flags = ["--store", store, "--state-dir", f"{folder}/s", "--metrics", ""]
+    flags += ["--listen", f"unix:{folder}/l.sock", "--run-dir", f"{folder}/r"]
     done = subprocess.run(
         [_COMMAND, "--engine", f"unix:{folder}/e.sock", *flags],
-        env=os.environ | bucket.environment(),
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -213,4 +234,5 @@ def test_a_store_that_is_not_there_is_one_sentence(folder: Path, bucket: ObjectS
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("weightsync-server: ")
+    assert "panicked" not in done.stderr
+    return done.stderr.splitlines()[-1]

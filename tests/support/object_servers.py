@@ -1,4 +1,4 @@
-"""Object stores as processes on this host: moto speaks S3, azurite Azure's protocol."""
+"""Object stores as processes on this host: moto and s3rver speak S3, azurite Azure's protocol."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["BUCKET", "ObjectServer", "azurite", "azurite_program", "moto"]
+__all__ = ["BUCKET", "ObjectServer", "azurite", "moto", "npm_program", "s3rver"]
 
 BUCKET = "weights"
 
@@ -29,6 +30,8 @@ _OPT = Path(sys.prefix) / "opt"
 #: Published with azurite: an account that every copy has, and its key.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+#: Of the only account that s3rver has.
+_S3RVER = "S3RVER"
 _START_S = 30.0
 
 
@@ -40,11 +43,13 @@ class ObjectServer:
         port: Where it listens on the loopback interface.
         scheme: Of its URLs.
         pid: Of its process.
+        account: Name and secret, where it is S3.
     """
 
     port: int
     scheme: str
     pid: int
+    account: tuple[str, str] = ("nobody", "nothing")
 
     @property
     def url(self) -> str:
@@ -62,8 +67,8 @@ class ObjectServer:
                 "AZURE_ALLOW_HTTP": "true",
             }
         return {
-            "AWS_ACCESS_KEY_ID": "nobody",
-            "AWS_SECRET_ACCESS_KEY": "nothing",
+            "AWS_ACCESS_KEY_ID": self.account[0],
+            "AWS_SECRET_ACCESS_KEY": self.account[1],
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": address,
             "AWS_ALLOW_HTTP": "true",
@@ -71,25 +76,30 @@ class ObjectServer:
 
 
 @contextlib.contextmanager
-def moto(folder: Path) -> Iterator[ObjectServer]:
+def moto(folder: Path, *, asks: bool = False) -> Iterator[ObjectServer]:
     """Run a server that speaks S3, with one bucket.
 
     Args:
         folder: For its log.
+        asks: Whether it can be made to ask who calls, and for rights.
     """
     port = _free_port()
     # It needs other releases of what the tests need, so it has a folder of its own.
     environment = os.environ | {"PYTHONPATH": str(_OPT / "moto")}
+    if asks:
+        environment |= {"INITIAL_NO_AUTH_ACTION_COUNT": "1000"}
     command = [sys.executable, "-m", "moto.server", "-p", str(port)]
     with _running(command, folder, environment) as process:
         _until_up(lambda: httpx.put(f"http://127.0.0.1:{port}/{BUCKET}"), process, folder)
         yield ObjectServer(port, "s3", process.pid)
 
 
-def azurite_program() -> Path | None:
-    """Return the program of azurite, or None where it is not installed."""
-    program = _OPT / "azurite/node_modules/.bin/azurite-blob"
-    return program if program.exists() else None
+def npm_program(name: str) -> Path:
+    """Return one of the programs that npm has installed; skip the test where it is not there."""
+    program = _OPT / "azurite/node_modules/.bin" / name
+    if not program.exists():
+        pytest.skip(f"{name} is not installed: it needs npm")
+    return program
 
 
 @contextlib.contextmanager
@@ -100,11 +110,28 @@ def azurite(folder: Path) -> Iterator[ObjectServer]:
         folder: For its log and what it keeps.
     """
     port = _free_port()
-    command = [str(azurite_program()), "--skipApiVersionCheck", "--blobPort", str(port)]
+    command = [str(npm_program("azurite-blob")), "--skipApiVersionCheck", "--blobPort", str(port)]
     command += ["--location", str(folder), "--silent"]
     with _running(command, folder, os.environ) as process:
         _until_up(lambda: _create_container(port), process, folder)
         yield ObjectServer(port, "az", process.pid)
+
+
+@contextlib.contextmanager
+def s3rver(folder: Path) -> Iterator[ObjectServer]:
+    """Run a server that speaks S3 but for conditions, which it ignores, with one bucket.
+
+    Args:
+        folder: For its log and what it keeps.
+    """
+    port = _free_port()
+    command = [str(npm_program("s3rver")), "--directory", str(folder), "--port", str(port)]
+    command += ["--address", "127.0.0.1", "--no-vhost-buckets", "--configure-bucket", BUCKET]
+    with _running(command, folder, os.environ) as process:
+        address = f"http://127.0.0.1:{port}/"
+        # Without a signature it refuses, and is there.
+        _until_up(lambda: httpx.head(address), process, folder)
+        yield ObjectServer(port, "s3", process.pid, (_S3RVER, _S3RVER))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import grpc
 from weightsync import __version__
 from weightsync.errors import Reason
 from weightsync.wire.addresses import is_private
+from weightsync.wire.keepalive import CLIENT_KEEPALIVE
 from weightsync_client.access import Access
 from weightsync_client.errors import refuse
 from weightsync_client.options import DEFAULT_ADDRESS, Timeouts
@@ -32,9 +33,7 @@ _Options = list[tuple[str, str | int]]
 _OPTIONS: _Options = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
+    *CLIENT_KEEPALIVE,
     ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.primary_user_agent", f"weightsync-client/{__version__}"),
     # Without it, gRPC lets channels of one process share a connection: a stream of bytes would

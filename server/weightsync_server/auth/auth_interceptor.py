@@ -239,9 +239,10 @@ class _Entry:
         model = getattr(request, "model", "")
         if model and not principal.covers(model):
             raise _denied(f"{principal.name} has no authority over the model that it names")
-        for field in rule.admin_fields:
-            if getattr(request, field) and Role.ADMIN not in principal.roles:
-                raise _denied(f"{principal.name} may not set {field}; it takes role admin")
+        for one in rule.reserved:
+            if not one.allows(request, principal.roles):
+                needed = " or ".join(sorted({one.role, Role.ADMIN}))
+                raise _denied(f"{principal.name} may not set {one.field}; it takes role {needed}")
 
     @contextlib.asynccontextmanager
     async def _refusing(self, context: Any) -> AsyncIterator[None]:

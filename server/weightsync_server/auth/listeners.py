@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import grpc
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync.wire.keepalive import SERVER_KEEPALIVE
 from weightsync.wire.named_methods import generic_only
 from weightsync.wire.unix_sockets import claimed, umask
 from weightsync_server.auth.auth_interceptor import MAX_MESSAGE_BYTES, AuthorityInterceptor
@@ -31,12 +32,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
     # More than is legal, which we refuse with a reason; beyond it gRPC does, and cannot tell ours.
     ("grpc.max_receive_message_length", 4 * MAX_MESSAGE_BYTES),
-    # A dead peer is noticed within 10 s: a ping after 4 s of silence, gone 4 s later.
-    ("grpc.keepalive_time_ms", 4_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
-    ("grpc.http2.ping_timeout_ms", 4_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    *SERVER_KEEPALIVE,
     # One connection takes neither all of `max_calls` nor gRPC's queue of calls not yet looked at:
     # beyond 1000 of those gRPC cancels calls at random, whoever made them.
     ("grpc.max_concurrent_streams", 128),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,60 +17,37 @@ import pytest
 from tests.integration.client.conftest import RETRY
 from tests.integration.client.far_rank import SEED, push_steps
 from tests.integration.client.test_box_deltas import WRITERS, changed, everything, matrix
+from tests.support.network_hosts import NEAR, NetworkHosts, network_hosts
 from tests.support.secured import Secured
 from weightsync_client import Client
 
-NEAR, FAR = "10.213.7.1", "10.213.7.2"
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
 
 @pytest.fixture(name="hosts", scope="module")
-def _hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, a cable between them."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("needs root and ip(8)")
-    names = tuple(f"weightsync-{os.getpid()}-{end}" for end in ("near", "far"))
-    links = [f"ws{os.getpid()}{end}" for end in "nf"]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            try:
-                ip("netns", "add", name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespace can be made: {error.stderr.decode()}")
-            stack.callback(ip, "netns", "del", name)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, (NEAR, FAR), strict=True):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
+def _hosts() -> Iterator[NetworkHosts]:
+    with network_hosts() as hosts:
+        yield hosts
 
 
 @pytest.fixture(name="server", scope="module")
-def _server(hosts: tuple[str, str]) -> Iterator[Secured]:
+def _server(hosts: NetworkHosts) -> Iterator[Secured]:
     """A server on the near host, whose unix sockets only that one has."""
     folder = Path(tempfile.mkdtemp(prefix="wsh"))
     secured = Secured(folder, tls=True, flags=("--same-host", "--slots", "3"))
-    secured.server.wrapper = ("ip", "netns", "exec", hosts[0])
+    secured.server.wrapper = hosts.on_near()
     secured.start()
     yield secured
     secured.stop()
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def far_rank(secured: Secured, host: str, writer: int) -> Any:
+def far_rank(secured: Secured, hosts: NetworkHosts, writer: int) -> Any:
     """Push as a rank on another host; its server's name is known there."""
     names = secured.folder / "hosts"
     names.write_text(f"{NEAR} server.test\n")
     rank = [sys.executable, "-m", "tests.integration.client.far_rank"]
     told = [f"server.test:{secured.port}", str(secured.ca.ca), secured.tokens["push"], str(writer)]
-    named = f'mount --bind {names} /etc/hosts && exec "$@"'
     done = subprocess.run(
-        ["ip", "netns", "exec", host, "sh", "-c", named, "sh", *rank, *told],
+        hosts.on_far(names, [*rank, *told]),
         stdout=subprocess.PIPE,
         check=True,
         text=True,
@@ -81,14 +56,14 @@ def far_rank(secured: Secured, host: str, writer: int) -> Any:
     return json.loads(done.stdout)
 
 
-def test_two_write_into_its_memory_and_two_stream(server: Secured, hosts: tuple[str, str]) -> None:
+def test_two_write_into_its_memory_and_two_stream(server: Secured, hosts: NetworkHosts) -> None:
     def near_rank(writer: int) -> Any:
         with Client(server.socket("push"), retry=RETRY) as client:
             return push_steps(client, writer)
 
     with ThreadPoolExecutor(WRITERS) as pool:
         near = [pool.submit(near_rank, writer) for writer in range(2)]
-        far = [pool.submit(far_rank, server, hosts[1], writer) for writer in (2, 3)]
+        far = [pool.submit(far_rank, server, hosts, writer) for writer in (2, 3)]
         ranks = [rank.result() for rank in near + far]
     for step, (kind, weights) in enumerate(
         [("full", matrix(SEED)), ("delta", changed(matrix(SEED), SEED + 1))]

@@ -7,11 +7,28 @@ import pytest
 from tests.support.secured import DEBUG_METHODS, METHODS
 from weightsync.v1 import weightsync_pb2 as pb
 from weightsync_server.auth import RULES, Role
+from weightsync_server.auth.roles import Reserved
 from weightsync_server.rpc import WeightSyncServicer
 
 #: Methods that change nothing, whatever their names: written down here a second time on purpose.
 READING = {"GetPush", "ListVersions", "GetVersion", "WatchVersions", "PullWeights", "VerifyVersion"}
-READING |= {"GetStatus", "Check", "Watch", "ServerReflectionInfo"}
+READING |= {"Join", "ReadStaged", "GetStatus", "Check", "Watch", "ServerReflectionInfo"}
+
+
+LOOKING = {"ListVersions", "GetVersion", "WatchVersions"}
+ASKING = LOOKING | {"GetStatus", "Check", "Watch", "ServerReflectionInfo"}
+APPLYING = ASKING | {"ApplyVersion", "Rollback", "VerifyVersion"}
+PUSHING = {"AcquireEpoch", "BeginPush", "PushWeights", "CommitPush", "AbortPush", "GetPush"}
+#: What each role may call and no more, written down a second time as well.
+MAY_CALL = {
+    Role.PUSH: ASKING | PUSHING,
+    Role.APPLY: APPLYING,
+    Role.READ: READING - {"Join", "ReadStaged"},
+    Role.FOLLOW: LOOKING | {"PullWeights"},
+    Role.MEMBER: {"Join", "ReadStaged"},
+    Role.FLEET: APPLYING,
+    Role.ADMIN: {method.name for method in METHODS.values()},
+}
 
 
 def test_every_method_has_a_rule_and_every_rule_a_method() -> None:
@@ -27,10 +44,41 @@ def test_what_changes_state_is_marked_and_never_a_reader_s(path: str) -> None:
     assert not rule.allows(frozenset())
 
 
+@pytest.mark.parametrize("role", Role)
+def test_each_role_may_call_what_is_its_own(role: Role) -> None:
+    allowed = {path for path in METHODS if RULES[path].allows(frozenset({role}))}
+    assert {METHODS[path].name for path in allowed} == MAY_CALL[role]
+
+
+def test_two_roles_add_up() -> None:
+    both = frozenset({Role.FOLLOW, Role.PUSH})
+    allowed = {METHODS[path].name for path in METHODS if RULES[path].allows(both)}
+    assert allowed == MAY_CALL[Role.FOLLOW] | MAY_CALL[Role.PUSH]
+
+
+@pytest.mark.parametrize(
+    ("value", "sent", "allowed"),
+    [
+        (None, 0, {Role.APPLY, Role.FLEET, Role.ADMIN}),
+        (None, 1, {Role.FLEET, Role.ADMIN}),
+        (2, 0, {Role.APPLY, Role.FLEET, Role.ADMIN}),
+        (2, 1, {Role.APPLY, Role.FLEET, Role.ADMIN}),
+        (2, 2, {Role.FLEET, Role.ADMIN}),
+    ],
+)
+def test_a_reserved_field_takes_its_role(value: int | None, sent: int, allowed: set[Role]) -> None:
+    reserved = Reserved("version", Role.FLEET, value)
+    request = pb.ApplyVersionRequest(version=sent)
+    roles = (Role.APPLY, Role.FLEET, Role.ADMIN)
+    assert {role for role in roles if reserved.allows(request, frozenset({role}))} == allowed
+
+
 @pytest.mark.parametrize("path", RULES)
-def test_fields_for_admins_exist(path: str) -> None:
+def test_reserved_fields_exist(path: str) -> None:
     fields = {**METHODS, **DEBUG_METHODS}[path].input_type.fields_by_name
-    assert set(RULES[path].admin_fields) <= set(fields)
+    for reserved in RULES[path].reserved:
+        values = getattr(fields[reserved.field].enum_type, "values_by_number", {})
+        assert reserved.value is None or reserved.value in values
 
 
 def test_methods_that_change_state_answer_once() -> None:

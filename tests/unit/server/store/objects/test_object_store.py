@@ -32,6 +32,7 @@ from weightsync_server.store.store_records import PushRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.support.object_servers import ObjectServer
     from weightsync_server.store.protocol import Store
@@ -300,6 +301,24 @@ async def test_a_store_that_ignores_conditions_is_refused(
     assert caught.value.reason is Reason.NOT_SUPPORTED
     assert "If-None-Match" in caught.value.message
     assert not await keys(bucket, "probe")
+
+
+async def test_s3rver_is_refused_because_it_overwrites(
+    overwriting: ObjectServer, reached: Callable[..., None], tmp_path: Path
+) -> None:
+    reached(overwriting)
+    url = f"{overwriting.url}/{tmp_path.name}"
+    with pytest.raises(WeightSyncError) as caught:
+        await open_store(url).open()
+    assert caught.value.reason is Reason.NOT_SUPPORTED
+    assert f"the store at {url} wrote over an object although" in caught.value.message
+    # That is what it does, and all that is wrong with it.
+    client = ObjectClient(url)
+    assert await client.try_create("key", b"first")
+    assert await client.try_create("key", b"second")
+    assert await client.get("key") == b"second"
+    # What it was asked with has been taken away.
+    assert not await keys(url, "_probe")
 
 
 async def test_a_store_that_is_away_is_named(
