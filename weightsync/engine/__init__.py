@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BETWEEN_STEPS",
+    "FENCES_ON_EXPIRY",
     "LAYOUT_CHECK",
     "PROTOCOL_VERSION",
     "READ_AHEAD",
@@ -21,6 +22,8 @@ __all__ = [
     "EngineInfo",
     "EngineState",
     "Lease",
+    "OnExpiry",
+    "OpenApply",
     "PauseSpec",
     "SwitchOrder",
     "SwitchOutcome",
@@ -33,6 +36,9 @@ PROTOCOL_VERSION = 2
 
 #: The pause mode that needs no pause, and the capability of engines that know it.
 BETWEEN_STEPS = "between_steps"
+
+#: The capability of engines that fence when a pause runs out that says so; others resume.
+FENCES_ON_EXPIRY = "fences_on_expiry"
 
 #: The capability of engines whose ranks tell whether the model takes tensors that are coming.
 LAYOUT_CHECK = "checks_layouts"
@@ -62,6 +68,30 @@ class EngineState(enum.StrEnum):
     """The engine process is gone."""
 
 
+class OnExpiry(enum.StrEnum):
+    """What an engine does when the lease of a pause runs out."""
+
+    RESUME = enum.auto()
+    """It resumes if every rank holds one verified version, and is fenced otherwise."""
+    FENCE = enum.auto()
+    """It is fenced whatever the ranks hold: others may have decided otherwise."""
+
+
+@dataclass(frozen=True)
+class OpenApply:
+    """An apply that others take part in, so that what one engine holds does not decide it.
+
+    Attributes:
+        apply_id: Names it in the server's journal, at most 64 bytes.
+        base_version: What the engine served before it.
+        version: What it shall make live.
+    """
+
+    apply_id: str
+    base_version: int
+    version: int
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """What an engine is.
@@ -77,6 +107,9 @@ class EngineInfo:
         model: Name or path of the model, for people.
         kind: `bridge` or `embedded`.
         warnings: What makes it less safe than it need be, one sentence each.
+        open_apply: That of the last pause with FENCE, until a resume; a fenced engine that has one
+            asks for its decision.
+        nodes: On how many nodes the ranks are: as many on each, in order, the first here.
     """
 
     engine_id: str
@@ -89,6 +122,8 @@ class EngineInfo:
     model: str
     kind: str
     warnings: tuple[str, ...] = ()
+    open_apply: OpenApply | None = None
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,12 +135,16 @@ class PauseSpec:
         clear_cache: Whether key-value, prefix and multimodal caches are cleared.
         wait_timeout_s: For `wait`: seconds until `after_wait` is done instead.
         after_wait: `keep` or `abort`.
+        on_expiry: What the engine does when the lease runs out.
+        apply: What the pause is for; FENCE needs it.
     """
 
     mode: str = "keep"
     clear_cache: bool = True
     wait_timeout_s: float = 30.0
     after_wait: str = "keep"
+    on_expiry: OnExpiry = OnExpiry.RESUME
+    apply: OpenApply | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +206,7 @@ class EngineHealth:
         engine_id: New with every start of the engine.
         requests: Requests running or waiting.
         sleeping: Whether vLLM's sleep mode holds it.
+        open_apply: As in EngineInfo.
     """
 
     state: EngineState
@@ -175,6 +215,7 @@ class EngineHealth:
     requests: int = 0
     sleeping: bool = False
     extra: Mapping[str, str] = field(default_factory=dict)
+    open_apply: OpenApply | None = None
 
 
 @dataclass(frozen=True)
@@ -221,10 +262,11 @@ class Engine(Protocol):
         ...
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
-        """Return when generation stands still; it starts again by itself after `lease_s`.
+        """Return when generation stands still; the pause ends by itself after `lease_s`.
 
-        When the lease runs out, the engine resumes if every rank holds one verified version and is
-        fenced otherwise.
+        Then, with RESUME, the engine resumes if every rank holds one verified version and is fenced
+        otherwise. With FENCE it generates nothing until a later `resume`, refuses requests, and
+        tells the open apply in `hello` and `health`.
         """
         ...
 

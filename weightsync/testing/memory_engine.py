@@ -8,6 +8,7 @@ so that a user's trainer or controller can be tested in milliseconds. It generat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import tempfile
@@ -15,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engine import (
     BETWEEN_STEPS,
+    FENCES_ON_EXPIRY,
     LAYOUT_CHECK,
     EngineHealth,
     EngineInfo,
     EngineState,
     Lease,
+    OnExpiry,
     PauseSpec,
     SwitchOrder,
     SwitchOutcome,
 )
+from weightsync.engine.pause_lease import PauseLease
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.model.layout import build_header
 from weightsync.shm.segment_socket import SegmentClient
@@ -52,7 +56,8 @@ class MemoryEngine(MemoryRank):
     Attributes:
         ranks: All of them, in order. Tests damage one, or override its `write`.
         version: The version that the last resume named; 0: none.
-        events: What was done, in order: pause, commit, resume, switch, fence.
+        events: What was done, in order: pause, commit, resume, switch, fence; expire: the lease of
+            a pause ran out, and it did what that pause said.
         updates: None: it receives nothing by itself.
     """
 
@@ -64,7 +69,7 @@ class MemoryEngine(MemoryRank):
         *,
         checks_layouts: bool = False,
     ) -> None:
-        self._abilities = {"weight_version", BETWEEN_STEPS}
+        self._abilities = {"weight_version", BETWEEN_STEPS, FENCES_ON_EXPIRY}
         if checks_layouts:
             self._abilities.add(LAYOUT_CHECK)
         super().__init__(_NAME.format(0), tensors, segment_socket, self._serving)
@@ -73,10 +78,13 @@ class MemoryEngine(MemoryRank):
             for rank in range(1, ranks)
         )
         self.ranks: tuple[MemoryRank, ...] = (self, *others)
-        self._lease = ""
+        self._lease = PauseLease(self._on_expiry)
         self._condition, self._reason = EngineState.UNRECONCILED, "no server yet"
         self._engine_id = secrets.token_hex(8)
         self._switching: asyncio.Future[SwitchOutcome] | None = None
+        self._ending: asyncio.Future[None] | None = None
+        #: The version of each content that was served or committed as one.
+        self._versions: dict[str, int] = {}
         self.version = 0
         self.events: list[str] = []
         self.updates = None
@@ -93,36 +101,35 @@ class MemoryEngine(MemoryRank):
             reason=self._reason,
             model="memory",
             kind="memory",
+            open_apply=self._lease.open_apply,
         )
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
-        """Stand still."""
-        del lease_s
+        """Stand still; the pause ends by itself as that of a real engine."""
         await self._between_switches()
-        if self._lease:
+        if self._lease.id:
             raise WeightSyncError(Reason.APPLY_BUSY, "another apply has paused this engine")
         self.events.append("pause")
-        self._lease = secrets.token_hex(8)
         if self._condition is EngineState.SERVING:
             self._condition = EngineState.PAUSED
-        return Lease(self._lease, spec.mode)
+        return Lease(self._lease.take(lease_s, spec), spec.mode)
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
-        """Prolong; leases never run out here."""
-        del lease_s
-        self._check_lease(lease_id)
+        """Prolong a lease."""
+        self._lease.renew(lease_id, lease_s)
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Serve a version that the parameters were proved to hold, or what they began with."""
-        self._check_lease(lease_id)
+        if lease_id or self._lease.id:
+            self._lease.check(lease_id)
         proved = self._served()
         if not (content_digest == proved if content_digest else self._begins()):
             raise WeightSyncError(
                 Reason.ENGINE_REFUSED, f"the engine holds {proved or 'nothing proved'}"
             )
         self.events.append("resume")
-        self._lease, self.version = "", version
-        self._condition, self._reason = EngineState.SERVING, ""
+        self._versions[content_digest] = version
+        self._serve(version)
         return True
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
@@ -157,8 +164,7 @@ class MemoryEngine(MemoryRank):
     async def fence(self, reason: str) -> None:
         """Stand still for a reason."""
         self.events.append("fence")
-        self._lease = ""
-        self._condition, self._reason = EngineState.FENCED, reason
+        self._stand_fenced(reason)
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Do what a worker method does, on every rank at once."""
@@ -180,7 +186,9 @@ class MemoryEngine(MemoryRank):
 
     async def health(self) -> EngineHealth:
         """Tell how the engine is."""
-        return EngineHealth(self._condition, self._reason, self._engine_id)
+        return EngineHealth(
+            self._condition, self._reason, self._engine_id, open_apply=self._lease.open_apply
+        )
 
     async def close(self) -> None:
         """Nothing to let go of."""
@@ -189,7 +197,7 @@ class MemoryEngine(MemoryRank):
         """Become a fresh engine with these parameters, as after a crash of vLLM."""
         for rank in self.ranks:
             rank.become(tensors)
-        self._lease = ""
+        self._lease.settle()
         self._condition, self._reason = EngineState.UNRECONCILED, "restarted"
         self._engine_id = secrets.token_hex(8)
 
@@ -205,12 +213,45 @@ class MemoryEngine(MemoryRank):
         placed = (rank.place(prepared_id, order.apply_id) for rank in self.ranks)
         return await asyncio.gather(*placed)
 
-    def _check_lease(self, lease_id: str) -> None:
-        if lease_id != self._lease:
-            raise WeightSyncError(Reason.ENGINE_REFUSED, f"lease {lease_id!r} is not held")
+    def _on_expiry(self, lease_id: str) -> None:
+        self._ending = asyncio.ensure_future(self._expire(lease_id))
+
+    async def _expire(self, lease_id: str) -> None:
+        """Do what the pause said; a resume waits for what is being written, a fence does not."""
+        async with contextlib.AsyncExitStack() as turns:
+            if self._lease.on_expiry is OnExpiry.RESUME:
+                for rank in self.ranks:
+                    await asyncio.to_thread(rank.turn.acquire)
+                    turns.callback(rank.turn.release)
+            if self._lease.id == lease_id:
+                self.events.append("expire")
+                self._end()
+
+    def _end(self) -> None:
+        proved = self._served()
+        if self._condition is not EngineState.PAUSED:
+            self._lease.drop()
+        elif self._lease.on_expiry is OnExpiry.FENCE:
+            self._stand_fenced(self._lease.undecided())
+        elif proved or self._begins():
+            self._serve(self._versions.get(proved, self.version))
+        else:
+            self._stand_fenced("the lease ran out and the ranks do not hold one proved version")
+
+    def _serve(self, version: int) -> None:
+        self._lease.settle()
+        self.version = version
+        self._condition, self._reason = EngineState.SERVING, ""
+
+    def _stand_fenced(self, reason: str) -> None:
+        self._lease.drop()
+        self._condition, self._reason = EngineState.FENCED, reason
 
     def _commit(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self.events.append("commit")
+        if version := int(args.get("version", 0)):
+            # Should the server not live to resume, its number is known.
+            self._versions[self._known(args).content_digest] = version
         return super()._commit(args)
 
     def _begins(self) -> bool:

@@ -72,6 +72,7 @@ class MemoryRank:
 
     Attributes:
         live: The live parameters: name to bytes. Tests read them, and damage them.
+        turn: Taken by whatever reads or writes them.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class MemoryRank:
         # What the parameters were last proved to hold, and whether a write was not proved.
         self._content, self._dirty = "", False
         self._touched = False
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
 
     @property
     def touched(self) -> bool:
@@ -133,7 +134,7 @@ class MemoryRank:
 
     def _in_turn(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         # Also after a caller that has gone away, whose call goes on.
-        with self._turn:
+        with self.turn:
             return work()
 
     # The worker methods.

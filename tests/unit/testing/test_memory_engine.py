@@ -6,7 +6,10 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
-from weightsync.engine import EngineState, SwitchOrder
+import pytest
+
+from weightsync.engine import EngineState, OnExpiry, OpenApply, PauseSpec, SwitchOrder
+from weightsync.errors import WeightSyncError
 from weightsync.testing import MemoryEngine
 from weightsync.testing.memory_rank import _Prepared
 
@@ -81,3 +84,53 @@ async def test_a_switch_whose_caller_has_gone_ends_on_one_version(tmp_path: Path
     assert (await state)[0]["content_digest"] == "1"
     assert engine.live == {"a": b"\1" * 4}
     assert engine.version == 0
+
+
+async def _until(engine: MemoryEngine, state: EngineState) -> None:
+    async with asyncio.timeout(5):
+        while (await engine.health()).state is not state:  # noqa: ASYNC110 - nobody tells when it changes
+            await asyncio.sleep(0.005)
+
+
+def _pair(tmp_path: Path) -> MemoryEngine:
+    engine = MemoryEngine({"a": ("U8", (4,), bytes(4))}, tmp_path / "no.sock", 2)
+    for rank in engine.ranks:
+        rank._prepared["1"] = _Prepared("1", {"a": b"\1" * 4})
+    return engine
+
+
+async def test_a_pause_that_nobody_ends_resumes_on_what_every_rank_holds(tmp_path: Path) -> None:
+    engine = _pair(tmp_path)
+    await engine.resume("", 3, "")
+    lease = await engine.pause(PauseSpec(), 0.05)
+    await engine.call_workers("weightsync_commit", {"apply_id": "1", "version": 4})
+    await _until(engine, EngineState.SERVING)
+    assert engine.version == 4
+    assert engine.events == ["resume", "pause", "commit", "expire"]
+    with pytest.raises(WeightSyncError, match="not the present one"):
+        await engine.renew(lease.lease_id, 5)
+
+
+async def test_a_pause_that_nobody_ends_is_fenced_on_a_mixture(tmp_path: Path) -> None:
+    engine = _pair(tmp_path)
+    await engine.resume("", 3, "")
+    await engine.pause(PauseSpec(), 0.05)
+    await engine.ranks[1].call("weightsync_commit", {"apply_id": "1"})
+    await _until(engine, EngineState.FENCED)
+
+
+async def test_a_pause_that_fences_asks_for_its_decision(tmp_path: Path) -> None:
+    engine = _pair(tmp_path)
+    await engine.resume("", 3, "")
+    apply = OpenApply("a1", 3, 4)
+    lease = await engine.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 0.05)
+    await engine.call_workers("weightsync_commit", {"apply_id": "1", "version": 4})
+    await _until(engine, EngineState.FENCED)
+    info = await engine.hello()
+    assert info.open_apply == (await engine.health()).open_apply == apply
+    assert "apply a1 (3 to 4)" in info.reason
+    with pytest.raises(WeightSyncError, match="not the present one"):
+        await engine.resume(lease.lease_id, 4, "1")
+    await engine.resume("", 4, "1")
+    assert (await engine.health()).open_apply is None
+    assert engine.events == ["resume", "pause", "commit", "expire", "resume"]

@@ -58,6 +58,64 @@ BRIDGE_STATE_DEAD: BridgeState.ValueType  # 5
 """The engine process is dead."""
 Global___BridgeState: _TypeAlias = BridgeState  # noqa: Y015
 
+class _OnExpiry:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnExpiryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnExpiry.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_EXPIRY_UNSPECIFIED: _OnExpiry.ValueType  # 0
+    """Same as ON_EXPIRY_RESUME."""
+    ON_EXPIRY_RESUME: _OnExpiry.ValueType  # 1
+    """Resumes if every rank holds one verified version, else fences."""
+    ON_EXPIRY_FENCE: _OnExpiry.ValueType  # 2
+    """Fences, whatever the ranks hold: others may have decided otherwise. Only where Hello tells the
+    capability fences_on_expiry; a bridge without it resumes.
+    """
+
+class OnExpiry(_OnExpiry, metaclass=_OnExpiryEnumTypeWrapper):
+    """What the bridge does when the lease of a pause runs out."""
+
+ON_EXPIRY_UNSPECIFIED: OnExpiry.ValueType  # 0
+"""Same as ON_EXPIRY_RESUME."""
+ON_EXPIRY_RESUME: OnExpiry.ValueType  # 1
+"""Resumes if every rank holds one verified version, else fences."""
+ON_EXPIRY_FENCE: OnExpiry.ValueType  # 2
+"""Fences, whatever the ranks hold: others may have decided otherwise. Only where Hello tells the
+capability fences_on_expiry; a bridge without it resumes.
+"""
+Global___OnExpiry: _TypeAlias = OnExpiry  # noqa: Y015
+
+@_typing.final
+class OpenApply(_message.Message):
+    """An apply that others take part in, so that what the ranks hold does not decide it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_ID_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    apply_id: _builtins.str
+    """Names the apply in the server's journal, at most 64 bytes."""
+    base_version: _builtins.int
+    """What the engine served before it."""
+    version: _builtins.int
+    """What it shall make live."""
+    def __init__(
+        self,
+        *,
+        apply_id: _builtins.str = ...,
+        base_version: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_id", b"apply_id", "base_version", b"base_version", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenApply: _TypeAlias = OpenApply  # noqa: Y015
+
 @_typing.final
 class HelloRequest(_message.Message):
     """Opens the connection."""
@@ -104,6 +162,8 @@ class HelloResponse(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    OPEN_APPLY_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """Version of this contract."""
     engine_id: _builtins.str
@@ -116,6 +176,8 @@ class HelloResponse(_message.Message):
     """Why it is fenced."""
     model: _builtins.str
     """Name or path of the model, for people."""
+    nodes: _builtins.int
+    """On how many nodes the ranks are: as many on each, in order, the first here. 0: on this one."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ranks as dp/pp/tp, in the order of CallWorkers' replies."""
@@ -132,6 +194,12 @@ class HelloResponse(_message.Message):
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What makes this vLLM less safe than it need be, one sentence each."""
 
+    @_builtins.property
+    def open_apply(self) -> Global___OpenApply:
+        """That of the last pause with ON_EXPIRY_FENCE, until a Resume. While FENCED: nobody has decided
+        it for this engine; the server commits or restores what was decided and resumes.
+        """
+
     def __init__(
         self,
         *,
@@ -145,10 +213,12 @@ class HelloResponse(_message.Message):
         reason: _builtins.str = ...,
         model: _builtins.str = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        open_apply: Global___OpenApply | None = ...,
+        nodes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "engine_id", b"engine_id", "model", b"model", "nodes", b"nodes", "open_apply", b"open_apply", "protocol", b"protocol", "ranks", b"ranks", "reason", b"reason", "refusals", b"refusals", "state", b"state", "vllm_version", b"vllm_version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,6 +236,8 @@ class PauseRequest(_message.Message):
     AFTER_WAIT_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    ON_EXPIRY_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
     """keep, wait or abort."""
     clear_cache: _builtins.bool
@@ -176,6 +248,8 @@ class PauseRequest(_message.Message):
     """Names the server process, as in Hello. Any but the one that said hello last:
     FAILED_PRECONDITION; nobody has said hello since the engine's start: UNAVAILABLE.
     """
+    on_expiry: Global___OnExpiry.ValueType
+    """What happens when the lease runs out. An unknown value: INVALID_ARGUMENT."""
     @_builtins.property
     def wait_timeout(self) -> _duration_pb2.Duration:
         """For wait: how long."""
@@ -183,6 +257,10 @@ class PauseRequest(_message.Message):
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
         """How long the lease holds without renewal."""
+
+    @_builtins.property
+    def apply(self) -> Global___OpenApply:
+        """For ON_EXPIRY_FENCE, which needs one: what the pause is for."""
 
     def __init__(
         self,
@@ -193,10 +271,12 @@ class PauseRequest(_message.Message):
         after_wait: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
         server_id: _builtins.str = ...,
+        on_expiry: Global___OnExpiry.ValueType = ...,
+        apply: Global___OpenApply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "wait_timeout", b"wait_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "lease", b"lease", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "server_id", b"server_id", "wait_timeout", b"wait_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_wait", b"after_wait", "apply", b"apply", "clear_cache", b"clear_cache", "lease", b"lease", "mode", b"mode", "on_expiry", b"on_expiry", "server_id", b"server_id", "wait_timeout", b"wait_timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -605,6 +685,7 @@ class HealthResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     SLEEPING_FIELD_NUMBER: _builtins.int
     SERVER_ID_FIELD_NUMBER: _builtins.int
+    OPEN_APPLY_FIELD_NUMBER: _builtins.int
     state: Global___BridgeState.ValueType
     """Present state."""
     reason: _builtins.str
@@ -617,6 +698,10 @@ class HealthResponse(_message.Message):
     """True while the engine sleeps."""
     server_id: _builtins.str
     """The server that drives the engine; empty: none since its start."""
+    @_builtins.property
+    def open_apply(self) -> Global___OpenApply:
+        """As in Hello."""
+
     def __init__(
         self,
         *,
@@ -626,10 +711,11 @@ class HealthResponse(_message.Message):
         requests: _builtins.int = ...,
         sleeping: _builtins.bool = ...,
         server_id: _builtins.str = ...,
+        open_apply: Global___OpenApply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open_apply", b"open_apply"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "open_apply", b"open_apply", "reason", b"reason", "requests", b"requests", "server_id", b"server_id", "sleeping", b"sleeping", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,8 +110,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
-        one verified version, else fences.
+        """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,9 +40,7 @@ class EngineServiceStub:
     then on this server drives the engine, and calls of the one before are refused.
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
-    """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
-    one verified version, else fences.
-    """
+    """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says."""
     RenewLease: _grpc.UnaryUnaryMultiCallable[_engine_pb2.RenewLeaseRequest, _engine_pb2.RenewLeaseResponse]
     """Prolongs the lease. Unknown lease: FAILED_PRECONDITION."""
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
@@ -81,9 +79,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     then on this server drives the engine, and calls of the one before are refused.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
-    """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
-    one verified version, else fences.
-    """
+    """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says."""
     RenewLease: _aio.UnaryUnaryMultiCallable[_engine_pb2.RenewLeaseRequest, _engine_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Prolongs the lease. Unknown lease: FAILED_PRECONDITION."""
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
@@ -131,9 +127,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
-        """Stops generation under a lease. When the lease runs out the bridge resumes if every rank holds
-        one verified version, else fences.
-        """
+        """Stops generation under a lease. When the lease runs out the bridge does what on_expiry says."""
 
     @_abc_1.abstractmethod
     def RenewLease(

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from weightsync import failpoints
 from weightsync.engine import (
@@ -16,17 +16,19 @@ from weightsync.engine import (
     EngineInfo,
     EngineState,
     Lease,
+    OnExpiry,
     PauseSpec,
     SwitchOrder,
     SwitchOutcome,
 )
+from weightsync.engine.pause_lease import PauseLease
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.checkpoint import offer_files
 from weightsync.vllm.bridge.device_turns import DeviceTurns
 from weightsync.vllm.bridge.generation import GenerationControl
-from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text
-from weightsync.vllm.bridge.pause_lease import PauseLease
+from weightsync.vllm.bridge.llm_calls import VllmCalls, error_text, node_count
 from weightsync.vllm.bridge.received_updates import ReceivedUpdates
+from weightsync.vllm.bridge.shielded_tasks import ShieldedTasks
 from weightsync.vllm.bridge.sleep_guard import SleepGuard
 from weightsync.vllm.bridge.step_switch import SWITCH, Switching
 from weightsync.vllm.bridge.support import check_pause, config_refusals, safety_warnings
@@ -35,13 +37,11 @@ from weightsync.vllm.env import EngineSettings
 from weightsync.vllm.worker_protocol import METHODS, UPDATE, rank_names
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["VllmEngine"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: How long a lease that ran out waits for an engine core that may be inside a worker call.
 _ASK_S = 1.0
@@ -51,9 +51,9 @@ class VllmEngine:
     """Pauses, resumes and calls one vLLM engine. Everything runs on the loop of its AsyncLLM.
 
     It starts UNRECONCILED and paused, once `start` returned: weights that nobody has proved are
-    never served. A pause is a lease: when it runs out, the engine resumes only if every rank tells
-    the same proved version, and is fenced otherwise. It is fenced as well when vLLM takes longer
-    than a lease to stop or to start, until that call has returned.
+    never served. A pause is a lease: when it runs out, the engine resumes only if it was paused
+    with RESUME and every rank tells the same proved version, and is fenced otherwise. It is fenced
+    as well when vLLM takes longer than a lease to stop or to start, until that call has returned.
 
     Args:
         llm: vLLM's AsyncLLM.
@@ -77,7 +77,7 @@ class VllmEngine:
         self._reason = "no weightsync-server has proved the weights of this engine yet"
         self._lease = PauseLease(self._on_expiry)
         self._changes = asyncio.Lock()
-        self._tasks: set[asyncio.Future[Any]] = set()
+        self._tasks = ShieldedTasks()
         self._generation = GenerationControl(self._vllm, self._end_fenced)
         self.live = self._generation.live
         self._served = ""
@@ -86,7 +86,7 @@ class VllmEngine:
         able = self._vllm.capabilities
         self._turns = DeviceTurns(self._device_in_use, self._workers.settle)
         self.updates = ReceivedUpdates(
-            lambda args: self._whole(self._workers.call(UPDATE, args)),
+            lambda args: self._tasks.run(self._workers.call(UPDATE, args)),
             self._vllm.transfer_backend,
             self.condition,
             EngineSettings.load().update_timeout_s,
@@ -108,6 +108,7 @@ class VllmEngine:
             model=str(config.model_config.model),
             kind=kind,
             warnings=safety_warnings(),
+            nodes=node_count(config),
         )
 
     async def start(self) -> None:
@@ -118,8 +119,7 @@ class VllmEngine:
         """Stop the lease timer; vLLM itself is left as it is."""
         self._drop_lease()
         self._generation.close()
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
 
     def condition(self) -> tuple[EngineState, str]:
         """Return the present state and its reason without asking anybody."""
@@ -130,13 +130,19 @@ class VllmEngine:
     async def hello(self) -> EngineInfo:
         """Tell what the engine is."""
         state, reason = self.condition()
-        return dataclasses.replace(self._info, state=state, reason=reason)
+        open_apply = self._lease.open_apply
+        return dataclasses.replace(self._info, state=state, reason=reason, open_apply=open_apply)
 
     async def health(self) -> EngineHealth:
         """Tell how the engine is; answers at once whatever the engine core and the workers do."""
         state, reason = self.condition()
         return EngineHealth(
-            state, reason, self._info.engine_id, self._vllm.requests, self._sleep.asleep
+            state,
+            reason,
+            self._info.engine_id,
+            self._vllm.requests,
+            self._sleep.asleep,
+            open_apply=self._lease.open_apply,
         )
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
@@ -149,7 +155,7 @@ class VllmEngine:
                 REQUEST_INVALID. ENGINE_FENCED: vLLM did not stop within `lease_s`.
         """
         check_pause(spec, lease_s)
-        return await self._whole(self._pause(spec, lease_s))
+        return await self._tasks.run(self._pause(spec, lease_s))
 
     async def renew(self, lease_id: str, lease_s: float) -> None:
         """Prolong a lease to `lease_s` seconds from now.
@@ -157,8 +163,7 @@ class VllmEngine:
         Raises:
             WeightSyncError: ENGINE_REFUSED when the lease is not the present one.
         """
-        self._check_lease(lease_id)
-        self._lease.renew(lease_s)
+        self._lease.renew(lease_id, lease_s)
 
     async def resume(self, lease_id: str, version: int, content_digest: str) -> bool:
         """Start generation on a version that every rank has proved; returns if a label was set.
@@ -170,7 +175,7 @@ class VllmEngine:
             WeightSyncError: ENGINE_REFUSED when the ranks have not all reported `content_digest`.
                 ENGINE_FENCED: vLLM did not start in the time of a lease.
         """
-        return await self._whole(self._resume(lease_id, version, content_digest))
+        return await self._tasks.run(self._resume(lease_id, version, content_digest))
 
     async def switch(self, order: SwitchOrder) -> SwitchOutcome:
         """Let every rank change the version between two steps, without a pause.
@@ -179,11 +184,11 @@ class VllmEngine:
             WeightSyncError: APPLY_BUSY, ENGINE_ASLEEP, ENGINE_REFUSED: it does not serve the base;
                 nothing was written. ENGINE_AWAY: vLLM could not carry it out.
         """
-        return await self._whole(self._switch(order))
+        return await self._tasks.run(self._switch(order))
 
     async def fence(self, reason: str) -> None:
         """Keep the engine paused and refuse requests until `resume`."""
-        await self._whole(self._fence(reason))
+        await self._tasks.run(self._fence(reason))
 
     async def call_workers(self, method: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Run one of our worker methods on every rank; one reply per rank, in order.
@@ -199,27 +204,13 @@ class VllmEngine:
             raise WeightSyncError(
                 Reason.REQUEST_INVALID, f"no worker method {method!r}; use {sorted(known)}"
             )
-        return await self._whole(self._workers.call(method, args))
+        return await self._tasks.run(self._workers.call(method, args))
 
     async def offer_checkpoint(self, segment_socket: str, offer_id: str) -> list[str]:
         """Send read-only descriptors of the engine's checkpoint files over the segment socket."""
         return await asyncio.to_thread(offer_files, self._vllm.config, segment_socket, offer_id)
 
     # What runs to its end whether or not the caller waits.
-
-    async def _whole(self, work: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(work)
-        self._track(task)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            # Nobody will look at its outcome any more.
-            task.add_done_callback(_log_failure)
-            raise
-
-    def _track(self, task: asyncio.Future[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _pause(self, spec: PauseSpec, lease_s: float) -> Lease:
         async with self._changes:
@@ -235,7 +226,7 @@ class VllmEngine:
             self._workers.committed = None
             if self._state is EngineState.SERVING:
                 self._state, self._reason = EngineState.PAUSED, ""
-            return Lease(self._lease.take(lease_s), mode)
+            return Lease(self._lease.take(lease_s, spec), mode)
 
     def _stands(self) -> bool:
         return self._state is not EngineState.SERVING
@@ -263,7 +254,7 @@ class VllmEngine:
             self._check_ready()
             free = self._state in (EngineState.UNRECONCILED, EngineState.FENCED)
             if lease_id or not free:
-                self._check_lease(lease_id)
+                self._lease.check(lease_id)
             # Without a lease sleep mode could come before the first step.
             self._sleep.hold()
             try:
@@ -334,10 +325,13 @@ class VllmEngine:
         # At once: a pause or resume under way may take its time, requests are refused from now on.
         self._set_fenced(reason)
         async with self._changes:
-            self._end_fenced(reason)
-            if self._generation.generating:
-                # Of what was never proved no answer is worth waiting for.
-                await self._generation.halt("abort" if self._unproved else "keep")
+            await self._stand_fenced(reason)
+
+    async def _stand_fenced(self, reason: str) -> None:
+        self._end_fenced(reason)
+        if self._generation.generating:
+            # Of what was never proved no answer is worth waiting for.
+            await self._generation.halt("abort" if self._unproved else "keep")
 
     def _set_fenced(self, reason: str) -> None:
         self._state, self._reason = EngineState.FENCED, reason
@@ -368,33 +362,27 @@ class VllmEngine:
     # Leases.
 
     def _serve(self, content_digest: str) -> None:
-        self._drop_lease()
+        self._lease.settle()
+        self._sleep.release()
         self._served = content_digest
         self._workers.committed = None
         self._state, self._unproved = EngineState.SERVING, not content_digest
         self._reason = "" if content_digest else "nobody has proved yet what vLLM has loaded"
-
-    def _check_lease(self, lease_id: str) -> None:
-        if not self._lease.holds(lease_id):
-            raise WeightSyncError(
-                Reason.ENGINE_REFUSED,
-                f"lease {lease_id or '(none)'} is not the present one; pause the engine again",
-            )
 
     def _drop_lease(self) -> None:
         self._lease.drop()
         self._sleep.release()
 
     def _on_expiry(self, lease_id: str) -> None:
-        self._track(asyncio.ensure_future(self._expire(lease_id)))
+        self._tasks.start(self._expire(lease_id))
 
     async def _expire(self, lease_id: str) -> None:
-        """End a lease that nobody renewed: resume on one proved version, or fence."""
-        if self._lease.id != lease_id:
-            return
-        logger.warning("weightsync: lease %s ran out", lease_id)
+        """End a lease that nobody renewed, as its pause said, or fence."""
         try:
-            await self._end(lease_id)
+            await failpoints.reach("bridge.expire")
+            if self._lease.id == lease_id:
+                logger.warning("weightsync: lease %s ran out", lease_id)
+                await self._end(lease_id)
         except Exception as error:  # noqa: BLE001 - it becomes the reason of the fence
             # Nobody is there to try again, so that it must not stay paused without a reason.
             if self._lease.id == lease_id:
@@ -402,10 +390,21 @@ class VllmEngine:
                 self._end_fenced(f"the lease ran out and vLLM could not go on ({text})")
 
     async def _end(self, lease_id: str) -> None:
-        await failpoints.reach("bridge.expire")
         if self._state is not EngineState.PAUSED:
             self._drop_lease()
-            return
+        elif self._lease.on_expiry is OnExpiry.FENCE:
+            await self._fence_unless_resumed(lease_id, self._lease.undecided())
+        else:
+            await self._resume_on_proved(lease_id)
+
+    async def _fence_unless_resumed(self, lease_id: str, reason: str) -> None:
+        # At once: a resume that came in time may take its own, and then it counts.
+        self._set_fenced(reason)
+        async with self._changes:
+            if self._lease.id == lease_id:
+                await self._stand_fenced(reason)
+
+    async def _resume_on_proved(self, lease_id: str) -> None:
         begun = self._workers.commits
         question = asyncio.ensure_future(self._workers.proved())
         done, _ = await asyncio.wait({question}, timeout=_ASK_S)
@@ -437,8 +436,3 @@ class VllmEngine:
     def _check_ready(self) -> None:
         self._check_alive()
         self._generation.check_settled()
-
-
-def _log_failure(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("weightsync: %s", error_text(task.exception() or Exception()))

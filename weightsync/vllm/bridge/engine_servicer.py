@@ -9,7 +9,14 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync import failpoints
-from weightsync.engine import PROTOCOL_VERSION, EngineState, PauseSpec, SwitchOrder
+from weightsync.engine import (
+    PROTOCOL_VERSION,
+    EngineState,
+    OnExpiry,
+    PauseSpec,
+    SwitchOrder,
+)
+from weightsync.engine.open_apply import from_message, to_message
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
@@ -35,6 +42,12 @@ _STATES = {
     EngineState.PAUSED: pb.BRIDGE_STATE_PAUSED,
     EngineState.FENCED: pb.BRIDGE_STATE_FENCED,
     EngineState.DEAD: pb.BRIDGE_STATE_DEAD,
+}
+
+_ON_EXPIRY = {
+    pb.ON_EXPIRY_UNSPECIFIED: OnExpiry.RESUME,
+    pb.ON_EXPIRY_RESUME: OnExpiry.RESUME,
+    pb.ON_EXPIRY_FENCE: OnExpiry.FENCE,
 }
 
 
@@ -104,6 +117,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             reason=info.reason,
             model=info.model,
             warnings=info.warnings,
+            open_apply=to_message(info.open_apply),
+            nodes=info.nodes,
         )
 
     @_with_status
@@ -115,6 +130,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             clear_cache=request.clear_cache,
             wait_timeout_s=request.wait_timeout.ToTimedelta().total_seconds(),
             after_wait=request.after_wait or "keep",
+            on_expiry=_on_expiry(request.on_expiry),
+            apply=from_message(request.apply),
         )
         lease = await self._engine.pause(spec, request.lease.ToTimedelta().total_seconds())
         await failpoints.reach("bridge.paused")
@@ -227,6 +244,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             requests=health.requests,
             sleeping=health.sleeping,
             server_id=self._driver,
+            open_apply=to_message(health.open_apply),
         )
 
     def _check_driver(self, request: Any) -> None:
@@ -242,6 +260,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             Reason.ENGINE_REFUSED,
             "another weightsync-server has taken this engine over; stop one of the two",
         )
+
+
+def _on_expiry(value: pb.OnExpiry.ValueType) -> OnExpiry:
+    if value not in _ON_EXPIRY:
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"on_expiry {value} is not known here; install the same weightsync release on both "
+            "sides",
+        )
+    return _ON_EXPIRY[value]
 
 
 def _arguments(raw: bytes) -> dict[str, Any]:

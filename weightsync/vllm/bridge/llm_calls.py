@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.engine import BETWEEN_STEPS, LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS, WEIGHT_UPDATES
+from weightsync.engine import (
+    BETWEEN_STEPS,
+    FENCES_ON_EXPIRY,
+    LAYOUT_CHECK,
+    READ_AHEAD,
+    VERSION_LOADS,
+    WEIGHT_UPDATES,
+)
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.engine_cores import EngineCores
 from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
@@ -12,7 +19,7 @@ from weightsync.vllm.worker_protocol import RECEIVING_BACKENDS
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
-__all__ = ["VllmCalls", "error_text", "guarded"]
+__all__ = ["VllmCalls", "error_text", "guarded", "node_count"]
 
 T = TypeVar("T")
 
@@ -33,6 +40,16 @@ async def guarded(call: Awaitable[T]) -> T:
     except Exception as error:
         msg = f"vLLM did not do it ({error_text(error)}); look into its log"
         raise WeightSyncError(Reason.ENGINE_AWAY, msg) from error
+
+
+def node_count(config: Any) -> int:
+    """Return on how many nodes the workers of an engine core are, by vLLM's VllmConfig."""
+    return int(getattr(config.parallel_config, "nnodes", 1))
+
+
+def _steps_as_one(config: Any, cores: EngineCores) -> bool:
+    stages = int(config.parallel_config.pipeline_parallel_size)
+    return cores.count == stages == node_count(config) == 1
 
 
 class VllmCalls:
@@ -58,8 +75,11 @@ class VllmCalls:
     @property
     def capabilities(self) -> frozenset[str]:
         """What this release can do beyond the least that we need."""
-        found = {"cache_keep", LAYOUT_CHECK, READ_AHEAD, VERSION_LOADS}
-        if self.cores.count == self.config.parallel_config.pipeline_parallel_size == 1:
+        found = {"cache_keep", FENCES_ON_EXPIRY, LAYOUT_CHECK}
+        if node_count(self.config) == 1:
+            # What comes in, and what loaders read, is on this host alone.
+            found |= {READ_AHEAD, VERSION_LOADS}
+        if _steps_as_one(self.config, self.cores):
             # Tensor parallel ranks vote, and no step runs meanwhile; who else steps has no vote.
             found.add(BETWEEN_STEPS)
         if hasattr(self.llm, "update_weight_version"):

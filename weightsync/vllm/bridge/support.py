@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weightsync.engine import OnExpiry
+from weightsync.engine.pause_lease import MAX_LEASE_S
 from weightsync.errors import Reason, WeightSyncError
-from weightsync.vllm.bridge.pause_lease import MAX_LEASE_S
 from weightsync.vllm.draft import draft_refusals
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["check_pause", "config_refusals", "safety_warnings"]
 
 _MODES = ("keep", "wait", "abort")
+#: Longest name of an apply; it is shown to whoever is refused.
+_MAX_ID_BYTES = 64
 #: Settings of vLLM's environment, and what each lets strangers do.
 _UNSAFE = {
     "VLLM_SERVER_DEV_MODE": (
@@ -48,6 +51,13 @@ def check_pause(spec: PauseSpec, lease_s: float) -> None:
     if not 0 < lease_s <= MAX_LEASE_S:
         raise WeightSyncError(
             Reason.REQUEST_INVALID, f"a lease of {lease_s} s; use more than 0 and up to 3600"
+        )
+    if spec.on_expiry is OnExpiry.FENCE and (
+        spec.apply is None or not 0 < len(spec.apply.apply_id.encode()) <= _MAX_ID_BYTES
+    ):
+        raise WeightSyncError(
+            Reason.REQUEST_INVALID,
+            f"a pause that fences on expiry names its apply in 1 to {_MAX_ID_BYTES} bytes",
         )
 
 
@@ -84,9 +94,10 @@ def _reach_checks(parallel: Any, cores: EngineCores) -> tuple[tuple[bool, str], 
         (
             balanced,
             (
-                "an external or hybrid data parallel load balancer is not supported, because each "
-                "API server reaches only its own engine cores; start vLLM without "
-                "--data-parallel-external-lb, --data-parallel-hybrid-lb and --data-parallel-rank"
+                "an external or hybrid data parallel load balancer is not supported, because data "
+                "parallel ranks pause together and each API server reaches only its own; start "
+                "vLLM without --data-parallel-external-lb, --data-parallel-hybrid-lb and "
+                "--data-parallel-rank, and replicas that share no experts as vLLMs of their own"
             ),
         ),
         (
@@ -104,10 +115,18 @@ def _reach_checks(parallel: Any, cores: EngineCores) -> tuple[tuple[bool, str], 
             ),
         ),
         (
-            getattr(parallel, "nnodes", 1) > 1 or (local < size and not balanced),
+            local < size and not balanced,
             (
-                "ranks on other hosts are not supported, because they do not reach the weights in "
-                "this host's memory; start one vLLM per host"
+                "data parallel ranks on other hosts are not supported, because nobody stages "
+                "weights for them; start one vLLM per host, or spread one rank's workers with "
+                "--nnodes"
+            ),
+        ),
+        (
+            size > 1 and getattr(parallel, "nnodes", 1) > 1,
+            (
+                "--nnodes with data parallel ranks is not supported, because which of them are on "
+                "which node is not known; start vLLM without --data-parallel-size"
             ),
         ),
         (

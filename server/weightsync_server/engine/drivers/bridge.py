@@ -15,10 +15,12 @@ from weightsync.engine import (
     EngineInfo,
     EngineState,
     Lease,
+    OnExpiry,
     PauseSpec,
     SwitchOrder,
     SwitchOutcome,
 )
+from weightsync.engine.open_apply import from_message, to_message
 from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
@@ -48,6 +50,10 @@ _STATES = {
     pb.BRIDGE_STATE_PAUSED: EngineState.PAUSED,
     pb.BRIDGE_STATE_FENCED: EngineState.FENCED,
     pb.BRIDGE_STATE_DEAD: EngineState.DEAD,
+}
+_ON_EXPIRY = {
+    OnExpiry.RESUME: pb.ON_EXPIRY_RESUME,
+    OnExpiry.FENCE: pb.ON_EXPIRY_FENCE,
 }
 
 
@@ -103,10 +109,12 @@ class BridgeEngine:
             model=answer.model,
             kind="bridge",
             warnings=tuple(answer.warnings),
+            open_apply=from_message(answer.open_apply),
+            nodes=answer.nodes or 1,
         )
 
     async def pause(self, spec: PauseSpec, lease_s: float) -> Lease:
-        """Return when generation stands still; it starts again by itself after `lease_s`."""
+        """Return when generation stands still; the pause ends by itself after `lease_s`."""
         request = pb.PauseRequest(
             mode=spec.mode,
             clear_cache=spec.clear_cache,
@@ -114,6 +122,8 @@ class BridgeEngine:
             after_wait=spec.after_wait,
             lease=duration(lease_s),
             server_id=self._id,
+            on_expiry=_ON_EXPIRY[spec.on_expiry],
+            apply=to_message(spec.apply),
         )
         self._resume_s = max(lease_s + _GRACE_S, _RESUME_S)
         longest = lease_s + _GRACE_S + (spec.wait_timeout_s if spec.mode == "wait" else 0)
@@ -193,6 +203,7 @@ class BridgeEngine:
             engine_id=answer.engine_id,
             requests=answer.requests,
             sleeping=answer.sleeping,
+            open_apply=from_message(answer.open_apply),
         )
 
     async def close(self) -> None:

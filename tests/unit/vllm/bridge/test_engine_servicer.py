@@ -15,15 +15,26 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm
+from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm, _until
 from weightsync import failpoints
-from weightsync.engine import BETWEEN_STEPS, EngineState, PauseSpec, SwitchOrder, WaitingUpdate
+from weightsync.engine import (
+    BETWEEN_STEPS,
+    FENCES_ON_EXPIRY,
+    EngineState,
+    OnExpiry,
+    OpenApply,
+    PauseSpec,
+    SwitchOrder,
+    WaitingUpdate,
+)
+from weightsync.engine.v1 import engine_pb2 as pb
 from weightsync.engine.v1 import engine_pb2_grpc
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.vllm.bridge.adapter import VllmEngine
 from weightsync.vllm.bridge.engine_servicer import EngineServicer
 from weightsync_server.engine.drivers import bridge
 from weightsync_server.engine.drivers.bridge import BridgeEngine
+from weightsync_server.engine.pause_options import duration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -111,6 +122,42 @@ async def test_the_server_that_said_hello_last_drives(
         await second.fence("of the second")
         await second.resume("", 7, DIGEST)
         assert (await second.health()).state is EngineState.SERVING
+
+
+async def test_a_server_that_connects_learns_which_apply_is_open(
+    folder: str, first: BridgeEngine, second: BridgeEngine
+) -> None:
+    async with _bridge(Llm(), folder) as engine:
+        info = await first.hello()
+        assert FENCES_ON_EXPIRY in info.capabilities
+        assert info.open_apply is None
+        await first.resume("", 7, DIGEST)
+        apply = OpenApply("a1", 7, 8)
+        await first.pause(PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply), 0.05)
+        await _until(lambda: engine.condition()[0] is EngineState.FENCED)
+        info, health = await second.hello(), await second.health()
+        assert info.state is health.state is EngineState.FENCED
+        assert info.open_apply == health.open_apply == apply
+        assert "before it was decided" in info.reason
+        await second.resume("", 7, DIGEST)
+        assert (await second.health()).open_apply is None
+        # A pause that says nothing resumes by itself, as that of an older server.
+        await second.pause(PauseSpec(), 0.05)
+        await _until(lambda: engine.condition()[0] is EngineState.SERVING)
+
+
+async def test_an_end_of_a_pause_that_is_not_known_is_refused(
+    folder: str, first: BridgeEngine
+) -> None:
+    async with _bridge(Llm(), folder) as engine:
+        await first.hello()
+        await first.resume("", 7, DIGEST)
+        request = pb.PauseRequest(lease=duration(5), on_expiry=9, server_id=first._id)  # type: ignore[arg-type] # of a later release
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await first._stub.Pause(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "on_expiry 9 is not known" in (caught.value.details() or "")
+        assert engine.condition()[0] is EngineState.SERVING
 
 
 async def test_a_new_start_of_an_engine_wants_a_hello_first(

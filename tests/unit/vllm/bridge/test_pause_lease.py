@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.clocks import Clocks
 from tests.unit.vllm.bridge.test_adapter import DIGEST, Llm, _refused, _serving, _state, _until
-from weightsync.engine import EngineState, PauseSpec
+from weightsync import failpoints
+from weightsync.engine import EngineState, OnExpiry, OpenApply, PauseSpec
 from weightsync.errors import Reason
-from weightsync.vllm.bridge.pause_lease import PauseLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,22 +63,120 @@ async def test_a_server_that_tells_no_version_loses_no_label() -> None:
     assert llm.log[-2:] == ["label 7", "resume"]
 
 
-async def test_the_wall_clock_moves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = Clocks.over(monkeypatch)
-    ended: list[str] = []
-    lease = PauseLease(ended.append)
-    held = lease.take(60)
-    for jump in (-3600, 86_400):
-        clocks.wall += jump
-        assert lease.holds(held)
-    clocks.monotonic += 59
-    assert lease.holds(held)
-    clocks.monotonic += 1
-    assert not lease.holds(held)
-    lease.renew(5)
-    assert lease.holds(held)
-    lease.drop()
-    assert not lease.holds(held)
-    assert not lease.holds("")
-    await asyncio.sleep(0)
-    assert ended == []
+def _fencing(apply_id: str = "a1") -> PauseSpec:
+    return PauseSpec(on_expiry=OnExpiry.FENCE, apply=OpenApply(apply_id, 7, 8))
+
+
+async def test_a_pause_that_fences_generates_nothing_when_it_runs_out() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(_fencing(), 0.02)
+    assert (await engine.health()).open_apply == OpenApply("a1", 7, 8)
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    await asyncio.sleep(0.05)
+    # Whatever every rank holds: nobody was asked, and nothing was started.
+    assert llm.log == ["mm", ("keep", True)]
+    state, reason = engine.condition()
+    assert state is EngineState.FENCED
+    assert "the pause of apply a1 (7 to 8) ran out before it was decided" in reason
+    assert (await engine.hello()).open_apply == OpenApply("a1", 7, 8)
+    # It is too late for whoever has come by the lease.
+    for late in (engine.renew(lease.lease_id, 60), engine.resume(lease.lease_id, 7, DIGEST)):
+        assert (await _refused(late)).reason is Reason.ENGINE_REFUSED
+    assert _state(engine) is EngineState.FENCED
+    # What was decided is placed, proved and served.
+    llm.digests = ["b" * 32] * 2
+    await engine.call_workers("weightsync_commit", {"apply_id": "a1", "version": 8})
+    await engine.resume("", 8, "b" * 32)
+    health = await engine.health()
+    assert (health.state, health.open_apply) == (EngineState.SERVING, None)
+    assert llm.log[-2:] == ["label 8", "resume"]
+
+
+async def test_a_pause_that_fences_goes_on_as_any_while_it_is_renewed() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(_fencing(), 0.3)
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        await engine.renew(lease.lease_id, 0.3)
+    assert _state(engine) is EngineState.PAUSED
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    assert (await engine.health()).open_apply is None
+    assert _state(engine) is EngineState.SERVING
+
+
+async def test_a_pause_that_fences_does_not_wait_for_a_rank_that_hangs() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(_fencing(), 0.02)
+    llm.gate.clear()
+    hanging = asyncio.create_task(engine.call_workers("weightsync_commit", {"apply_id": "a1"}))
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    llm.gate.set()
+    await hanging
+    await asyncio.sleep(0.02)
+    assert _state(engine) is EngineState.FENCED
+    assert "resume" not in llm.log
+
+
+async def test_a_renewal_that_comes_too_late_does_not_lift_the_fence() -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    lease = await engine.pause(_fencing(), 0.05)
+    time.sleep(0.1)  # noqa: ASYNC251 - the loop itself must stand still
+    assert (await _refused(engine.renew(lease.lease_id, 60))).reason is Reason.ENGINE_REFUSED
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    assert "resume" not in llm.log
+
+
+async def test_the_end_of_one_pause_does_not_end_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failpoints, "_plan", failpoints._Plan("bridge.expire=1*sleep(0.3)"))
+    llm = Llm()
+    engine = await _serving(llm)
+    await engine.pause(_fencing(), 0.02)
+    # It has run out, and what it ends in is on its way.
+    await asyncio.sleep(0.1)
+    await engine.fence("the server asks every rank what it holds")
+    await engine.resume("", 7, DIGEST)
+    lease = await engine.pause(_fencing("a2"), 60)
+    await asyncio.sleep(0.4)
+    assert _state(engine) is EngineState.PAUSED
+    await engine.resume(lease.lease_id, 7, DIGEST)
+    assert _state(engine) is EngineState.SERVING
+
+
+async def test_a_resume_that_came_in_time_counts() -> None:
+    class Slow(Llm):
+        go = asyncio.Event()
+
+        async def resume_generation(self) -> None:
+            await self.go.wait()
+            await super().resume_generation()
+
+    llm = Slow()
+    llm.go.set()
+    engine = await _serving(llm)
+    lease = await engine.pause(_fencing(), 1.0)
+    llm.go.clear()
+    await asyncio.sleep(0.5)
+    resuming = asyncio.create_task(engine.resume(lease.lease_id, 7, DIGEST))
+    # Requests are refused meanwhile.
+    await _until(lambda: _state(engine) is EngineState.FENCED)
+    llm.go.set()
+    await resuming
+    await asyncio.sleep(0.02)
+    assert _state(engine) is EngineState.SERVING
+    assert (await engine.health()).open_apply is None
+
+
+@pytest.mark.parametrize("apply", [None, OpenApply("", 7, 8), OpenApply("x" * 65, 7, 8)])
+async def test_a_pause_that_fences_names_its_apply(apply: OpenApply | None) -> None:
+    llm = Llm()
+    engine = await _serving(llm)
+    spec = PauseSpec(on_expiry=OnExpiry.FENCE, apply=apply)
+    error = await _refused(engine.pause(spec, 1.0))
+    assert error.reason is Reason.REQUEST_INVALID
+    assert "names its apply in 1 to 64 bytes" in error.message
+    assert llm.log == []
+    assert _state(engine) is EngineState.SERVING

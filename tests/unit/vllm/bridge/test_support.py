@@ -41,9 +41,10 @@ def _refusals(
         {"tensor_parallel_size": 4, "pipeline_parallel_size": 2},
         {"data_parallel_size": 2, "data_parallel_size_local": 2},
         {"data_parallel_size": 4, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"nnodes": 2, "tensor_parallel_size": 2},
         {"nnodes": 1, "_api_process_count": 1, "use_ray": False, "enable_elastic_ep": False},
     ],
-    ids=["one", "stages", "replicas", "experts", "defaults"],
+    ids=["one", "stages", "replicas", "experts", "nodes", "defaults"],
 )
 def test_all_ranks_that_are_reached_from_here_are_supported(parallel: dict[str, Any]) -> None:
     assert _refusals(parallel) == ()
@@ -57,7 +58,7 @@ def test_all_ranks_that_are_reached_from_here_are_supported(parallel: dict[str, 
         ({"data_parallel_size": 2, "_api_process_count": 2}, 2, "--api-server-count 1"),
         ({"use_ray": True}, 1, "--distributed-executor-backend mp"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, 2, "--data-parallel-backend"),
-        ({"nnodes": 2}, 1, "one vLLM per host"),
+        ({"nnodes": 2, "data_parallel_size": 2}, 2, "without --data-parallel-size"),
         ({"data_parallel_size": 2, "data_parallel_size_local": 1}, 2, "one vLLM per host"),
         ({"data_parallel_size": 2}, 1, "1 engine cores answer for data parallel size 2"),
         ({"data_parallel_size": 2, "data_parallel_index": None}, 2, "from 0.26 to 0.33"),

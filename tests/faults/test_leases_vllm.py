@@ -1,0 +1,140 @@
+"""A server that dies in the pause of a real vLLM, and what the end of its lease leaves behind.
+
+One vLLM for the module, with a real server beside it. The pause is taken by a process of its own,
+by the client that the server uses, so that it can be killed in it and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.faulty_site import FaultySite, running_site
+from weightsync.v1 import weightsync_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.alone,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("whole"),
+]
+
+#: Of the pauses here, seconds.
+_LEASE_S = 1.0
+_ORDER = {"model": "model", "prompt": "One two", "max_tokens": 480, "ignore_eos": True}
+#: Connects, waits for a word, pauses vLLM, and stays in the pause without renewing it.
+_PAUSER = """
+import asyncio, sys
+from weightsync.engine import OnExpiry, OpenApply, PauseSpec
+from weightsync_server.engine.drivers.bridge import BridgeEngine
+
+async def main(address, end, lease_s, version):
+    engine = BridgeEngine(address)
+    await engine.hello()
+    print("connected", flush=True)
+    sys.stdin.readline()
+    apply = OpenApply("a1", int(version), int(version) + 1) if end == "fence" else None
+    spec = PauseSpec(clear_cache=False, on_expiry=OnExpiry(end), apply=apply)
+    await engine.pause(spec, float(lease_s))
+    print("paused", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[FaultySite]:
+    with running_site() as site:
+        yield site
+
+
+class _Order:
+    """A request that takes some seconds."""
+
+    def __init__(self, site: FaultySite) -> None:
+        self._site = site
+        self._made: list[int] = []
+        self._thread = threading.Thread(target=self._ask)
+
+    def begin(self) -> None:
+        """Return when tokens are generated."""
+        before = _generated(self._site)
+        self._thread.start()
+        while _generated(self._site) == before:
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        """Return how many tokens were made."""
+        self._thread.join(60)
+        return self._made[0]
+
+    def _ask(self) -> None:
+        status, answer = self._site.vllm.request("/v1/completions", _ORDER)
+        self._made.append(answer["usage"]["completion_tokens"] if status == 200 else 0)
+
+
+def _generated(site: FaultySite) -> float:
+    """Return how many tokens vLLM has generated since it started."""
+    _, text = site.vllm.request("/metrics")
+    lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def _die_in_a_pause(site: FaultySite, end: str, order: _Order) -> int:
+    """Kill the server, and another one in a pause that ends as told; return what is live."""
+    live = site.server.wait_serving().live_version
+    site.server.kill()
+    address = f"unix:{site.vllm.engine_socket}"
+    command = [sys.executable, "-c", _PAUSER, address, end, str(_LEASE_S), str(live)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as pauser:
+        assert pauser.stdin is not None
+        assert pauser.stdout is not None
+        try:
+            assert pauser.stdout.readline() == "connected\n"
+            order.begin()
+            pauser.stdin.write("pause\n")
+            pauser.stdin.flush()
+            assert pauser.stdout.readline() == "paused\n"
+        finally:
+            pauser.kill()
+    return live
+
+
+def test_a_pause_that_fences_answers_503_until_a_server_has_decided(site: FaultySite) -> None:
+    order = _Order(site)
+    live = _die_in_a_pause(site, "fence", order)
+    time.sleep(_LEASE_S + 1)
+    assert f"the pause of apply a1 ({live} to {live + 1}) ran out" in site.refusal()
+    made = _generated(site)
+    for _ in range(20):
+        assert site.ask() == "503"
+        time.sleep(0.1)
+    assert _generated(site) == made, "tokens were generated behind the fence"
+    site.server.start()
+    assert site.recover() == site.content[live]
+    status = site.server.stub.GetStatus(pb.GetStatusRequest(), timeout=5)
+    assert status.models[0].live_version == live
+    # What was under way when it was paused goes on where it stood.
+    assert order.end() == 480
+    assert _generated(site) > made
+
+
+def test_a_pause_that_resumes_goes_on_without_a_server(site: FaultySite) -> None:
+    order = _Order(site)
+    live = _die_in_a_pause(site, "resume", order)
+    time.sleep(_LEASE_S + 1)
+    assert site.ask() == site.content[live]
+    assert order.end() == 480
+    site.server.start()
+    assert site.recover() == site.content[live]

@@ -1,0 +1,86 @@
+"""One lease at a time, by a clock that nobody moves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.clocks import Clocks
+from weightsync.engine import OnExpiry, OpenApply, PauseSpec
+from weightsync.engine.pause_lease import PauseLease
+from weightsync.errors import Reason, WeightSyncError
+
+APPLY = OpenApply("a1", 3, 4)
+FENCING = PauseSpec(on_expiry=OnExpiry.FENCE, apply=APPLY)
+
+
+def _refused(lease: PauseLease, lease_id: str) -> bool:
+    try:
+        lease.check(lease_id)
+    except WeightSyncError as error:
+        return error.reason is Reason.ENGINE_REFUSED
+    return False
+
+
+def _open(lease: PauseLease) -> OpenApply | None:
+    return lease.open_apply
+
+
+async def test_the_wall_clock_moves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks.over(monkeypatch)
+    ended: list[str] = []
+    lease = PauseLease(ended.append)
+    present = lease.take(60, PauseSpec())
+    for jump in (-3600, 86_400):
+        clocks.wall += jump
+        assert not _refused(lease, present)
+    clocks.monotonic += 59
+    lease.renew(present, 60)
+    clocks.monotonic += 59
+    assert not _refused(lease, present)
+    lease.drop()
+    assert _refused(lease, present)
+    assert _refused(lease, "")
+    await asyncio.sleep(0)
+    assert ended == []
+
+
+async def test_a_lease_that_ran_out_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks.over(monkeypatch)
+    lease = PauseLease(lambda _: None)
+    present = lease.take(60, FENCING)
+    clocks.monotonic += 60
+    # The timer of the loop has not fired: the message is read first.
+    with pytest.raises(WeightSyncError, match="not the present one"):
+        lease.renew(present, 60)
+    assert _refused(lease, present)
+    lease.drop()
+
+
+async def test_an_apply_is_open_until_generation_starts() -> None:
+    lease = PauseLease(lambda _: None)
+    lease.take(60, FENCING)
+    assert _open(lease) == APPLY
+    lease.drop()
+    assert _open(lease) == APPLY
+    assert "apply a1 (3 to 4) ran out" in lease.undecided()
+    # One of this server alone decides nothing of what others take part in.
+    lease.take(60, PauseSpec())
+    assert lease.on_expiry is OnExpiry.RESUME
+    assert _open(lease) == APPLY
+    lease.settle()
+    assert _open(lease) is None
+    assert not lease.id
+
+
+async def test_the_timer_of_a_lease_that_was_dropped_does_not_end_the_next() -> None:
+    ended: list[str] = []
+    lease = PauseLease(ended.append)
+    lease.take(0.02, FENCING)
+    lease.drop()
+    second = lease.take(60, FENCING)
+    await asyncio.sleep(0.05)
+    assert ended == []
+    assert not _refused(lease, second)
+    lease.drop()
