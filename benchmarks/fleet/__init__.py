@@ -1,0 +1,1 @@
+"""How long a fleet takes to be live on a new version."""
