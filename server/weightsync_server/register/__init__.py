@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.store.objects.object_keys import SCHEMES
 
 if TYPE_CHECKING:
     from weightsync_server.register.etcd_tls import EtcdTls
@@ -20,10 +21,11 @@ def open_register(url: str, tls: EtcdTls | None = None, *, timeout_s: float = 10
 
     Args:
         url: `file:///absolute/path`, or `etcd://host:port,host:port/prefix` (`etcds://` for TLS)
-            with an address of each of etcd's members and the start of all keys.
+            with an address of each of etcd's members and the start of all keys; or
+            `s3://bucket/prefix`, `gs://...` or `az://...`, a place that is used for nothing else.
         tls: Files for `etcds://`; None: the certificate authorities of this host, and no client
             certificate.
-        timeout_s: The longest time of one call to etcd, in seconds, with all tries.
+        timeout_s: The longest time of one call to etcd or a bucket, in seconds, with all tries.
 
     Raises:
         WeightSyncError: REQUEST_INVALID or NOT_SUPPORTED, naming what is wrong with it.
@@ -48,8 +50,13 @@ def open_register(url: str, tls: EtcdTls | None = None, *, timeout_s: float = 10
         parts = urlsplit(url)
         if not (parts.netloc or parts.query or parts.fragment) and parts.path.startswith("/"):
             return FolderRegister(Path(unquote(parts.path)))
+    if scheme in SCHEMES:
+        from weightsync_server.register.bucket_register import BucketRegister
+
+        return BucketRegister(url, timeout_s)
     raise WeightSyncError(
         Reason.NOT_SUPPORTED,
         f"no register can be opened at {url!r}; use file:///absolute/path, "
-        "etcd://host:port,host:port/prefix or etcds:// with the same",
+        "etcd://host:port,host:port/prefix or etcds:// with the same, s3://bucket/prefix, gs:// or "
+        "az://",
     )

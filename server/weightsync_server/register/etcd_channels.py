@@ -11,6 +11,7 @@ import grpc
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
 from weightsync.etcd.v3 import etcd_pb2_grpc
+from weightsync.wire.keepalive import keepalive
 from weightsync_server.register.etcd_tls import EtcdTls
 
 if TYPE_CHECKING:
@@ -24,10 +25,7 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.enable_http_proxy", 0),
     # A member that is frozen still has its connection. etcd hangs up on whoever pings more often
     # than every 5 s, or without a call.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    # gRPC measures a link by pings of its own, which get a minute, and sends no other meanwhile.
-    ("grpc.http2.ping_timeout_ms", 2_000),
+    *keepalive(6, 2),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -44,6 +42,14 @@ _REFUSALS = {
     grpc.StatusCode.PERMISSION_DENIED: Reason.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
     grpc.StatusCode.UNIMPLEMENTED: Reason.NOT_SUPPORTED,
+}
+#: What etcd answers, as if the request were wrong, to a client that shows no certificate.
+_NOBODY = "user name is empty"
+_REMEDIES = {
+    Reason.PERMISSION_DENIED: "give this client's user in etcd the rights that docs/security.md "
+    "lists",
+    Reason.UNAUTHENTICATED: "use a client certificate whose common name is a user of etcd with the "
+    "rights that docs/security.md lists",
 }
 
 
@@ -145,6 +151,6 @@ def refusal(error: grpc.aio.AioRpcError, what: str) -> WeightSyncError | None:
 
 def refused(reason: Reason, what: str, why: str) -> WeightSyncError:
     """Return the refusal of a call, with etcd's own words for it."""
-    return WeightSyncError(
-        reason, f"{what} was refused by etcd: {why}; see etcd's users, roles and log"
-    )
+    reason = Reason.UNAUTHENTICATED if _NOBODY in why else reason
+    remedy = _REMEDIES.get(reason, "see etcd's log")
+    return WeightSyncError(reason, f"{what} was refused by etcd: {why}; {remedy}")

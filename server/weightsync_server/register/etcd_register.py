@@ -21,7 +21,7 @@ from weightsync_server.register.register import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from weightsync_server.register.etcd_channels import EtcdChannels
 
@@ -29,6 +29,8 @@ __all__ = ["EtcdRegister"]
 
 #: Keys of one answer: with values of 4 KB they stay far below gRPC's 4 MiB.
 _PAGE = 256
+#: Of one transaction, as etcd is set up by itself.
+_MOST_OPERATIONS = 128
 #: How long a watch lasts until another takes its place, and the pause before, in seconds.
 _WATCH_S, _PAUSE_S = 30.0, 0.2
 #: A member of etcd without a leader ends the watch, instead of staying silent.
@@ -67,9 +69,7 @@ class EtcdRegister:
             success=[pb.RequestOp(request_put=pb.PutRequest(key=path, value=value))],
             failure=[pb.RequestOp(request_range=pb.RangeRequest(key=path))],
         )
-        reply = await self._channels.call(
-            f"creating {key}", lambda stubs, limit: stubs.kv.Txn(request, timeout=limit)
-        )
+        reply = await self._change(f"creating {key}", request)
         if reply.succeeded:
             return Creation(created=True, value=value)
         found = reply.responses[0].response_range.kvs[0]
@@ -94,6 +94,18 @@ class EtcdRegister:
                 request.key = page.kvs[-1].key + b"\0"
                 request.revision = request.revision or page.header.revision
         return found
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys, as in `Register`: so many in one transaction."""
+        paths = [self._path(check_key(key)) for key in keys]
+        for at in range(0, len(paths), _MOST_OPERATIONS):
+            request = pb.TxnRequest(
+                success=[
+                    pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=path))
+                    for path in paths[at : at + _MOST_OPERATIONS]
+                ]
+            )
+            await self._change(f"removing {len(keys)} keys", request)
 
     async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
         """Be told of changes by etcd, as in `Register`.
@@ -138,6 +150,11 @@ class EtcdRegister:
     async def _range(self, what: str, request: pb.RangeRequest) -> pb.RangeResponse:
         return await self._channels.call(
             what, lambda stubs, limit: stubs.kv.Range(request, timeout=limit)
+        )
+
+    async def _change(self, what: str, request: pb.TxnRequest) -> pb.TxnResponse:
+        return await self._channels.call(
+            what, lambda stubs, limit: stubs.kv.Txn(request, timeout=limit)
         )
 
     def _all(self, prefix: str) -> pb.RangeRequest:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
+from weightsync_server.auth.client_tls import ClientTls
 
-from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.auth.secret_files import read_private
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import grpc
 
 __all__ = ["EtcdTls"]
 
@@ -34,41 +35,4 @@ class EtcdTls:
         Raises:
             WeightSyncError: REQUEST_INVALID; one is missing, cannot be read or does not fit.
         """
-        if (self.certificate is None) != (self.key is None):
-            raise _invalid("a client certificate for etcd needs its key, and a key its certificate")
-        credentials = grpc.ssl_channel_credentials(
-            _read(self.ca, "etcd's CA") if self.ca else None,
-            read_private(self.key, "the key for etcd") if self.key else None,
-            _read(self.certificate, "the certificate for etcd") if self.certificate else None,
-        )
-        self._check()
-        return credentials
-
-    def _check(self) -> None:
-        # gRPC takes anything, and then connects to nobody.
-        try:
-            context = ssl.create_default_context(cafile=self.ca)
-        except ssl.SSLError:
-            raise _invalid(
-                f"etcd's CA {self.ca} holds no certificate in PEM; name another"
-            ) from None
-        if self.certificate and self.key:
-            try:
-                # The password keeps OpenSSL from asking for one at the terminal.
-                context.load_cert_chain(self.certificate, self.key, password="")
-            except ssl.SSLError:
-                raise _invalid(
-                    f"{self.certificate} and {self.key} are no certificate in PEM with its key, "
-                    "without a password; name a pair that fits"
-                ) from None
-
-
-def _read(path: Path, what: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _invalid(f"{what} {path} cannot be read: {error.strerror}") from None
-
-
-def _invalid(sentence: str) -> WeightSyncError:
-    return WeightSyncError(Reason.REQUEST_INVALID, sentence)
+        return ClientTls("etcd", self.ca, self.certificate, self.key).credentials()

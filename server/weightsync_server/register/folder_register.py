@@ -24,7 +24,7 @@ from weightsync_server.register.register import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
 __all__ = ["FolderRegister"]
 
@@ -79,6 +79,12 @@ class FolderRegister:
         check_prefix(prefix)
         with translate_os_errors(f"reading {self.url}"):
             return await in_thread(self._list, prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys, as in `Register`."""
+        paths = [self._path(check_key(key)) for key in keys]
+        with translate_os_errors(f"removing {len(keys)} keys of {self.url}"):
+            await in_thread(self._delete, paths)
 
     async def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
         """Look for changes ten times a second, as in `Register`."""
@@ -139,6 +145,11 @@ class FolderRegister:
             # A folder that is gone is an error, not a register without keys.
             durable_files.flush_directory(self._records)
             return self._members.read(_name(key))
+
+    def _delete(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            durable_files.unlink(path)
+        durable_files.flush_directory(self._records)
 
     def _list(self, prefix: str) -> dict[str, bytes]:
         start = prefix.replace("/", _SLASH)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from weightsync.errors import Reason, WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from weightsync_server.register.membership import Membership
 
@@ -86,6 +86,16 @@ class Register(Protocol):
             WeightSyncError: As `get`.
         """
 
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys that were created and are no member's; those that are not there are fine.
+
+        A create that was given up may bring a key back at any later time: remove only what nobody
+        will believe again.
+
+        Raises:
+            WeightSyncError: As `create`; some may be gone.
+        """
+
     def watch(self, prefix: str) -> AsyncGenerator[frozenset[str], None]:
         """Yield which keys have changed; empty: any may have, read all that matters.
 
@@ -109,7 +119,7 @@ class Register(Protocol):
             key: The key.
             value: Its value.
             ttl_s: Whole seconds after the last renewal at which others stop to see it; etcd takes
-                two at least, and more around an election.
+                two at least, and more around an election, a bucket up to two more.
 
         Raises:
             WeightSyncError: As `create`, and REQUEST_INVALID where the key was created.

@@ -204,6 +204,52 @@ class PutResponse(_message.Message):
 Global___PutResponse: _TypeAlias = PutResponse  # noqa: Y015
 
 @_typing.final
+class DeleteRangeRequest(_message.Message):
+    """Removes a key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """The key."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRangeRequest: _TypeAlias = DeleteRangeRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRangeResponse(_message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___ResponseHeader:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___ResponseHeader | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRangeResponse: _TypeAlias = DeleteRangeResponse  # noqa: Y015
+
+@_typing.final
 class RequestOp(_message.Message):
     """One operation of a transaction."""
 
@@ -211,6 +257,7 @@ class RequestOp(_message.Message):
 
     REQUEST_RANGE_FIELD_NUMBER: _builtins.int
     REQUEST_PUT_FIELD_NUMBER: _builtins.int
+    REQUEST_DELETE_RANGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request_range(self) -> Global___RangeRequest:
         """A read."""
@@ -219,17 +266,22 @@ class RequestOp(_message.Message):
     def request_put(self) -> Global___PutRequest:
         """A write."""
 
+    @_builtins.property
+    def request_delete_range(self) -> Global___DeleteRangeRequest:
+        """A removal."""
+
     def __init__(
         self,
         *,
         request_range: Global___RangeRequest | None = ...,
         request_put: Global___PutRequest | None = ...,
+        request_delete_range: Global___DeleteRangeRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_put", b"request_put", "request_range", b"request_range"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put", "request_range", b"request_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_put", b"request_put", "request_range", b"request_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "request_delete_range", b"request_delete_range", "request_put", b"request_put", "request_range", b"request_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["request_range", "request_put"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["request_range", "request_put", "request_delete_range"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -243,6 +295,7 @@ class ResponseOp(_message.Message):
 
     RESPONSE_RANGE_FIELD_NUMBER: _builtins.int
     RESPONSE_PUT_FIELD_NUMBER: _builtins.int
+    RESPONSE_DELETE_RANGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def response_range(self) -> Global___RangeResponse:
         """Of a read."""
@@ -251,17 +304,22 @@ class ResponseOp(_message.Message):
     def response_put(self) -> Global___PutResponse:
         """Of a write."""
 
+    @_builtins.property
+    def response_delete_range(self) -> Global___DeleteRangeResponse:
+        """Of a removal."""
+
     def __init__(
         self,
         *,
         response_range: Global___RangeResponse | None = ...,
         response_put: Global___PutResponse | None = ...,
+        response_delete_range: Global___DeleteRangeResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_put", b"response_put", "response_range", b"response_range"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_delete_range", b"response_delete_range", "response_put", b"response_put", "response_range", b"response_range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_put", b"response_put", "response_range", b"response_range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response", "response_delete_range", b"response_delete_range", "response_put", b"response_put", "response_range", b"response_range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["response_range", "response_put"]  # noqa: Y015
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["response_range", "response_put", "response_delete_range"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
 

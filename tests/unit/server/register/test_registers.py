@@ -11,7 +11,12 @@ import pytest
 from tests.support.registers import hints, member_process, until_gone, until_there
 from weightsync import clock
 from weightsync.errors import Reason, WeightSyncError
-from weightsync_server.register import etcd_register, folder_register, membership
+from weightsync_server.register import (
+    bucket_register,
+    etcd_register,
+    folder_register,
+    membership,
+)
 from weightsync_server.register.register import MAX_VALUE_BYTES, Creation
 
 if TYPE_CHECKING:
@@ -55,6 +60,17 @@ async def test_a_list_is_whole_and_keeps_to_its_prefix(register: Register) -> No
     assert set(await register.list("applies/1/")) == {*keys, "applies/1/plan"}
     assert len(await register.list("")) == 303
     assert await register.list("versions/") == {}
+
+
+async def test_what_is_removed_is_gone_and_nothing_else(register: Register) -> None:
+    keys = [f"applies/1/done/m{number:03}" for number in range(200)]
+    await asyncio.gather(*(register.create(key, b"") for key in [*keys, "applies/1/plan"]))
+    await register.delete([*keys[1:], "applies/2/plan"])
+    assert list(await register.list("")) == [keys[0], "applies/1/plan"]
+    await register.delete([])
+    with pytest.raises(WeightSyncError, match="a register takes no key"):
+        await register.delete([keys[0], "a/../b"])
+    assert await register.get(keys[0]) == b""
 
 
 async def test_a_value_over_4_kb_is_refused(register: Register) -> None:
@@ -108,6 +124,7 @@ async def test_a_watch_asks_for_all_to_be_read_now_and_then(
 ) -> None:
     monkeypatch.setattr(etcd_register, "_WATCH_S", 0.5)
     monkeypatch.setattr(folder_register, "_BACKSTOP_S", 0.5)
+    monkeypatch.setattr(bucket_register, "_BACKSTOP_S", 0.5)
     async with hints(register, "applies/") as queue:
         for _ in range(3):
             assert await queue.get() == frozenset()

@@ -1,0 +1,177 @@
+"""What a fleet has decided, as the register says it: applies in order, none by any clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync.errors import WeightSyncError
+from weightsync_server.fleet.fleet_keys import APPLIES, FLOORS, REJECTED, roster_prefix
+from weightsync_server.fleet.fleet_plan import FleetPlan, FleetVersion, Kind, Verdict
+from weightsync_server.fleet.fleet_records import decode_plan, decode_verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weightsync_server.register.register import Register
+
+__all__ = ["Apply", "History", "HistoryReader", "parse_history"]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One apply, as far as it has come.
+
+    Attributes:
+        plan: What is to be done; the newest one's with waves.
+        pause: A barrier's members may pause.
+        decisions: The verdicts so far, in order.
+        reason: Why the last one was made.
+    """
+
+    plan: FleetPlan
+    pause: bool = False
+    decisions: tuple[Verdict, ...] = ()
+    reason: str = ""
+
+    @property
+    def outcome(self) -> Verdict | None:
+        """COMMIT or ABORT; None: it runs."""
+        if Verdict.ABORT in self.decisions:
+            return Verdict.ABORT
+        return Verdict.COMMIT if len(self.decisions) >= self.plan.decisions else None
+
+    @property
+    def step(self) -> int:
+        """Number of the next decision."""
+        return len(self.decisions) + 1
+
+
+@dataclass(frozen=True)
+class History:
+    """All applies that count, oldest first.
+
+    Attributes:
+        applies: They.
+        unreadable: Why the newest one cannot be read; "": it can.
+        unreadable_number: Its number.
+        floor: Number of the first apply that counts.
+        rejected: Digests that nobody applies.
+    """
+
+    applies: tuple[Apply, ...] = ()
+    unreadable: str = ""
+    unreadable_number: int = 0
+    floor: int = 0
+    rejected: frozenset[str] = frozenset()
+
+    @property
+    def newest(self) -> Apply | None:
+        """The last one."""
+        return self.applies[-1] if self.applies else None
+
+    @property
+    def running(self) -> Apply | None:
+        """The one that is not decided."""
+        newest = self.newest
+        return newest if newest is not None and newest.outcome is None else None
+
+    @property
+    def commits(self) -> tuple[Apply, ...]:
+        """Those that were."""
+        return tuple(one for one in self.applies if one.outcome is Verdict.COMMIT)
+
+    @property
+    def target(self) -> FleetVersion | None:
+        """What every member that is in no running apply is to serve; None: what it has."""
+        if self.commits:
+            return self.commits[-1].plan.target
+        return self.newest.plan.previous if self.newest else None
+
+    @property
+    def rejects(self) -> frozenset[str]:
+        """Digests that nobody applies, also by the newest COMMIT, whose coordinator may be dead."""
+        newest = self.newest
+        if newest is None or newest.outcome is not Verdict.COMMIT or not newest.plan.rejects:
+            return self.rejected
+        return self.rejected | {newest.plan.rejects}
+
+    def missed(self, live: FleetVersion | None) -> tuple[Apply, ...]:
+        """Return the commits that a member has not followed.
+
+        Args:
+            live: What it serves.
+        """
+        newest = self.newest
+        if newest and newest.plan.kind is Kind.ROLLING and live == newest.plan.target:
+            return ()  # ahead: of a wave that goes on or goes back
+        followed = [at for at, one in enumerate(self.commits, 1) if one.plan.target == live]
+        return self.commits[followed[-1] if followed else 0 :]
+
+
+def parse_history(keys: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> History:
+    """Return what the keys below `applies/` and `floors/` say.
+
+    Args:
+        keys: They and those below `rejected/`, with values.
+        roster: Of the newest plan; None: nobody needs its waves.
+    """
+    floor = max((int(key[len(FLOORS) :]) for key in keys if key.startswith(FLOORS)), default=0)
+    found: dict[int, dict[str, bytes]] = {}
+    for key in sorted(keys):
+        name, _, rest = key.removeprefix(APPLIES).partition("/")
+        if key.startswith(APPLIES) and int(name) >= floor:
+            found.setdefault(int(name), {})[rest] = keys[key]
+    rejected = frozenset(key[len(REJECTED) :] for key in keys if key.startswith(REJECTED))
+    planned = [(number, parts) for number, parts in sorted(found.items()) if "plan" in parts]
+    applies = []
+    for number, parts in planned:
+        is_newest = number == planned[-1][0]
+        try:
+            applies.append(_apply(parts, roster if is_newest else None))
+        except WeightSyncError as error:
+            # An old one that cannot be read was followed or missed; the newest one matters.
+            if is_newest:
+                return History(tuple(applies), error.message, number, floor, rejected)
+    return History(tuple(applies), floor=floor, rejected=rejected)
+
+
+class HistoryReader:
+    """Reads what counts now, linearisably; a roster once.
+
+    Args:
+        register: The fleet's.
+    """
+
+    def __init__(self, register: Register) -> None:
+        self._register = register
+        self._roster: tuple[str, dict[str, bytes]] = ("", {})
+
+    async def read(self) -> History:
+        """Return the history.
+
+        Raises:
+            WeightSyncError: As `Register.list`.
+        """
+        keys = await self._register.list(APPLIES)
+        # Afterwards: what somebody creates anew below a floor is seen only with that floor.
+        keys |= await self._register.list(FLOORS)
+        keys |= await self._register.list(REJECTED)
+        bare = parse_history(keys, None)
+        newest = bare.newest
+        if newest is None or bare.unreadable:
+            return bare
+        nonce = newest.plan.nonce
+        if self._roster[0] != nonce:
+            self._roster = nonce, await self._register.list(roster_prefix(nonce))
+        return parse_history(keys, self._roster[1])
+
+
+def _apply(parts: Mapping[str, bytes], roster: Mapping[str, bytes] | None) -> Apply:
+    verdicts = [decode_verdict(parts[key]) for key in parts if key.startswith("decisions/")]
+    return Apply(
+        decode_plan(parts["plan"], roster),
+        pause="pause" in parts,
+        decisions=tuple(verdict for verdict, _ in verdicts),
+        reason=verdicts[-1][1] if verdicts else "",
+    )

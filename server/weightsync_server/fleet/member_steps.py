@@ -1,0 +1,247 @@
+"""What a member does next, as a function of what it has read and what it is: no time, no effect."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightsync_server.fleet.fleet_plan import ApplyPhase, Kind, MemberReport, Verdict
+
+if TYPE_CHECKING:
+    from weightsync_server.fleet.fleet_history import Apply, History
+    from weightsync_server.fleet.fleet_plan import FleetVersion
+
+__all__ = [
+    "Abort",
+    "Commit",
+    "Fence",
+    "MemberState",
+    "Mode",
+    "PauseHost",
+    "Prepare",
+    "Reject",
+    "Resume",
+    "Say",
+    "Step",
+    "Wait",
+    "next_step",
+]
+
+
+class Mode(enum.StrEnum):
+    """What a host does, by its member's will."""
+
+    SERVING = "serving"
+    #: Stands still in a barrier, and waits for the decision.
+    PAUSED = "paused"
+    #: Serves nothing: it has not asked yet what to serve, or must not serve what it has.
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """What a member knows of itself.
+
+    Attributes:
+        name: Its name.
+        live: What its host holds.
+        mode: What its host does.
+        prepared: What its host has ready.
+        failed: What its host could not prepare or commit; cleared after a while.
+        why: Why not.
+        said: Reports that are in the register.
+        rejected: Digests that its host has been made to reject.
+        undecided: It stands still, and has for longer than it may.
+        stale: What it has read is older than it may be while it serves.
+        alone: The coordinator of the running apply is gone.
+    """
+
+    name: str
+    live: FleetVersion | None = None
+    mode: Mode = Mode.SERVING
+    prepared: FleetVersion | None = None
+    failed: FleetVersion | None = None
+    why: str = ""
+    said: frozenset[tuple[int, ApplyPhase]] = frozenset()
+    rejected: frozenset[str] = frozenset()
+    undecided: bool = False
+    stale: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing, until something changes."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have a version ready."""
+
+    target: FleetVersion
+
+
+@dataclass(frozen=True)
+class Say:
+    """MemberReport on a phase of an apply."""
+
+    number: int
+    phase: ApplyPhase
+    report: MemberReport
+
+
+@dataclass(frozen=True)
+class PauseHost:
+    """Stand still for a barrier."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Make what is prepared live."""
+
+    target: FleetVersion
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Serve what is live."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Serve nothing."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Never take a content again."""
+
+    digest: str
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Try to decide that an apply is not to be."""
+
+    number: int
+    step: int
+    reason: str
+
+
+Step = Wait | Prepare | Say | PauseHost | Commit | Resume | Fence | Reject | Abort
+
+
+def next_step(state: MemberState, history: History | None, max_skew: int = 1) -> Step:
+    """Return what a member does next.
+
+    It goes to what the fleet has decided, unless it takes part in an apply that is not; it serves
+    an older version only where the limits let it.
+
+    Args:
+        state: Of the member.
+        history: As it was last read; None: never, since this process began.
+        max_skew: By how many rolling commits a host that serves may be behind.
+    """
+    if state.undecided and state.mode is Mode.PAUSED:
+        return Fence("the decision on a barrier could not be learnt in time; it is asked for still")
+    if state.stale and state.mode is Mode.SERVING:
+        return Fence("the fleet's register was not read for longer than max_age_s; check it")
+    if history is None or state.stale:
+        return Wait()
+    if history.unreadable:
+        return _refuse(state, history)
+    apply = history.running
+    if apply is not None and apply.plan.wave_of(state.name):
+        return _take_part(state, apply)
+    return _settle(state, history, max_skew)
+
+
+def _refuse(state: MemberState, history: History) -> Step:
+    number = history.unreadable_number
+    if (number, ApplyPhase.PREPARED) in state.said:
+        return Wait()
+    return Say(number, ApplyPhase.PREPARED, MemberReport(ok=False, reason=history.unreadable))
+
+
+def _take_part(state: MemberState, apply: Apply) -> Step:
+    """Follow an apply that is not decided."""
+    plan = apply.plan
+    if state.alone:
+        return Abort(plan.number, apply.step, "its coordinator is gone")
+    if plan.target not in (state.prepared, state.live, state.failed):
+        return Prepare(plan.target)
+    if (plan.number, ApplyPhase.PREPARED) not in state.said:
+        return _say(state, apply, ApplyPhase.PREPARED)
+    if plan.kind is Kind.BARRIER:
+        return _stand_still(state, apply)
+    if plan.wave_of(state.name) < apply.step:
+        return _roll(state, apply)
+    whole = state.live is not None and state.live in (plan.previous, plan.target)
+    if state.mode is not Mode.SERVING and whole and state.failed != state.live:
+        return Resume()
+    return Wait()
+
+
+def _stand_still(state: MemberState, apply: Apply) -> Step:
+    """Between the word to pause and the decision."""
+    if not apply.pause:
+        return Wait()
+    if state.mode is Mode.SERVING and state.failed != apply.plan.target:
+        return PauseHost(apply.plan.number)
+    return _say(state, apply, ApplyPhase.READY)
+
+
+def _roll(state: MemberState, apply: Apply) -> Step:
+    """After the decision on the member's wave."""
+    target = apply.plan.target
+    if state.live == target and state.mode is not Mode.SERVING and state.failed != target:
+        return Resume()
+    if target in (state.live, state.failed):
+        return _say(state, apply, ApplyPhase.DONE)
+    return Commit(target)
+
+
+def _settle(state: MemberState, history: History, max_skew: int) -> Step:
+    """Go to what is decided."""
+    target = history.target
+    if target is None or state.live == target:
+        return _serve(state, history)
+    if state.mode is Mode.SERVING:
+        missed = history.missed(state.live)
+        if len(missed) > max_skew or any(one.plan.kind is Kind.BARRIER for one in missed):
+            return Fence(f"version {target.number} was decided; this host goes to it first")
+    if state.failed == target:
+        return Wait()
+    if state.prepared != target:
+        return Prepare(target)
+    return Commit(target)
+
+
+def _serve(state: MemberState, history: History) -> Step:
+    """Be on the decided version, and let that be seen."""
+    if state.mode is not Mode.SERVING and state.live is not None:
+        running = history.running
+        if running is not None and running.plan.kind is Kind.BARRIER:
+            # One that comes in the midst of it does not serve what may just have been left.
+            return Wait()
+        return Wait() if state.failed == state.live else Resume()
+    if unknown := history.rejects - state.rejected:
+        return Reject(min(unknown))
+    newest = history.newest
+    if newest is None or newest.outcome is not Verdict.COMMIT:
+        return Wait()
+    return _say(state, newest, ApplyPhase.DONE) if newest.plan.wave_of(state.name) else Wait()
+
+
+def _say(state: MemberState, apply: Apply, phase: ApplyPhase) -> Step:
+    """Report once."""
+    if (apply.plan.number, phase) in state.said:
+        return Wait()
+    failed = state.failed == apply.plan.target
+    report = MemberReport(ok=not failed, reason=state.why if failed else "")
+    return Say(apply.plan.number, phase, report)

@@ -1,0 +1,96 @@
+"""What is asked of the register before a plan is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.catalog.local_numbers import FIRST_LOCAL
+from weightsync_server.fleet.fleet_keys import rejected_key
+from weightsync_server.fleet.fleet_plan import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weightsync_server.fleet.fleet_history import History
+    from weightsync_server.fleet.fleet_plan import FleetVersion
+    from weightsync_server.register.register import Register
+
+__all__ = ["check_new", "previous_of", "rollback_target"]
+
+
+async def check_new(register: Register, history: History, target: FleetVersion) -> None:
+    """Refuse a version that a fleet may not go to by an apply.
+
+    Raises:
+        WeightSyncError: VERSION_REJECTED, VERSION_CONFLICT, VERSION_BELOW_LIVE.
+    """
+    if await register.get(rejected_key(target.digest)) is not None:
+        raise WeightSyncError(
+            Reason.VERSION_REJECTED,
+            f"the content of version {target.number} was rejected by a rollback of the fleet; "
+            "apply another",
+        )
+    if not history.commits:
+        return
+    live = history.commits[-1].plan.target
+    if live == target or live.number >= FIRST_LOCAL:
+        # Content of one checkpoint alone counts as older than every other.
+        return
+    if live.number == target.number:
+        raise WeightSyncError(
+            Reason.VERSION_CONFLICT,
+            f"version {target.number} is live in the fleet with other content; give the new one "
+            "another number",
+        )
+    if target.number < live.number:
+        raise WeightSyncError(
+            Reason.VERSION_BELOW_LIVE,
+            f"version {live.number} is live in the fleet, above {target.number}; roll back instead",
+        )
+
+
+def previous_of(
+    history: History, present: Mapping[str, FleetVersion | None], kind: Kind
+) -> FleetVersion | None:
+    """Return what an abort leads back to.
+
+    Raises:
+        WeightSyncError: NO_ROLLBACK: a rolling apply would have no way back.
+    """
+    if history.target is not None:
+        return history.target
+    live = set(present.values())
+    if len(live) == 1:
+        return live.pop()
+    if kind is Kind.ROLLING:
+        raise WeightSyncError(
+            Reason.NO_ROLLBACK,
+            "the members serve different versions, and nothing was decided for this fleet yet, so "
+            "that a failed wave could not go back; make the first apply a barrier",
+        )
+    return None
+
+
+async def rollback_target(
+    register: Register, history: History
+) -> tuple[FleetVersion, FleetVersion]:
+    """Return the version of the newest COMMIT before the live one, and the live one.
+
+    Raises:
+        WeightSyncError: NO_ROLLBACK.
+    """
+    commits = [one.plan for one in history.commits]
+    if commits:
+        live = commits[-1].target
+        before = [plan.target for plan in commits[:-1]]
+        if commits[0].previous is not None:
+            before.insert(0, commits[0].previous)
+        for version in reversed(before):
+            other = version.digest != live.digest
+            if other and await register.get(rejected_key(version.digest)) is None:
+                return version, live
+    raise WeightSyncError(
+        Reason.NO_ROLLBACK,
+        "no version was decided before the one that is live and not rejected; apply a newer one",
+    )

@@ -1,0 +1,130 @@
+"""The promises of a fleet-wide apply hold in every order of steps; `decision_model` says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import decision_model
+from tests.support.decision_model import COMMIT, NAMES, NEW, Member, Model, explore
+from weightsync_server.fleet import coordinator_steps, member_steps
+from weightsync_server.fleet.coordinator_steps import Decide
+from weightsync_server.fleet.fleet_plan import Kind
+from weightsync_server.fleet.member_steps import Abort, Commit, Fence, MemberState, Mode, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.decision_model import World
+    from weightsync_server.fleet.coordinator_steps import Order, Reports
+    from weightsync_server.fleet.fleet_history import Apply, History
+    from weightsync_server.fleet.member_steps import Step
+
+#: How many may crash, come back, be lost, fail and be taken to be gone.
+BUDGETS = [
+    (Kind.BARRIER, NAMES, (1, 1, 0, 0, 0)),
+    (Kind.BARRIER, NAMES, (0, 0, 0, 1, 1)),
+    (Kind.BARRIER, NAMES, (0, 0, 1, 0, 1)),
+    (Kind.BARRIER, NAMES[:2], (1, 1, 1, 1, 1)),
+    (Kind.ROLLING, NAMES[:2], (1, 1, 1, 1, 1)),
+    (Kind.ROLLING, NAMES, (1, 1, 0, 0, 0)),
+    (Kind.ROLLING, NAMES, (0, 0, 0, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "names", "budget"), BUDGETS)
+def test_every_order_of_steps_keeps_the_promises(
+    kind: Kind, names: tuple[str, ...], budget: tuple[int, int, int, int, int]
+) -> None:
+    assert explore(Model(kind, names), budget) > 500
+
+
+def test_one_that_appears_meanwhile_serves_nothing_that_was_left() -> None:
+    assert explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1)) > 500
+
+
+def test_the_model_finds_a_coordinator_that_overlooks_who_appeared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def blind(apply: Apply, reports: Reports, _: frozenset[str], *, late: bool) -> Order | None:
+        return coordinator_steps.next_order(apply, reports, apply.plan.members, late=late)
+
+    monkeypatch.setattr(decision_model, "next_order", blind)
+    with pytest.raises(AssertionError, match="new serves"):
+        explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1))
+
+
+def test_the_model_finds_one_that_reads_before_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Model.live
+
+    def hasty(model: Model, world: World, at: int, member: Member) -> Iterator[World]:
+        yield from live(model, world, at, member)
+        if not member.announced:
+            yield world.with_member(at, replace(member, view=world.view))
+            yield from model.act(world, at, member)
+
+    monkeypatch.setattr(Model, "live", hasty)
+    with pytest.raises(AssertionError, match="serve"):
+        explore(Model(Kind.BARRIER, NAMES[:2], joins=True), (0, 0, 1, 0, 1))
+
+
+def _find(kind: Kind) -> None:
+    explore(Model(kind, NAMES[:2]), (1, 1, 0, 0, 1))
+
+
+def test_the_model_finds_a_member_that_resumes_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resuming(state: MemberState, history: History | None) -> Step:
+        step = member_steps.next_step(state, history)
+        return Resume() if isinstance(step, Fence) else step
+
+    monkeypatch.setattr(decision_model, "next_step", resuming)
+    with pytest.raises(AssertionError, match="serve"):
+        _find(Kind.BARRIER)
+
+
+def test_the_model_finds_a_member_that_serves_after_its_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forgetting(model: Model, member: Member) -> Member:
+        state = replace(member.state, mode=Mode.SERVING, prepared=None, undecided=False)
+        return replace(member, state=state, alive=True, view=None, serving=True)
+
+    monkeypatch.setattr(Model, "restarted", forgetting)
+    with pytest.raises(AssertionError, match="serve"):
+        _find(Kind.BARRIER)
+
+
+def test_the_model_finds_a_coordinator_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(apply: Apply, *_: object, **_rest: object) -> Order | None:
+        return Decide(apply.step, COMMIT)
+
+    monkeypatch.setattr(decision_model, "next_order", hasty)
+    with pytest.raises(AssertionError, match="has not said ready"):
+        _find(Kind.BARRIER)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_model_finds_a_member_that_commits_what_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    def hasty(state: MemberState, history: History | None) -> Step:
+        step = member_steps.next_step(state, history)
+        return Commit(NEW) if state.prepared == NEW else step
+
+    monkeypatch.setattr(decision_model, "next_step", hasty)
+    with pytest.raises(AssertionError, match="committed undecided"):
+        _find(kind)
+
+
+def test_the_model_finds_members_that_wait_for_a_dead_coordinator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def patient(state: MemberState, history: History | None) -> Step:
+        step = member_steps.next_step(replace(state, alone=False), history)
+        return member_steps.Wait() if isinstance(step, Abort) else step
+
+    monkeypatch.setattr(decision_model, "next_step", patient)
+    with pytest.raises(AssertionError, match="it ends undecided"):
+        _find(Kind.BARRIER)

@@ -1,0 +1,268 @@
+"""Members and a coordinator over one register: what becomes live, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.fleet_hosts import version
+from tests.support.fleet_tasks import LIMITS, CutRegister, until
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet import fleet_records
+from weightsync_server.fleet.coordinator import Coordinator
+from weightsync_server.fleet.fleet_history import HistoryReader
+from weightsync_server.fleet.fleet_keys import decision_key, plan_key, report_key
+from weightsync_server.fleet.fleet_plan import ApplyPhase, FleetPlan, Kind, Verdict
+from weightsync_server.fleet.fleet_records import decode_report, encode_plan, encode_verdict
+
+if TYPE_CHECKING:
+    from tests.support.fleet_tasks import Fleet
+    from weightsync_server.fleet.coordinator import Progress
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_an_apply_is_live_on_every_member(fleet: Fleet, kind: Kind) -> None:
+    await fleet.start("a", "b", "c")
+    seen: list[Progress] = []
+    coordinator = fleet.coordinator(on_progress=seen.append)
+    for number in (2, 3):
+        outcome = await coordinator.apply(version(number), kind)
+        assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ())
+        assert fleet.serving == {"a": number, "b": number, "c": number}
+    again = await coordinator.apply(version(3), kind)
+    assert again.verdict is Verdict.COMMIT
+    assert seen[-1].done == 3
+    for host in fleet.hosts.values():
+        paused = [what for what, _ in host.log].count("pause")
+        assert paused == (3 if kind is Kind.BARRIER else 0)
+
+
+async def test_in_a_barrier_all_stand_still_before_one_commits(fleet: Fleet) -> None:
+    await fleet.start("a", "b", "c")
+    serving_at_commit: list[dict[str, int]] = []
+    commit = fleet.hosts["b"].commit
+
+    async def watched(target: object) -> None:
+        serving_at_commit.append(fleet.serving)
+        await commit(target)  # type: ignore[arg-type]  # what it was given
+
+    fleet.hosts["b"].commit = watched  # type: ignore[method-assign]  # to look at all hosts then
+    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    (seen,) = serving_at_commit
+    assert 1 not in seen.values()
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("what", ["prepare", "pause", "commit"])
+async def test_what_one_refuses(fleet: Fleet, kind: Kind, what: str) -> None:
+    await fleet.start("a", "b", "c")
+    fleet.hosts["b"].refuses = {what}
+    outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.5)).apply(version(2), kind)
+    if kind is Kind.BARRIER and what == "commit":
+        # It was decided: who cannot follow serves nothing, and goes on trying.
+        assert (outcome.verdict, outcome.lagging) == (Verdict.COMMIT, ("b",))
+        assert fleet.serving == {"a": 2, "b": 0, "c": 2}
+        fleet.hosts["b"].refuses = set()
+        await fleet.until_serving(a=2, b=2, c=2)
+        return
+    if kind is Kind.ROLLING and what == "pause":
+        assert outcome.verdict is Verdict.COMMIT  # nobody is asked to
+        return
+    assert outcome.verdict is Verdict.ABORT
+    assert f"{what} is refused" in outcome.reason
+    await fleet.until_serving(a=1, b=1, c=1)
+    # The wave before went, and came back by the decision.
+    went = any(number == 2 for _, number in fleet.hosts["a"].log)
+    assert went == (kind is Kind.ROLLING and what == "commit")
+    assert all(number != 2 for _, number in fleet.hosts["c"].log)
+
+
+async def test_one_wave_at_a_time(fleet: Fleet) -> None:
+    await fleet.start("a", "b", "c", "d")
+    steps: list[tuple[int, dict[str, int]]] = []
+    coordinator = fleet.coordinator(on_progress=lambda now: steps.append((now.step, fleet.serving)))
+    await coordinator.apply(version(2), Kind.ROLLING, max_unavailable=2)
+    for step, serving in steps:
+        if step == 1:
+            assert serving == dict.fromkeys("abcd", 1)
+        if step == 2:
+            assert (serving["c"], serving["d"]) == (1, 1)
+    assert fleet.serving == dict.fromkeys("abcd", 2)
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_a_late_member_goes_to_what_was_decided(fleet: Fleet, kind: Kind) -> None:
+    await fleet.start("a", "b")
+    await fleet.coordinator().apply(version(2), kind)
+    await fleet.start("late")
+    await fleet.until_serving(a=2, b=2, late=2)
+    if kind is Kind.BARRIER:
+        # Not for a moment more on the old one than it took to read the register.
+        assert [what for what, _ in fleet.hosts["late"].log] == ["begin", "fence", "commit"]
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_a_rollback_is_for_all_and_rejects_by_content(fleet: Fleet, kind: Kind) -> None:
+    await fleet.start("a", "b")
+    coordinator = fleet.coordinator()
+    for number in (2, 3):
+        await coordinator.apply(version(number), kind)
+    outcome = await coordinator.rollback(kind)
+    assert (outcome.verdict, outcome.target) == (Verdict.COMMIT, version(2))
+    assert fleet.serving == {"a": 2, "b": 2}
+    await until(lambda: all(version(3).digest in host.rejected for host in fleet.hosts.values()))
+    await fleet.start("late")
+    await fleet.until_serving(a=2, b=2, late=2)
+    await until(lambda: version(3).digest in fleet.hosts["late"].rejected)
+    with pytest.raises(WeightSyncError, match="was rejected by a rollback") as caught:
+        await coordinator.apply(replace(version(3), number=4), kind)
+    assert caught.value.reason == Reason.VERSION_REJECTED
+    assert (await coordinator.rollback(kind)).target == version(1)
+    with pytest.raises(WeightSyncError, match="no version was decided before") as caught:
+        await coordinator.rollback(kind)
+    assert caught.value.reason == Reason.NO_ROLLBACK
+    assert (await coordinator.apply(version(5), kind)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 5, "b": 5, "late": 5}
+
+
+async def test_a_rollback_rejects_also_without_its_coordinator(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    for number in (2, 3):
+        await fleet.coordinator().apply(version(number), Kind.BARRIER)
+    coordinator = fleet.coordinator()
+
+    async def dies(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(coordinator, "_settled", dies)
+    with pytest.raises(asyncio.CancelledError):
+        await coordinator.rollback(Kind.BARRIER)
+    await until(lambda: version(3).digest in fleet.hosts["a"].rejected)
+    with pytest.raises(WeightSyncError, match="was rejected by a rollback"):
+        await fleet.coordinator().apply(replace(version(3), number=4), Kind.BARRIER)
+
+
+async def test_a_coordinator_goes_on_when_its_register_does(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    link = CutRegister(fleet.folder / "register")
+    applying = asyncio.create_task(Coordinator(link, "one", LIMITS).apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    link.cut = True
+    gate.set()
+    await asyncio.sleep(0.3)
+    link.cut = False
+    assert (await applying).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2}
+
+
+async def test_what_no_fleet_may_go_to_is_refused(fleet: Fleet) -> None:
+    coordinator = fleet.coordinator()
+    with pytest.raises(WeightSyncError, match="no member is in the fleet's register"):
+        await coordinator.apply(version(2), Kind.BARRIER)
+    await fleet.start("a")
+    with pytest.raises(WeightSyncError, match="0 members of a wave are none; let 1 or more"):
+        await coordinator.apply(version(3), Kind.ROLLING, max_unavailable=0)
+    await coordinator.apply(version(3), Kind.BARRIER)
+    for target, reason in (
+        (version(2), Reason.VERSION_BELOW_LIVE),
+        (replace(version(3), digest="f" * 32), Reason.VERSION_CONFLICT),
+    ):
+        with pytest.raises(WeightSyncError) as caught:
+            await coordinator.apply(target, Kind.BARRIER)
+        assert caught.value.reason == reason
+    assert fleet.serving == {"a": 3}
+
+
+async def test_a_checkpoint_of_no_number_counts_as_older(fleet: Fleet) -> None:
+    await fleet.start("a")
+    local = version(1 << 52 | 7)
+    await fleet.hosts["a"].commit(local)
+    await until(lambda: fleet.members["a"].announced_live == local)
+    fleet.hosts["a"].refuses = {"prepare"}
+    assert (await fleet.coordinator().apply(version(2), Kind.ROLLING)).verdict is Verdict.ABORT
+    fleet.hosts["a"].refuses = set()
+    assert (await fleet.coordinator().apply(version(2), Kind.ROLLING)).verdict is Verdict.COMMIT
+    assert (await fleet.coordinator().rollback(Kind.ROLLING)).target == local
+    assert (await fleet.coordinator().apply(version(3), Kind.ROLLING)).verdict is Verdict.COMMIT
+
+
+async def test_one_apply_at_a_time(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    first = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    with pytest.raises(WeightSyncError, match="apply 1 of the fleet runs") as caught:
+        await fleet.coordinator().apply(version(3), Kind.BARRIER)
+    assert caught.value.reason == Reason.APPLY_BUSY
+    gate.set()
+    assert (await first).verdict is Verdict.COMMIT
+
+
+async def test_the_first_rolling_apply_needs_a_way_back(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    await fleet.hosts["a"].commit(version(7))
+    await until(lambda: fleet.members["a"].announced_live == version(7))
+    with pytest.raises(WeightSyncError, match="make the first apply a barrier"):
+        await fleet.coordinator().apply(version(8), Kind.ROLLING)
+    assert (await fleet.coordinator().apply(version(8), Kind.BARRIER)).verdict is Verdict.COMMIT
+
+
+async def test_a_member_that_appears_meanwhile_stops_a_barrier(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    await fleet.start("new")
+    gate.set()
+    outcome = await applying
+    assert (outcome.verdict, outcome.reason) == (
+        Verdict.ABORT,
+        "new appeared meanwhile; apply again",
+    )
+    assert (await fleet.coordinator().apply(version(2), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2, "new": 2}
+
+
+async def test_a_plan_of_a_newer_release_is_refused_by_the_member(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.start("a")
+    plan = FleetPlan(1, "n", Kind.BARRIER, version(2), None, (("a",),), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_records, "FORMAT", 2)
+        body = encode_plan(plan, 1)
+    await fleet.register.create(plan_key(1), body)
+    key = report_key(1, ApplyPhase.PREPARED, "a")
+    while (said := await fleet.register.get(key)) is None:  # noqa: ASYNC110 - a register is asked
+        await asyncio.sleep(0.01)
+    report = decode_report(said)
+    assert not report.ok
+    assert "has format 2, this release knows 1; update this member" in report.reason
+    assert fleet.serving == {"a": 1}
+
+
+async def test_old_applies_go_and_what_comes_back_of_them_counts_for_nothing(fleet: Fleet) -> None:
+    await fleet.start("a")
+    coordinator = fleet.coordinator()
+    most = 0
+    for number in range(2, 40):
+        await coordinator.apply(version(number), Kind.BARRIER)
+        most = max(most, len(await fleet.register.list("")))
+    # Each apply has 7 keys; three times as many as are kept, and what is on leases.
+    assert most < 7 * 3 * 8 + 10
+    history = await HistoryReader(fleet.register).read()
+    assert history.floor > 1
+    # A coordinator that was frozen since then wakes up.
+    plan = FleetPlan(1, "n", Kind.BARRIER, version(99), None, (("a",),), 1)
+    await fleet.register.create(plan_key(1), encode_plan(plan, 1))
+    await fleet.register.create(decision_key(1, 1), encode_verdict(Verdict.COMMIT, "frozen"))
+    assert await HistoryReader(fleet.register).read() == history
+    assert (await coordinator.rollback(Kind.BARRIER)).target == version(38)

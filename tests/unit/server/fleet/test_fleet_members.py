@@ -1,0 +1,220 @@
+"""Members whose link, register, coordinator or own process is lost: what they serve meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.fleet_hosts import version
+from tests.support.fleet_tasks import LIMITS, until
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet.decision import decide
+from weightsync_server.fleet.fleet_history import HistoryReader
+from weightsync_server.fleet.fleet_keys import decision_key
+from weightsync_server.fleet.fleet_limits import FleetLimits
+from weightsync_server.fleet.fleet_plan import Kind, Verdict
+from weightsync_server.fleet.fleet_records import encode_verdict
+from weightsync_server.fleet.member_journal import MemberJournal
+from weightsync_server.fleet.member_steps import Mode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.fleet_tasks import Fleet
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def paused_without_link(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, verdict: Verdict
+) -> None:
+    """Cut `b` off once it stands still, then let the fleet decide."""
+    await fleet.start("a", "b", "c")
+
+    async def cut_first(*args: object, **given: object) -> Verdict:
+        fleet.links["b"].cut = True
+        await asyncio.sleep(0.2)
+        if verdict is Verdict.ABORT:
+            await fleet.register.create(decision_key(1, 1), encode_verdict(verdict, "other"))
+        return await decide(*args, **given)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr("weightsync_server.fleet.coordinator.decide", cut_first)
+    outcome = await fleet.coordinator(replace(LIMITS, settle_s=0.2)).apply(version(2), Kind.BARRIER)
+    assert outcome.verdict is verdict
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+async def test_one_that_cannot_learn_the_decision_fences_itself(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, verdict: Verdict
+) -> None:
+    await paused_without_link(fleet, monkeypatch, verdict)
+    decided = 2 if verdict is Verdict.COMMIT else 1
+    await fleet.until_serving(a=decided, b=0, c=decided)
+    assert _mode(fleet, "b") is Mode.PAUSED
+    await until(lambda: _mode(fleet, "b") is Mode.FENCED)
+    await asyncio.sleep(0.5)
+    assert fleet.serving["b"] == 0
+    fleet.links["b"].cut = False
+    await fleet.until_serving(a=decided, b=decided, c=decided)
+    # It never served the old version again before it knew.
+    served = [number for _, number in fleet.hosts["b"].log]
+    assert served == [1, 0, 0, decided]
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+async def test_one_that_comes_back_undecided_serves_nothing_until_it_knows(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, verdict: Verdict
+) -> None:
+    await paused_without_link(fleet, monkeypatch, verdict)
+    decided = 2 if verdict is Verdict.COMMIT else 1
+    await fleet.kill("b")
+    await fleet.start("b")
+    await fleet.until_serving(a=decided, b=decided, c=decided)
+    assert [number for _, number in fleet.hosts["b"].log] == [1, 0, 0, decided]
+
+
+async def test_a_report_that_was_not_taken_is_made_again(fleet: Fleet) -> None:
+    limits = replace(LIMITS, undecided_s=10.0)
+    await fleet.start("a", "b", limits=limits)
+    gate = fleet.hosts["b"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator(limits).apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    fleet.links["b"].cut = True
+    gate.set()
+    await asyncio.sleep(1)
+    fleet.links["b"].cut = False
+    assert (await applying).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2}
+
+
+async def test_a_lost_register_stops_nobody_without_a_limit(fleet: Fleet) -> None:
+    await fleet.start("a")
+    fleet.links["a"].cut = True
+    await until(lambda: fleet.members["a"].view.why)
+    await asyncio.sleep(0.5)
+    assert fleet.serving == {"a": 1}
+
+
+async def test_beyond_max_age_nothing_is_served(fleet: Fleet) -> None:
+    await fleet.start("a", limits=replace(LIMITS, max_age_s=0.4))
+    fleet.links["a"].cut = True
+    await fleet.until_serving(a=0)
+    fleet.links["a"].cut = False
+    await fleet.until_serving(a=1)
+
+
+@pytest.mark.parametrize(("max_skew", "fenced"), [(0, True), (1, False)])
+async def test_a_host_behind_serves_as_far_as_max_skew(
+    fleet: Fleet, max_skew: int, fenced: bool
+) -> None:
+    await fleet.start("a")
+    await fleet.start("b", limits=replace(LIMITS, max_skew=max_skew))
+    await fleet.coordinator().apply(version(2), Kind.ROLLING)
+    await fleet.kill("b")
+    await until(lambda: _gone(fleet, "b"))
+    await fleet.coordinator().apply(version(3), Kind.ROLLING)
+    await fleet.start("b", limits=replace(LIMITS, max_skew=max_skew))
+    await fleet.until_serving(a=3, b=3)
+    behind = [what for what, _ in fleet.hosts["b"].log[2:]]
+    assert behind == (["fence", "commit"] if fenced else ["commit"])
+
+
+async def test_members_abort_what_their_coordinator_left(fleet: Fleet) -> None:
+    await fleet.start("a", "b")
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.BARRIER))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying.cancel()
+    await asyncio.wait({applying})
+    reader = HistoryReader(fleet.register)
+    while (  # noqa: ASYNC110 - a register is asked
+        newest := (await reader.read()).newest
+    ) is None or newest.outcome is None:
+        await asyncio.sleep(0.05)
+    assert (newest.outcome, newest.reason) == (Verdict.ABORT, "its coordinator is gone")
+    gate.set()
+    assert (await fleet.coordinator().apply(version(3), Kind.BARRIER)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 3, "b": 3}
+
+
+async def test_another_coordinator_takes_a_plan_over(fleet: Fleet) -> None:
+    await fleet.start("a", "b", limits=replace(LIMITS, grace_s=30.0))
+    gate = fleet.hosts["a"].gate = asyncio.Event()
+    applying = asyncio.create_task(fleet.coordinator().apply(version(2), Kind.ROLLING))
+    await until(lambda: fleet.members["a"].view.history.running)  # type: ignore[union-attr]  # it has started
+    applying.cancel()
+    await asyncio.wait({applying})
+    gate.set()
+    assert (await fleet.coordinator().drive(1)).verdict is Verdict.COMMIT
+    assert fleet.serving == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize("kind", Kind)
+async def test_a_member_that_dies_before_it_is_ready_aborts_the_apply(
+    fleet: Fleet, kind: Kind
+) -> None:
+    await fleet.start("a", "b")
+    fleet.hosts["b"].gate = asyncio.Event()
+    coordinator = fleet.coordinator(replace(LIMITS, prepare_s=1.0))
+    applying = asyncio.create_task(coordinator.apply(version(2), kind))
+    await until(lambda: fleet.members["b"].view.history.running)  # type: ignore[union-attr]  # it has started
+    await fleet.kill("b")
+    outcome = await applying
+    assert (outcome.verdict, outcome.reason) == (Verdict.ABORT, "b did not answer in time")
+    await fleet.start("b")
+    await fleet.until_serving(a=1, b=1)
+
+
+async def test_a_register_that_was_emptied_is_not_followed(fleet: Fleet) -> None:
+    await fleet.start("a")
+    await fleet.coordinator().apply(version(2), Kind.BARRIER)
+    for file in (fleet.folder / "register" / "records").iterdir():
+        file.unlink()
+    await until(lambda: "it was emptied or put back" in fleet.members["a"].view.why)
+    assert fleet.serving == {"a": 2}
+
+
+async def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.json"
+    journal = MemberJournal(path)
+    await journal.see(7)
+    await journal.stop(0)
+    again = MemberJournal(path)
+    assert (again.seen, again.stopped_in) == (7, 7)
+    await again.serve()
+    assert MemberJournal(path).stopped_in == 0
+    path.write_text("{}")
+    with pytest.raises(WeightSyncError, match="is not known whether this host may serve") as caught:
+        MemberJournal(path)
+    assert caught.value.reason == Reason.DATA_CORRUPT
+    shutil.rmtree(tmp_path)
+    with pytest.raises(WeightSyncError, match=r"writing .* failed"):
+        await again.see(8)
+    assert again.seen == 7
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"undecided_s": 0}, "above 0"),
+        ({"max_skew": -1}, "above 0"),
+        ({"max_age_s": -1.0}, "above 0"),
+        ({"member_ttl_s": 0}, "a whole second or more"),
+        ({"max_age_s": 1.0}, "less than two readings"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(wrong: dict[str, float], sentence: str) -> None:
+    with pytest.raises(WeightSyncError, match=sentence):
+        FleetLimits(**wrong)  # type: ignore[arg-type]  # fields of both kinds
+
+
+def _mode(fleet: Fleet, name: str) -> Mode:
+    return fleet.members[name].state.mode
+
+
+def _gone(fleet: Fleet, name: str) -> bool:
+    return fleet.register._members.read(f"members+{name}") is None

@@ -1,0 +1,101 @@
+"""Records of a fleet: below 4 KB, the same after a round, refused where they are of another age."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync_server.fleet import fleet_records
+from weightsync_server.fleet.fleet_plan import (
+    FleetPlan,
+    FleetVersion,
+    Kind,
+    MemberReport,
+    Verdict,
+    divide,
+)
+from weightsync_server.fleet.fleet_records import (
+    check_member,
+    decode_member,
+    decode_plan,
+    decode_report,
+    decode_verdict,
+    encode_member,
+    encode_plan,
+    encode_report,
+    encode_roster,
+    encode_verdict,
+)
+from weightsync_server.register.register import MAX_VALUE_BYTES
+
+OLD, NEW = FleetVersion(1, "0" * 32), FleetVersion(2**53 - 1, "f" * 32)
+
+
+def planned(kind: Kind, members: int, size: int) -> FleetPlan:
+    names = [f"{'m' * 58}{number:06}" for number in range(members)]
+    waves = divide(names, kind, size)
+    return FleetPlan(7, "a" * 16, kind, NEW, OLD, waves, len(waves), "0" * 32)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("members", "size"), [(1, 1), (3, 1), (1000, 1), (1000, 7), (1000, 400)])
+def test_a_plan_of_any_size_fits_and_comes_back(kind: Kind, members: int, size: int) -> None:
+    plan = planned(kind, members, size)
+    parts = encode_roster(plan.waves)
+    body = encode_plan(plan, len(parts))
+    assert all(len(value) <= MAX_VALUE_BYTES for value in (body, *parts))
+    roster = {f"rosters/a/{at:06}": part for at, part in enumerate(parts)}
+    assert decode_plan(body, roster) == plan
+    assert decode_plan(body).waves == ()
+    if len(parts) > 1:
+        roster.popitem()
+        with pytest.raises(WeightSyncError, match="a roster in the register is damaged"):
+            decode_plan(body, roster)
+
+
+def test_small_records_come_back() -> None:
+    long = "ä" * 5000
+    assert decode_verdict(encode_verdict(Verdict.COMMIT, "m1")) == (Verdict.COMMIT, "")
+    assert decode_verdict(encode_verdict(Verdict.ABORT, "m1", long))[0] is Verdict.ABORT
+    assert decode_report(encode_report(MemberReport(ok=True))) == MemberReport(ok=True)
+    report = decode_report(encode_report(MemberReport(ok=False, reason=long)))
+    assert not report.ok
+    assert long.startswith(report.reason)
+    assert decode_member(encode_member(NEW, "serving", "a:1")) == (NEW, "serving", "a:1")
+    assert decode_member(encode_member(None, "fenced", "")) == (None, "fenced", "")
+    for value in (encode_verdict(Verdict.ABORT, "m1", long), encode_report(report)):
+        assert len(value) <= MAX_VALUE_BYTES
+
+
+def test_another_format_is_refused_and_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet_records, "FORMAT", 2)
+        plan = planned(Kind.BARRIER, 3, 1)
+        newer = encode_plan(plan, 1), encode_verdict(Verdict.COMMIT, "m1")
+    for decode, value in zip((decode_plan, decode_verdict), newer, strict=True):
+        with pytest.raises(WeightSyncError, match="has format 2, this release knows 1") as caught:
+            decode(value)  # type: ignore[operator]  # two functions that differ in what they return
+        assert caught.value.reason == Reason.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"\xff", b'{"document":{},"xxh3_128":"0"}'])
+def test_a_damaged_record_is_refused(value: bytes) -> None:
+    for decode in (decode_report, decode_member):
+        with pytest.raises(WeightSyncError, match="is damaged") as caught:
+            decode(value)
+        assert caught.value.reason == Reason.DATA_CORRUPT
+
+
+def test_a_changed_byte_is_noticed() -> None:
+    frame = json.loads(encode_verdict(Verdict.ABORT, "m1"))
+    frame["document"]["verdict"] = "COMMIT"
+    with pytest.raises(WeightSyncError, match="is damaged"):
+        decode_verdict(json.dumps(frame).encode())
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a/b", "a b", "a\n", "a" * 65, "ä"])
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(WeightSyncError, match="is no name of a member"):
+        check_member(name)
