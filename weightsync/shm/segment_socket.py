@@ -86,6 +86,19 @@ class SegmentServer:
         if entry is not None:
             os.close(entry[0])
 
+    def open(self, name: str) -> tuple[int, int] | None:
+        """Return a new descriptor of what has a name, and its size in bytes; None: nothing has.
+
+        The caller closes it.
+        """
+        with self._lock:
+            found = self._published.get(name)
+            return None if found is None else (os.dup(found[0]), found[1])
+
+    def has(self, name: str) -> bool:
+        """Tell whether anything is published under a name."""
+        return name in self._published
+
     def expect_offer(self, name: str) -> Future[list[OfferedFile]]:
         """Return a future of the files that a client will offer under `name`.
 

@@ -19,7 +19,7 @@ from weightsync.shm.segments import MappedSegment, Segment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["StagedDocuments", "StagedVersion", "read_document"]
+__all__ = ["StagedDocuments", "StagedVersion", "document_of", "read_document", "shard_copy"]
 
 #: Magic, the layout's digest, bytes of the ids, of the layout, of all digests and of each.
 _HEAD = struct.Struct("<8s32sIQQI")
@@ -88,6 +88,21 @@ class StagedVersion:
         whole = bytes(view[layout_end:end])
         digests = tuple(whole[at * each : (at + 1) * each] for at in range(count))
         return cls(Manifest(layout, digests), segments)
+
+
+def shard_copy(document: str, shard: int) -> str:
+    """Return the segment id of a shard's copy on another node: the same in every copy of it.
+
+    Args:
+        document: Id of the version's document where it was staged first.
+        shard: Index.
+    """
+    return f"{document}/{shard}"
+
+
+def document_of(segment: str) -> str:
+    """Return the document of the version that a segment is a copy for; else the segment itself."""
+    return segment.partition("/")[0]
 
 
 def read_document(

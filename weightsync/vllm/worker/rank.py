@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightsync import failpoints
-from weightsync.shm.staged_version import StagedDocuments, read_document
+from weightsync.shm.staged_version import StagedDocuments, document_of, read_document
 from weightsync.vllm.apply.parallel import SliceThreads, commit_thread_count, yield_cores
 from weightsync.vllm.apply.transform import TransformRequest
 from weightsync.vllm.plan.in_place import why_not_plain
@@ -28,6 +28,7 @@ from weightsync.vllm.worker.rank_segments import RankSegments
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from weightsync.shm.staged_version import StagedVersion
     from weightsync.vllm.apply.device_ops import DeviceOps
     from weightsync.vllm.apply.transform import Prepared, VersionTransform
     from weightsync.vllm.twin.twin_transform import TwinTransform
@@ -309,10 +310,12 @@ class Rank:
         if args.get("segments") is not None:
             existing = frozenset(map(str, args["segments"]))
             if not busy:
-                self._segments.unmap(mappings.ids - existing)
+                gone = (name for name in mappings.ids if document_of(name) not in existing)
+                self._segments.unmap(frozenset(gone))
             if twin is not None:
                 twin.unmap(existing)
-        mapped = sorted(mappings.ids | (twin.mapped if twin is not None else frozenset()))
+        loaded = twin.mapped if twin is not None else frozenset()
+        mapped = sorted(loaded.union(map(document_of, mappings.ids)))
         prepared = sorted(self._prepared)
         return {"prepared": prepared, "segments": len(mapped), "mapped": mapped, "busy": busy}
 
@@ -347,6 +350,7 @@ class Rank:
         failpoints.hit("worker.prepare")
         socket = self._socket(args)
         staged = self._documents.read(socket, str(args["document"]))
+        _check_content(staged, str(args.get("content_digest", "")))
         self._plan.learn(staged.manifest.layout, str(args.get("unloaded", "")))
         # Without a base the engine stands, and is proved by what the server received: a copy
         # beside it would shorten no pause. What is live already needs none either.
@@ -408,6 +412,15 @@ class Rank:
         elif wrong and live.content_digest == target.content_digest:
             live.content_digest, live.dirty = "", True
         return {"proved": not wrong, "mismatched": wrong[:NAMES]}
+
+
+def _check_content(staged: StagedVersion, expected: str) -> None:
+    if expected and staged.manifest.content_digest != expected:
+        msg = (
+            f"content {staged.manifest.content_digest} is staged on this node, not {expected}; "
+            "restart the weightsync-server of this node"
+        )
+        raise RefusedCallError(msg)
 
 
 def _nothing(apply_id: str) -> None:

@@ -1,0 +1,122 @@
+"""The servers of other nodes that have joined this one, and what they are given."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from weightsync.errors import Reason, WeightSyncError
+from weightsync.shm.segments import MappedSegment
+from weightsync.shm.staged_version import StagedVersion
+from weightsync.shm.status_page import PageWriter
+
+if TYPE_CHECKING:
+    from weightsync.node.v1 import node_pb2 as pb
+    from weightsync.shm.segment_socket import SegmentServer
+    from weightsync_server.nodes.joined_node import JoinedNode
+
+__all__ = ["NodeGroup"]
+
+
+class NodeGroup:
+    """At most one server for each node of this server's engine.
+
+    Args:
+        segments: Has what they may read, and the pages that their ranks report on.
+
+    Attributes:
+        changes: Rises whenever one joins or leaves.
+    """
+
+    def __init__(self, segments: SegmentServer) -> None:
+        self._segments = segments
+        self._joined: dict[int, JoinedNode] = {}
+        self._pages: dict[str, PageWriter] = {}
+        self._engine: object = None
+        self.changes = 0
+
+    def claim(self, engine: object) -> None:
+        """Make them the nodes of an engine, however often it connects.
+
+        Raises:
+            WeightSyncError: ENGINE_UNSUPPORTED: they are another engine's.
+        """
+        if self._engine not in (None, engine):
+            raise WeightSyncError(
+                Reason.ENGINE_UNSUPPORTED,
+                "this server has an engine of several nodes already; start a weightsync-server for "
+                "each of them",
+            )
+        self._engine = engine
+
+    def find(self, rank: int) -> JoinedNode | None:
+        """Return the server of a node; None: there is none."""
+        return self._joined.get(rank)
+
+    def join(self, node: JoinedNode) -> None:
+        """Make it the server of its node, in place of one that joined before."""
+        before = self._joined.pop(node.rank, None)
+        if before is not None:
+            before.leave("was replaced by another one")
+        self._joined[node.rank] = node
+        self.changes += 1
+
+    def part(self, node: JoinedNode, why: str) -> None:
+        """Let it be the server of its node no more."""
+        node.leave(why)
+        if self._joined.get(node.rank) is node:
+            del self._joined[node.rank]
+            self.changes += 1
+
+    def close(self) -> None:
+        """End every call of a node, which would not end by itself."""
+        for node in list(self._joined.values()):
+            self.part(node, "was sent away: the server stops")
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
+
+    def forget_withdrawn(self) -> None:
+        """Let every node give back the versions that are in no slot here any more."""
+        for node in self._joined.values():
+            for name in node.versions:
+                if not self._segments.has(name):
+                    node.forget(name)
+        for page in [name for name in self._pages if not self._segments.has(name)]:
+            self._pages.pop(page).close()
+
+    def read(self, name: str, shard: int | None) -> MappedSegment:
+        """Return the bytes of a staged version's document, or of one of its shards.
+
+        Raises:
+            WeightSyncError: VERSION_UNKNOWN: it was given back, or has no such shard.
+        """
+        document = self._mapped(name)
+        if shard is None:
+            return document
+        segments = StagedVersion.from_view(document.view).segments
+        document.close()
+        if shard >= len(segments):
+            raise _unknown(f"{name} has no shard {shard}")
+        return self._mapped(segments[shard])
+
+    def report(self, report: pb.RankReport) -> None:
+        """Write what a rank of another node reports where this server reads it."""
+        page = self._pages.get(report.page)
+        if page is None:
+            found = self._segments.open(report.page)
+            if found is None:
+                # Of a session that is over.
+                return
+            page = self._pages[report.page] = PageWriter(found[0])
+        page.write(json.loads(report.report_json))
+
+    def _mapped(self, name: str) -> MappedSegment:
+        found = self._segments.open(name)
+        if found is None:
+            raise _unknown(f"{name} is not staged any more")
+        return MappedSegment(*found)
+
+
+def _unknown(what: str) -> WeightSyncError:
+    return WeightSyncError(Reason.VERSION_UNKNOWN, f"{what}; the head asks for it again")
